@@ -1,0 +1,1 @@
+"""Baselines: what is accepted, and the store that keeps it."""

@@ -1,0 +1,64 @@
+"""One baseline: the accepted measurement of a test in an environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.metrics import METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.measurement import Environment, Measurement, Workload
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """Which baseline: ``Key("tests/test_gpt.py", "TestTrain::test_step[fp32]", "train_step")``."""
+
+    file: str
+    test: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}::{self.test} ({self.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A measurement that was accepted. ``recorded`` is a date (``2026-11-02``), ``commit`` an abbreviated hash."""
+
+    workload: Workload
+    environment: Environment
+    metrics: Mapping[str, float]
+    recorded: str
+    commit: str | None = None
+
+    def says_the_same(self, other: Entry) -> bool:
+        """Whether replacing one by the other would change nothing that is compared: then the store is left alone."""
+        return (
+            self.workload == other.workload
+            and self.environment == other.environment
+            and _judged(self.metrics) == _judged(other.metrics)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """There is no baseline for this environment; ``elsewhere`` are the devices for which there is one."""
+
+    elsewhere: tuple[str, ...] = ()
+
+
+def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Entry:
+    """The baseline that accepting a measurement makes. Times keep the four digits that mean something."""
+    metrics = {
+        name: int(value) if METRICS[name].unit == "bytes" else float(f"{value:.4g}")
+        for name, value in measurement.metrics.items()
+    }
+    return Entry(measurement.workload, measurement.environment, metrics, recorded, commit)
+
+
+def _judged(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if METRICS[name].unit == "bytes"}

@@ -1,0 +1,155 @@
+"""A file of the store: TOML text to entries and back. Pure; every mistake in a text names its key.
+
+One file holds the baselines of one test file on one device::
+
+    format = 1
+
+    [environments."torch-2.11.0-5d2c9f"]
+    device = "NVIDIA H100 80GB HBM3"
+    slug = "nvidia-h100-80gb-hbm3"
+    torch = "2.11.0"
+    ...
+
+    [tests."TestTrain::test_step[amp-bf16]".train_step]
+    environment = "torch-2.11.0-5d2c9f"
+    recorded = "2026-11-02"
+    commit = "abc1234"
+    step = "train_step"
+    config = "fp32"
+    parameters = 124439808
+    batch = "int64[8, 1024]"
+    peak_allocated = 8120000000
+    ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pytest_gpumem.baselines.entry import Entry, Key
+from pytest_gpumem.measurement import Environment, Workload
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.units import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FORMAT = 1
+
+Entries = Mapping[tuple[str, str], Entry]
+"""The entries of one file: (test, name of the measurement) -> entry."""
+
+_WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
+_META: dict[str, type] = {"environment": str, "recorded": str, "commit": str}
+_CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
+
+
+class FormatError(ValueError):
+    """A text that is not a file of the store; the message names the line or key, and what would be right."""
+
+
+def parse(text: str, file: str) -> dict[Key, Entry]:
+    """The entries in the text of the baselines of test file ``file``. Raises `FormatError`."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith(_CONFLICT_MARKS):
+            raise FormatError(f"line {number} is a merge-conflict mark; keep one side of the conflict")
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FormatError(f"not TOML: {error}; restore the file from version control") from None
+    version = document.pop("format", None)
+    if version != FORMAT or isinstance(version, bool):
+        raise FormatError(f"format is {version!r}, this version of pytest-gpumem reads format {FORMAT}")
+    environments = {
+        name: _environment(table, f"environments.{name}")
+        for name, table in _table(document.pop("environments", {}), "environments").items()
+    }
+    entries = {
+        Key(file, test, name): _entry(table, f"tests.{test}.{name}", environments)
+        for test, tables in _table(document.pop("tests", {}), "tests").items()
+        for name, table in _table(tables, f"tests.{test}").items()
+    }
+    for unknown in document:
+        raise FormatError(f"unknown key {unknown!r}; {nearest(unknown, ['format', 'environments', 'tests'])}")
+    return entries
+
+
+def render(entries: Mapping[Key, Entry]) -> str:
+    """The text of a file with these entries: sorted, the same for the same entries."""
+    import tomli_w
+
+    environments: dict[str, dict[str, str | int]] = {}
+    tests: dict[str, dict[str, dict[str, str | int | float]]] = {}
+    for key, entry in sorted(entries.items()):
+        environment = {"device": entry.environment.device, "slug": entry.environment.slug, **entry.environment.details}
+        name = _environment_name(environment)
+        environments[name] = environment
+        workload = {field.name: getattr(entry.workload, field.name) for field in fields(Workload)}
+        metrics = {metric: entry.metrics[metric] for metric in METRICS if metric in entry.metrics}
+        table = {"environment": name, "recorded": entry.recorded, "commit": entry.commit, **workload, **metrics}
+        tests.setdefault(key.test, {})[key.name] = {k: value for k, value in table.items() if value is not None}
+    document = {"format": FORMAT, "environments": dict(sorted(environments.items())), "tests": tests}
+    return tomli_w.dumps(document)
+
+
+def _environment_name(environment: Mapping[str, str | int]) -> str:
+    digest = hashlib.sha256(repr(sorted(environment.items())).encode()).hexdigest()[:6]
+    return f"torch-{environment.get('torch', 'unknown')}-{digest}"
+
+
+def _environment(table: object, where: str) -> Environment:
+    values = dict(_table(table, where))
+    device = _value(values, "device", str, where)
+    slug = _value(values, "slug", str, where)
+    return Environment(
+        slug, device, {name: _typed(value, (str, int), f"{where}.{name}") for name, value in values.items()}
+    )
+
+
+def _entry(table: object, where: str, environments: Mapping[str, Environment]) -> Entry:
+    values = dict(_table(table, where))
+    name = _value(values, "environment", str, where)
+    if name not in environments:
+        raise FormatError(f"{where}.environment is {name!r}, which [environments] does not have")
+    recorded = _value(values, "recorded", str, where)
+    commit = _value(values, "commit", str, where) if "commit" in values else None
+    workload = Workload(
+        **{
+            field: _value(values, field, kind, where)
+            for field, kind in _WORKLOAD.items()
+            if field == "step" or field in values
+        }
+    )
+    metrics: dict[str, float] = {}
+    for key, value in values.items():
+        if key not in METRICS:
+            raise FormatError(f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD])}")
+        kinds: tuple[type, ...] = (int,) if METRICS[key].unit == "bytes" else (int, float)
+        metrics[key] = _typed(value, kinds, f"{where}.{key}")
+        if metrics[key] < 0:
+            raise FormatError(f"{where}.{key} is {value!r}; no {METRICS[key].title} is negative")
+    return Entry(workload, environments[name], metrics, recorded, commit)
+
+
+def _table(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{where} is {value!r}, expected a table")
+    return value
+
+
+def _value(values: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    if key not in values:
+        raise FormatError(f"{where} has no {key}")
+    return _typed(values.pop(key), (kind,), f"{where}.{key}")
+
+
+def _typed(value: Any, kinds: tuple[type, ...], where: str) -> Any:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise FormatError(f"{where} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+    return value

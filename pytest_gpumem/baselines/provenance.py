@@ -1,0 +1,31 @@
+"""When and from which commit a baseline was recorded."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def today() -> str:
+    """The date in UTC: ``"2026-11-02"``."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def commit_of(folder: Path) -> str | None:
+    """The abbreviated hash of the commit checked out in ``folder``; ``None`` outside of a repository, or without git."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "--short=9", "HEAD"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None

@@ -1,0 +1,96 @@
+"""The store: baselines by device, test file and test. Read anywhere, written by one process at the end of a session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baselines.entry import Absent, Entry, Key
+from pytest_gpumem.baselines.format import FormatError, parse, render
+from pytest_gpumem.baselines.place import SUFFIX, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class StoreError(Exception):
+    """A file of the store is not what it should be; the message names file and key. The file is left as it was."""
+
+
+class Store:
+    """The baselines in a place. Files are read when first asked for, and once."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._paths: list[str] | None = None
+        self._read: dict[str, dict[Key, Entry]] = {}
+
+    def check(self) -> None:
+        """Read every file. Raises `StoreError` for the first that cannot be understood."""
+        for path in self._known_paths():
+            self._entries(path)
+
+    def find(self, key: Key, slug: str) -> Entry | Absent:
+        """The baseline of ``key`` on the device called ``slug``, or on which other devices there is one."""
+        entry = self._entries(_path(slug, key.file)).get(key)
+        if entry is not None:
+            return entry
+        elsewhere = (
+            other.environment.device
+            for path in self._known_paths()
+            if path.endswith("/" + _path("", key.file)) and (other := self._entries(path).get(key)) is not None
+        )
+        return Absent(tuple(sorted(set(elsewhere))))
+
+    def keys(self, slug: str | None = None) -> list[tuple[str, Key]]:
+        """Every baseline as (slug, key), sorted; those of one device when ``slug`` is given."""
+        found = ((path.partition("/")[0], path) for path in self._known_paths())
+        return sorted((own, key) for own, path in found if slug in (None, own) for key in self._entries(path))
+
+    def change(self, entries: Mapping[Key, Entry], gone: Iterable[tuple[str, Key]] = ()) -> None:
+        """Put ``entries`` in, each in the file of its environment's device, and take out ``gone``, given as (slug, key).
+
+        Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Raises `StoreError` or
+        `PlaceError`; a file that cannot be understood is left as it was.
+        """
+        wanted: dict[str, dict[Key, Entry]] = {}
+        unwanted: dict[str, set[Key]] = {}
+        for key, entry in entries.items():
+            wanted.setdefault(_path(entry.environment.slug, key.file), {})[key] = entry
+        for slug, key in gone:
+            unwanted.setdefault(_path(slug, key.file), set()).add(key)
+        with self._place.locked():
+            for path in sorted(wanted.keys() | unwanted.keys()):
+                theirs = self._fresh(path)
+                kept = {key: entry for key, entry in theirs.items() if key not in unwanted.get(path, ())}
+                merged = kept | wanted.get(path, {})
+                if merged:
+                    self._place.write(path, render(merged))
+                elif theirs:
+                    self._place.remove(path)
+                self._read.pop(path, None)
+        self._paths = None
+
+    def _known_paths(self) -> list[str]:
+        if self._paths is None:
+            self._paths = [path for path in self._place.paths() if "/" in path]
+        return self._paths
+
+    def _entries(self, path: str) -> dict[Key, Entry]:
+        if path not in self._read:
+            self._read[path] = self._fresh(path)
+        return self._read[path]
+
+    def _fresh(self, path: str) -> dict[Key, Entry]:
+        text = self._place.read(path)
+        if text is None:
+            return {}
+        try:
+            return parse(text, path.partition("/")[2].removesuffix(SUFFIX))
+        except FormatError as error:
+            raise StoreError(f"{self._place.shown(path)}: {error}") from None
+
+
+def _path(slug: str, file: str) -> str:
+    # A test file outside of the root directory has a path that climbs out of it, and the store must not.
+    inside = "/".join("__up__" if part == ".." else part for part in file.split("/"))
+    return f"{slug}/{inside}{SUFFIX}" if slug else f"{inside}{SUFFIX}"

@@ -1,0 +1,48 @@
+"""Which measurements a session writes into the store. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baselines.entry import Absent, Entry, Key
+from pytest_gpumem.gate.verdict import Outcome, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.baselines.update_modes import UpdateMode
+
+ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
+    None: frozenset(),
+    "new": frozenset({Outcome.NEW, Outcome.FOREIGN}),
+    "improved": frozenset(),
+    "all": frozenset({Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.REGRESSED, Outcome.UNCERTAIN}),
+}
+"""The outcomes that an update mends by writing what was measured."""
+
+
+def entries_to_write(
+    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Entry]], stored: Mapping[Key, Entry | Absent]
+) -> dict[Key, Entry]:
+    """Those of ``measured`` (of tests that passed) that ``mode`` wants in the store and that would change it.
+
+    ``new`` adds what is missing; ``improved`` lowers, metric by metric, what got better and leaves the rest; ``all``
+    accepts everything.
+    """
+    wanted: dict[Key, Entry] = {}
+    for key, (verdict, entry) in measured.items():
+        earlier = stored[key]
+        if isinstance(earlier, Absent):
+            if mode != "improved":
+                wanted[key] = entry
+        elif mode == "all":
+            if not entry.says_the_same(earlier):
+                wanted[key] = entry
+        elif mode == "improved":
+            better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
+            if better:
+                kept = {name: value for name, value in earlier.metrics.items() if name not in better}
+                taken = {name: entry.metrics[name] for name in entry.metrics if name in better or name not in kept}
+                metrics = {name: (taken | kept)[name] for name in entry.metrics}
+                wanted[key] = Entry(entry.workload, entry.environment, metrics, entry.recorded, entry.commit)
+    return wanted

@@ -1,0 +1,171 @@
+"""Collects what was measured, writes the store, and ends the session.
+
+In the process that sees every report: pytest-xdist's controller, or the only one there is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.baselines.entry import Entry, Key, entry_of
+from pytest_gpumem.baselines.place import PlaceError
+from pytest_gpumem.baselines.provenance import commit_of, today
+from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.baselines.update import entries_to_write
+from pytest_gpumem.reports.summary import table
+from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated
+from pytest_gpumem.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.settings import Settings
+
+
+class Controller:
+    """A plugin for the process that sees every report."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = store
+        self._results = Results()
+        self._selection: Selection | None = None
+        self._complete = True
+        self._closing: list[str] = []
+        self._errors: list[str] = []
+
+    def select(self, selection: Selection) -> None:
+        """A process that collects tells what it selected; with several, each tells the same."""
+        self._selection = selection
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        plain = getattr(node, "workeroutput", {}).get("gpumem")
+        if plain is not None:
+            self.select(Selection.from_plain(plain))
+        else:
+            self._complete = False
+
+    def pytest_deselected(self) -> None:
+        self._complete = False
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._results.add(report)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        try:
+            result = yield
+        except BaseException:
+            # Ctrl-C, --maxfail, a crash: what has been measured until now is kept.
+            self._complete = False
+            self._finish(session)
+            raise
+        if self._selection is not None and self._selection.error is not None:
+            raise pytest.UsageError(self._selection.error)
+        self._finish(session)
+        return result
+
+    def _finish(self, session: pytest.Session) -> None:
+        if self._config.option.collectonly:
+            return
+        results = self._results.all()
+        if self._settings.update is not None:
+            self._update(results)
+        if self._settings.baseline:
+            sentence = nothing_gated(results)
+            if sentence is not None:
+                self._errors.append(sentence)
+        if self._settings.strict and self._settings.baseline and not results:
+            self._errors.append("nothing was gated: no measured test was selected")
+        if self._complete and session.testsfailed == 0:
+            self._tell_unused(results)
+        if self._errors:
+            session.testsfailed += 1
+
+    def _update(self, results: list[TestResult]) -> None:
+        mode = self._settings.update
+        assert mode is not None, "only called for an update"
+        passed = [result for result in results if result.passed]
+        recorded, commit = today(), commit_of(self._config.rootpath)
+        measured: dict[Key, tuple[Verdict, Entry]] = {}
+        for result in passed:
+            for verdict in result.verdict.verdicts:
+                key = Key(result.verdict.file, result.verdict.test, verdict.measurement.name)
+                measured[key] = verdict, entry_of(verdict.measurement, recorded, commit)
+        try:
+            stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
+            wanted = entries_to_write(mode, measured, stored)
+            gone = self._renamed(measured) if mode == "all" else []
+            if wanted or gone:
+                self._store.change(wanted, gone)
+        except (StoreError, PlaceError) as error:
+            self._errors.append(f"baselines were not written: {error}")
+            return
+        kept_out = len(results) - len(passed)
+        note = f"; {kept_out} not written, because they did not pass" if kept_out else ""
+        self._closing.append(
+            f"store: {len(wanted)} baseline{'' if len(wanted) == 1 else 's'} written ({mode}), "
+            f"{len(measured) - len(wanted)} left as they were{note}"
+        )
+
+    def _renamed(self, measured: dict[Key, tuple[Verdict, Entry]]) -> list[tuple[str, Key]]:
+        """Baselines of tests that passed, for measurements that these tests no longer take."""
+        tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
+        return [
+            (slug, key)
+            for slug in sorted({slug for slug, _, _ in tests})
+            for _, key in self._store.keys(slug)
+            if (slug, key.file, key.test) in tests and key not in measured
+        ]
+
+    def _tell_unused(self, results: list[TestResult]) -> None:
+        if self._selection is None or not (self._settings.baseline or self._settings.update):
+            return
+        slugs = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        unused = [
+            key
+            for slug in sorted(slugs)
+            for _, key in self._store.keys(slug)
+            if (key.file in self._selection.files or not (self._config.rootpath / key.file).exists())
+            and (key.file, key.test) not in self._selection.measured
+        ]
+        if unused:
+            shown = ", ".join(str(key) for key in unused[:3]) + (", ..." if len(unused) > 3 else "")
+            self._closing.append(
+                f"store: {len(unused)} unused baseline{'' if len(unused) == 1 else 's'}: {shown}; "
+                "`gpumem prune` removes them"
+            )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        results = self._results.all()
+        idle = self._selection.idle_budgets if self._selection is not None else ()
+        if not results and not self._errors and not idle and not self._settings.baseline:
+            return
+        reporter = terminalreporter
+        quiet = self._config.get_verbosity() < 0
+        lines = [] if quiet else table(results, self._settings.units, everything=self._config.get_verbosity() > 0)
+        if lines:
+            reporter.section("gpumem")
+            for line in lines:
+                reporter.write_line(line)
+            reporter.write_line("")
+        for pattern in idle:
+            reporter.write_line(
+                f"gpumem: the budget for tests = {pattern!r} holds nothing: none of the tests that it matches is measured; "
+                "give them @pytest.mark.gpumem",
+                yellow=True,
+            )
+        for line in self._closing:
+            reporter.write_line(f"gpumem {line}")
+        for error in self._errors:
+            reporter.write_line(f"gpumem: {error}", red=True)
+        if results:
+            reporter.write_line(accounting(results))
+        elif self._settings.baseline and not self._errors:
+            reporter.write_line("gpumem: nothing to gate: no measured test was selected")

@@ -1,0 +1,85 @@
+"""The contract of a device: what measuring needs to know of the place where a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from pytest_gpumem.measurement import Environment
+
+Blocks = Mapping[int, int]
+"""Memory blocks: address -> bytes."""
+
+
+class DeviceUnavailable(Exception):
+    """This device cannot be used here; the message is a clause that says why ("no CUDA device: ...")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes live at once, in the device's own counting: only differences of two readings mean anything."""
+
+    allocated: int
+    reserved: int | None = None
+    """``None`` where the device has no such thing."""
+
+
+class Device(Protocol):
+    """A device as measuring sees it.
+
+    Readings (`live`, `take_peak`) count bytes from a zero of the device's own choosing, so only differences between
+    readings of one `open` ... `close` stretch are meaningful. Readings taken outside of one raise ``RuntimeError``.
+    """
+
+    name: str
+    """The word of ``--gpumem-device``."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors go."""
+
+    def environment(self) -> Environment:
+        """What this device is, with the versions that its figures depend on."""
+
+    def open(self) -> None:
+        """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated."""
+
+    def close(self) -> None:
+        """Stop counting and give back what `open` took. Closing twice does nothing."""
+
+    def settle(self) -> None:
+        """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
+
+    def release_workspaces(self) -> None:
+        """Drop what the backend keeps for itself between operations, which is nobody's leak."""
+
+    def live(self) -> int:
+        """Bytes live now."""
+
+    def reserved(self) -> int | None:
+        """Bytes that the allocator holds from the device now; ``None`` where there is no such thing."""
+
+    def take_peak(self) -> Peak:
+        """The peak since the last call of this (or `open`), and start the next one from what is live now."""
+
+    def adopt(self, blocks: Blocks) -> None:
+        """Learn of blocks that were allocated before `open`, so that their being freed is noticed."""
+
+    def known(self) -> frozenset[int]:
+        """Addresses of the blocks that the device knows one by one; empty where it only knows sums."""
+
+    def paused(self, since: frozenset[int], keep: Callable[[], Blocks]) -> AbstractContextManager[None]:
+        """A stretch in which nothing is recorded or slowed down, for taking times.
+
+        Frees go unnoticed in it. At its end, of the blocks that are not in ``since`` (what was `known` when the measuring
+        began) only those that ``keep`` returns are believed to be live.
+        """
+
+    def time(self, run: Callable[[], None]) -> float:
+        """Seconds that the device needed for ``run``."""

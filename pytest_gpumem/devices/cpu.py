@@ -1,0 +1,171 @@
+"""The CPU as a device: bytes from torch's own allocator events, as the profiler records them.
+
+Not the process's RSS: that counts pages, the interpreter and everybody's caches, and does not repeat.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.contract import Blocks, DeviceUnavailable, Peak
+from pytest_gpumem.devices.ledger import Ledger
+from pytest_gpumem.devices.naming import CPU_SLUG
+from pytest_gpumem.devices.torch_internals import AllocationEvent, allocation_events
+from pytest_gpumem.measurement import Environment, MeasuringError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from torch.profiler import profile
+
+_PROBE_BYTES = 61
+"""Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
+
+
+class CpuDevice:
+    """Peaks of host memory that tensors hold.
+
+    Kernels allocate scratch memory for each thread (scaled_dot_product_attention, convolution backward), so a figure
+    would depend on the machine's cores: while open, torch runs on one intra-op thread. Only the thread that opened the
+    device is seen, and backward runs on it.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+        self._profiler: profile | None = None
+        self._threads: int | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def environment(self) -> Environment:
+        import torch
+
+        machine = platform.machine() or "unknown"
+        return Environment(
+            slug=CPU_SLUG + machine.lower(),
+            device=f"CPU ({machine})",
+            details={"torch": str(torch.__version__), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
+        )
+
+    def open(self) -> None:
+        import torch
+
+        if self._threads is not None:
+            raise RuntimeError("the cpu device is already open")
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._ledger = Ledger()
+        self._start()
+        try:
+            self._flush()
+        except MeasuringError as error:
+            self.close()
+            raise DeviceUnavailable(
+                f"torch {torch.__version__} does not report host allocations to a profiler here ({error})"
+            ) from None
+
+    def close(self) -> None:
+        import torch
+
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
+
+    def settle(self) -> None:
+        gc.collect()
+
+    def release_workspaces(self) -> None:
+        return
+
+    def live(self) -> int:
+        self._flush()
+        return self._ledger.live
+
+    def reserved(self) -> int | None:
+        return None
+
+    def take_peak(self) -> Peak:
+        self._flush()
+        return Peak(self._ledger.take_peak())
+
+    def adopt(self, blocks: Blocks) -> None:
+        self._flush()
+        self._ledger.adopt(blocks)
+
+    def known(self) -> frozenset[int]:
+        self._flush()
+        return self._ledger.addresses
+
+    @contextmanager
+    def paused(self, since: frozenset[int], keep: Callable[[], Blocks]) -> Iterator[None]:
+        self._ledger.apply(self._stop())
+        try:
+            yield
+        finally:
+            self._ledger.restrict(since, keep())
+            self._start()
+
+    def time(self, run: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    def _start(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with _quiet_kineto():
+            self._profiler.start()
+
+    def _stop(self) -> list[AllocationEvent]:
+        import torch
+
+        profiler = self._profiler
+        if profiler is None:
+            raise RuntimeError("the cpu device is not open")
+        self._profiler = None
+        torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+        profiler.stop()
+        events = allocation_events(profiler)
+        # The probe is a temporary: its allocation and its free are the last two events.
+        if [event.nbytes for event in events[-2:]] != [_PROBE_BYTES, -_PROBE_BYTES]:
+            raise MeasuringError(
+                "the recording of host allocations was cut short: only one profiler can run at a time, "
+                "and the measured code started or stopped another"
+            )
+        return events[:-2]
+
+    def _flush(self) -> None:
+        try:
+            self._ledger.apply(self._stop())
+        finally:
+            if self._threads is not None and self._profiler is None:
+                self._start()
+
+
+@contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Kineto writes to stderr at every start and stop, unless this variable says otherwise when it is first used."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]

@@ -1,0 +1,166 @@
+"""A CUDA GPU as a device: bytes from the caching allocator's statistics."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.contract import Blocks, DeviceUnavailable, Peak
+from pytest_gpumem.devices.reset_guard import before_each_reset
+from pytest_gpumem.measurement import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+
+_PROBE_BYTES = 4096
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def cuda_slug(device: str) -> str:
+    """A GPU's name as a folder's name: ``"NVIDIA H100 80GB HBM3"`` is ``"nvidia-h100-80gb-hbm3"``."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+class CudaDevice:
+    """Peaks of the memory that tensors hold on the current CUDA device.
+
+    ``allocated`` is the allocator's ``requested_bytes``: what was asked for, before rounding. How far a block is rounded
+    up depends on what lies beside it in the cache, so the rounded figure (``allocated_bytes``) is not the same in every
+    order of tests, and this one is. An allocator backend that does not count requests is read by ``allocated_bytes``.
+
+    ``exclusive`` holds a lock that makes the GPU ours while open; it is entered by `open`.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self, runtime: CudaRuntime, exclusive: Callable[[], AbstractContextManager[object]] | None = None
+    ) -> None:
+        self._runtime = runtime
+        self._exclusive = exclusive
+        self._leases: ExitStack | None = None
+        self._counter = "requested_bytes"
+        self._seen_peak: Peak | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._runtime.torch_device()
+
+    def environment(self) -> Environment:
+        import torch
+
+        properties = self._runtime.properties()
+        allocator = ",".join(value for name in _ALLOCATOR_VARIABLES if (value := os.environ.get(name)))
+        details: dict[str, str | int] = {
+            "total_memory": properties.total_memory,
+            "torch": str(torch.__version__),
+            "cuda": str(torch.version.cuda),
+            "driver": properties.driver,
+            "allocator": allocator or "default",
+        }
+        return Environment(slug=cuda_slug(properties.name), device=properties.name, details=details)
+
+    def open(self) -> None:
+        if self._leases is not None:
+            raise RuntimeError("the cuda device is already open")
+        with ExitStack() as stack:
+            if self._exclusive is not None:
+                stack.enter_context(self._exclusive())
+            self._counter = self._probe()
+            stack.enter_context(before_each_reset(self._keep_peak))
+            self._leases = stack.pop_all()
+        self._reset()
+
+    def close(self) -> None:
+        if self._leases is not None:
+            self._leases.close()
+            self._leases = None
+
+    def settle(self) -> None:
+        gc.collect()
+        self.release_workspaces()
+        self._runtime.empty_cache()
+        self._runtime.synchronize()
+
+    def release_workspaces(self) -> None:
+        self._runtime.clear_workspaces()
+
+    def live(self) -> int:
+        return self._statistic(f"{self._counter}.all.current")
+
+    def reserved(self) -> int | None:
+        return self._statistic("reserved_bytes.all.current")
+
+    def take_peak(self) -> Peak:
+        self._keep_peak()
+        peak = self._seen_peak
+        assert peak is not None, "_keep_peak has just set it"
+        self._reset()
+        return peak
+
+    def adopt(self, blocks: Blocks) -> None:
+        """Nothing to learn: the allocator counts every block."""
+
+    def known(self) -> frozenset[int]:
+        return frozenset()
+
+    @contextmanager
+    def paused(self, since: frozenset[int], keep: Callable[[], Blocks]) -> Iterator[None]:
+        # Statistics cost nothing, so there is nothing to pause; what the stretch did to the peak is not the step's.
+        self._keep_peak()
+        kept = self._seen_peak
+        try:
+            yield
+        finally:
+            self._runtime.reset_peaks()
+            self._seen_peak = kept
+
+    def time(self, run: Callable[[], None]) -> float:
+        return self._runtime.time(run)
+
+    def _statistic(self, name: str) -> int:
+        if self._leases is None:
+            raise RuntimeError("the cuda device is not open")
+        return self._runtime.statistics()[name]
+
+    def _keep_peak(self) -> None:
+        """Remember the peak so far, because somebody is about to reset the process's statistics."""
+        peak = Peak(
+            self._statistic(f"{self._counter}.all.peak"),
+            self._statistic("reserved_bytes.all.peak"),
+        )
+        if self._seen_peak is not None:
+            seen = self._seen_peak
+            peak = Peak(max(seen.allocated, peak.allocated), max(seen.reserved or 0, peak.reserved or 0))
+        self._seen_peak = peak
+
+    def _reset(self) -> None:
+        # In this order: our own reset is seen by `before_each_reset`, too.
+        self._runtime.reset_peaks()
+        self._seen_peak = None
+
+    def _probe(self) -> str:
+        """The statistic that counts what tensors hold, found by allocating a tensor and looking.
+
+        Raises `DeviceUnavailable` when none moves (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, a pluggable allocator without
+        statistics): every figure would be 0, and every budget met.
+        """
+        before = self._runtime.statistics()
+        tensor = self._runtime.allocate(_PROBE_BYTES)
+        after = self._runtime.statistics()
+        del tensor
+        for counter in ("requested_bytes", "allocated_bytes"):
+            name = f"{counter}.all.current"
+            if after.get(name, 0) - before.get(name, 0) >= _PROBE_BYTES:
+                return counter
+        raise DeviceUnavailable(
+            "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or an allocator of one's own): "
+            f"after allocating {_PROBE_BYTES} bytes it still counts {after.get('allocated_bytes.all.current', 0)}"
+        )

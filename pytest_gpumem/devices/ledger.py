@@ -1,0 +1,60 @@
+"""Live bytes and their peak, from allocation events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_gpumem.devices.contract import Blocks
+    from pytest_gpumem.devices.torch_internals import AllocationEvent
+
+
+class Ledger:
+    """The blocks that are known to be live, and the most bytes they held since the last `take_peak`.
+
+    A free of a block that is not known is somebody else's and changes nothing; an allocation at a known address means
+    that the earlier block's free was missed, so the new one replaces it.
+    """
+
+    __slots__ = ("_blocks", "_live", "_peak")
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, int] = {}
+        self._live = 0
+        self._peak = 0
+
+    @property
+    def live(self) -> int:
+        return self._live
+
+    @property
+    def addresses(self) -> frozenset[int]:
+        return frozenset(self._blocks)
+
+    def apply(self, events: Iterable[AllocationEvent]) -> None:
+        for event in events:
+            self._live -= self._blocks.pop(event.address, 0)
+            if event.nbytes > 0:
+                self._blocks[event.address] = event.nbytes
+                self._live += event.nbytes
+                self._peak = max(self._peak, self._live)
+
+    def adopt(self, blocks: Blocks) -> None:
+        """Know blocks that were there all along. The peak rises with them: they were live during it."""
+        for address, nbytes in blocks.items():
+            if address not in self._blocks:
+                self._blocks[address] = nbytes
+                self._live += nbytes
+                self._peak += nbytes
+
+    def restrict(self, addresses: frozenset[int], blocks: Blocks) -> None:
+        """Forget every block that is neither in ``addresses`` nor in ``blocks``, and know all of ``blocks``."""
+        self._blocks = {address: n for address, n in self._blocks.items() if address in addresses} | dict(blocks)
+        self._live = sum(self._blocks.values())
+        self._peak = self._live
+
+    def take_peak(self) -> int:
+        peak, self._peak = self._peak, self._live
+        return peak

@@ -1,0 +1,58 @@
+"""From the word of ``--gpumem-device`` to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pytest_gpumem.devices.contract import Device, DeviceUnavailable
+
+DeviceFactory = Callable[[], Device]
+"""Makes a device, or raises `DeviceUnavailable`."""
+
+AUTO = "auto"
+
+
+def make_cuda() -> Device:
+    from pytest_gpumem.devices.cuda import CudaDevice
+    from pytest_gpumem.devices.cuda_runtime import TorchCuda
+    from pytest_gpumem.devices.sharing import exclusive_gpu
+
+    runtime = TorchCuda()
+    return CudaDevice(runtime, exclusive_gpu(runtime.properties().uuid))
+
+
+def make_cpu() -> Device:
+    from pytest_gpumem.devices.cpu import CpuDevice
+
+    return CpuDevice()
+
+
+BUILT_IN: dict[str, DeviceFactory] = {"cuda": make_cuda, "cpu": make_cpu}
+
+
+class Devices:
+    """The devices by name, each made once. One that cannot be used here is remembered with its reason."""
+
+    def __init__(self, factories: Mapping[str, DeviceFactory]) -> None:
+        self._factories = dict(factories)
+        self._made: dict[str, Device | str] = {}
+
+    def get(self, name: str) -> Device:
+        """The device called ``name``; ``auto`` is CUDA where there is one and the CPU otherwise.
+
+        Raises `DeviceUnavailable`.
+        """
+        if name == AUTO:
+            try:
+                return self.get("cuda")
+            except DeviceUnavailable:
+                return self.get("cpu")
+        if name not in self._made:
+            try:
+                self._made[name] = self._factories[name]()
+            except DeviceUnavailable as unavailable:
+                self._made[name] = str(unavailable)
+        made = self._made[name]
+        if isinstance(made, str):
+            raise DeviceUnavailable(made)
+        return made

@@ -1,0 +1,70 @@
+"""The few private names of torch that measuring cannot do without, each behind a function that fails loudly.
+
+Every function here has a test that checks what it does and not which torch it is, since releases move.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch.profiler import profile
+
+PEAK_RESETS = (
+    ("torch._C", "_cuda_resetPeakMemoryStats"),
+    ("torch._C", "_accelerator_resetPeakStats"),
+)
+"""What the public ``reset_peak_memory_stats`` functions end in; a name that a release lacks is passed over."""
+
+
+class AllocationEvent(NamedTuple):
+    """One allocation (``nbytes`` > 0) or free (``nbytes`` < 0) of a block of host memory."""
+
+    time_ns: int
+    address: int
+    nbytes: int
+
+
+def allocation_events(profiler: profile) -> list[AllocationEvent]:
+    """The allocations that a stopped profiler recorded with ``profile_memory=True``, in the order in which they happened.
+
+    The public views of a profile add allocations up by operator and lose their addresses; the event tree has both.
+    """
+    recorded: Any = profiler.profiler
+    tree = recorded.kineto_results.experimental_event_tree()
+    # sorted() is stable and the tree is walked in order, so that events of the same nanosecond keep theirs.
+    return sorted(_allocations(tree), key=lambda event: event.time_ns)
+
+
+def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
+    stack = list(reversed(tree))
+    while stack:
+        event = stack.pop()
+        stack.extend(reversed(event.children))
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield AllocationEvent(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps for each handle and stream (33,554,432 bytes each on an H100).
+
+    Without this the first matrix product of a process looks like a leak of the test that happened to run it
+    (pytorch/pytorch#95668).
+    """
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` has been written to in place: the counter by which autograd notices such writes."""
+    version: int = tensor._version
+    return version
+
+
+def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
+    return tensor._indices(), tensor._values()

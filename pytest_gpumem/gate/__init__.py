@@ -1,0 +1,1 @@
+"""The gate: what is said of a measurement, and why."""

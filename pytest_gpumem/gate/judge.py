@@ -1,0 +1,130 @@
+"""The judge: from a measurement, its budget and its baseline to a verdict. Pure functions, nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.metrics import METRICS, Metric, Tolerance
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.gate.budget import Budget
+    from pytest_gpumem.measurement import Measurement
+
+
+def judge(
+    measurement: Measurement,
+    budget: Budget,
+    baseline: Entry | Absent | None,
+    tolerances: Mapping[str, Tolerance],
+) -> Verdict:
+    """The verdict on a measurement.
+
+    ``baseline`` is its entry in the store, or that there is none, or ``None`` when nobody asked for a comparison.
+    ``tolerances`` holds the tolerance of every metric that is judged against a baseline.
+    """
+    why_not, outcome = _not_comparable(measurement, baseline)
+    comparable = baseline if isinstance(baseline, Entry) and outcome is None else None
+    metrics = tuple(
+        _judge_metric(METRICS[name], value, budget.limit(name), measurement, comparable, outcome, tolerances.get(name))
+        for name, value in measurement.metrics.items()
+    )
+    origin = _origin(baseline) if isinstance(baseline, Entry) else None
+    elsewhere = baseline.elsewhere if isinstance(baseline, Absent) else ()
+    return Verdict(measurement, metrics, origin, why_not, elsewhere)
+
+
+def _judge_metric(
+    metric: Metric,
+    value: float,
+    limit: int | None,
+    measurement: Measurement,
+    baseline: Entry | None,
+    why_not: Outcome | None,
+    tolerance: Tolerance | None,
+) -> MetricVerdict:
+    """``baseline`` is there when it may be compared with; ``why_not`` is the outcome when it may not."""
+    earlier = None if baseline is None else baseline.metrics.get(metric.name)
+    if limit is not None and value > limit:
+        return MetricVerdict(metric.name, Outcome.OVER_BUDGET, value, earlier, budget=limit)
+    if tolerance is not None and baseline is not None:
+        return _compare(metric, value, limit, measurement, baseline, tolerance)
+    if tolerance is not None and why_not is not None:
+        return MetricVerdict(metric.name, why_not, value, budget=limit)
+    outcome = Outcome.RECORDED if limit is None else Outcome.OK
+    return MetricVerdict(metric.name, outcome, value, earlier, budget=limit)
+
+
+def _not_comparable(measurement: Measurement, baseline: Entry | Absent | None) -> tuple[str | None, Outcome | None]:
+    """Why a measurement cannot be compared, as a sentence, and the outcome that this is; nothing when it can."""
+    if baseline is None:
+        return None, None
+    if isinstance(baseline, Absent):
+        here = measurement.environment.device
+        if baseline.elsewhere:
+            return f"there are baselines for {', '.join(baseline.elsewhere)}, this is {here}", Outcome.FOREIGN
+        return f"there is no baseline for {here} yet", Outcome.NEW
+    differences = measurement.workload.differences(baseline.workload)
+    if differences:
+        return "; ".join(differences), Outcome.STALE
+    return None, None
+
+
+def _compare(
+    metric: Metric, value: float, limit: int | None, measurement: Measurement, baseline: Entry, tolerance: Tolerance
+) -> MetricVerdict:
+    earlier = baseline.metrics.get(metric.name)
+    if earlier is None:
+        return MetricVerdict(metric.name, Outcome.NEW, value, budget=limit, reason="the baseline has no such metric")
+    allowed = tolerance.allowed(earlier)
+    worse = earlier - value if metric.larger_is_better else value - earlier
+    reason = None
+    if worse > allowed:
+        outcome = Outcome.REGRESSED
+        reason = _doubt(metric, measurement, baseline)
+        if reason is not None:
+            outcome = Outcome.UNCERTAIN
+    elif worse < -allowed:
+        outcome = Outcome.IMPROVED
+    else:
+        outcome = Outcome.OK
+    return MetricVerdict(metric.name, outcome, value, earlier, allowed, limit, reason)
+
+
+def _doubt(metric: Metric, measurement: Measurement, baseline: Entry) -> str | None:
+    """Why a change for the worse may not be the code's, if there is such a reason."""
+    here, there = measurement.environment.details, baseline.environment.details
+    for detail in metric.depends_on:
+        if detail in here and detail in there and here[detail] != there[detail]:
+            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
+    if not measurement.settled and metric.name.startswith("peak_"):
+        return "the step's peak did not settle: " + "; ".join(measurement.notes)
+    return None
+
+
+def _origin(baseline: Entry) -> Origin:
+    environment = baseline.environment
+    return Origin(baseline.recorded, environment.device, str(environment.details.get("torch", "?")), baseline.commit)
+
+
+def failing_outcomes(
+    verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
+) -> frozenset[Outcome]:
+    """The outcomes for which a test must fail.
+
+    ``compares`` tells whether a regression against the baseline is a failure (``--gpumem-baseline``); an update compares
+    only to know what to write. ``accepts`` are the outcomes that this session writes into the store, which is their mending.
+    """
+    seen = {metric.outcome for one in verdict.verdicts for metric in one.metrics}
+    if verdict.unmeasured:
+        seen.add(Outcome.UNMEASURED)
+    if strict:
+        failing = seen - {Outcome.OK, Outcome.IMPROVED, Outcome.RECORDED}
+        if not verdict.gated and not failing:
+            failing = {Outcome.RECORDED}
+    else:
+        failing = seen & (FAILING if compares else {Outcome.OVER_BUDGET})
+    return frozenset(failing - accepts)

@@ -1,0 +1,149 @@
+"""What the gate says of a measurement, metric by metric, and of a test."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.measurement import Measurement, from_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class Outcome(str, Enum):
+    """The outcomes of a metric, a measurement and a test, in ascending order of how much a reader must know of them."""
+
+    RECORDED = "recorded"
+    """Measured and shown; there was nothing to judge it by."""
+    OK = "ok"
+    IMPROVED = "improved"
+    NEW = "new"
+    FOREIGN = "foreign"
+    STALE = "stale"
+    UNMEASURED = "unmeasured"
+    UNCERTAIN = "uncertain"
+    REGRESSED = "regressed"
+    OVER_BUDGET = "over_budget"
+
+    @property
+    def words(self) -> str:
+        """As a person writes it."""
+        return self.value.replace("_", " ")
+
+
+FAILING = frozenset({Outcome.REGRESSED, Outcome.OVER_BUDGET})
+COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
+_ORDER = list(Outcome)
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """The outcome that a reader must know of, out of several; `Outcome.RECORDED` of none."""
+    return max(outcomes, key=_ORDER.index, default=Outcome.RECORDED)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricVerdict:
+    """One metric's verdict. Values are in the metric's unit; ``allowed`` is the change that was tolerated."""
+
+    metric: str
+    outcome: Outcome
+    value: float
+    baseline: float | None = None
+    allowed: float | None = None
+    budget: float | None = None
+    reason: str | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the value was held against anything: a budget, or a baseline that it may be compared with."""
+        return self.budget is not None or self.outcome in COMPARED
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a baseline comes from."""
+
+    recorded: str
+    device: str
+    torch: str
+    commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the gate says of one measurement. ``reason`` is a sentence where it could not be compared."""
+
+    measurement: Measurement
+    metrics: tuple[MetricVerdict, ...]
+    origin: Origin | None = None
+    reason: str | None = None
+    elsewhere: tuple[str, ...] = ()
+    """The devices for which there are baselines, where there is none for this one."""
+
+    @property
+    def outcome(self) -> Outcome:
+        return worst(metric.outcome for metric in self.metrics)
+
+    @property
+    def gated(self) -> bool:
+        return any(metric.gated for metric in self.metrics)
+
+    def of(self, name: str) -> MetricVerdict | None:
+        """The verdict on the metric called ``name``, or ``None`` if it was not measured."""
+        return next((metric for metric in self.metrics if metric.metric == name), None)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "measurement": self.measurement.to_plain(),
+            "metrics": [asdict(metric) | {"outcome": metric.outcome.value} for metric in self.metrics],
+            "origin": None if self.origin is None else asdict(self.origin),
+            "reason": self.reason,
+            "elsewhere": list(self.elsewhere),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Verdict:
+        return cls(
+            measurement=from_plain(plain["measurement"]),
+            metrics=tuple(
+                MetricVerdict(**(metric | {"outcome": Outcome(metric["outcome"])})) for metric in plain["metrics"]
+            ),
+            origin=None if plain["origin"] is None else Origin(**plain["origin"]),
+            reason=plain["reason"],
+            elsewhere=tuple(plain["elsewhere"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TestVerdict:
+    """What the gate says of a test: the verdicts on its measurements, or why there are none."""
+
+    __test__ = False
+
+    file: str
+    test: str
+    verdicts: tuple[Verdict, ...] = ()
+    unmeasured: str | None = None
+    """Why nothing was measured, as a clause; ``None`` when something was."""
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome.UNMEASURED if self.unmeasured else worst(verdict.outcome for verdict in self.verdicts)
+
+    @property
+    def gated(self) -> bool:
+        return not self.unmeasured and any(verdict.gated for verdict in self.verdicts)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "file": self.file,
+            "test": self.test,
+            "verdicts": [verdict.to_plain() for verdict in self.verdicts],
+            "unmeasured": self.unmeasured,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> TestVerdict:
+        return cls(plain["file"], plain["test"], tuple(map(Verdict.from_plain, plain["verdicts"])), plain["unmeasured"])

@@ -1,0 +1,87 @@
+"""``@pytest.mark.gpumem(...)``: its arguments, and the budget that they make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.units import nearest, parse_gigabytes, parse_ratio, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import pytest
+
+MARKER = "gpumem"
+MARKER_HELP = (
+    "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, device=None): "
+    "measure the GPU memory of the test and fail when it is over budget or regresses"
+)
+
+
+class BudgetError(ValueError):
+    """A wrong argument of a budget; the message names it, and what would be right."""
+
+
+def _size(value: object) -> int:
+    if value == 0 and not isinstance(value, (bool, str)):
+        return 0
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a size; write it with its unit, like '6.5 GB'")
+    return parse_size(value)
+
+
+def _ratio(value: object) -> float:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a percentage; write it like '2 %'")
+    return parse_ratio(value)
+
+
+def _device(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not the name of a device; write 'cuda' or 'cpu'")
+    return value
+
+
+_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "max_gb": ("peak_allocated", parse_gigabytes),
+    "max_memory": ("peak_allocated", _size),
+    "max_reserved": ("peak_reserved", _size),
+    "max_retained": ("retained", _size),
+    "max_growth": ("max_growth", _ratio),
+    "device": ("device", _device),
+}
+
+
+def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
+    """The budget that a marker's arguments, or a settings entry's keys, make. Raises `BudgetError`."""
+    values: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name not in _ARGUMENTS:
+            raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(_ARGUMENTS))}")
+        if value is None:
+            continue
+        target, read = _ARGUMENTS[name]
+        if target in values:
+            raise BudgetError("max_gb and max_memory say the same thing; give one of them")
+        try:
+            values[target] = read(value)
+        except ValueError as error:
+            raise BudgetError(f"{name}: {error}") from None
+    return Budget(**values)
+
+
+def budget_of_marks(item: pytest.Item) -> Budget | None:
+    """The budget of a test's markers, the closest one first for each limit; ``None`` when it has no such marker.
+
+    Raises `BudgetError`.
+    """
+    budget: Budget | None = None
+    for mark in item.iter_markers(MARKER):
+        if mark.args:
+            raise BudgetError(
+                f"@pytest.mark.gpumem takes keyword arguments only, got {mark.args[0]!r}; write max_gb=6.5, say"
+            )
+        one = budget_from_arguments(mark.kwargs)
+        budget = one if budget is None else budget.or_else(one)
+    return budget

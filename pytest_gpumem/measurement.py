@@ -1,0 +1,159 @@
+"""Frozen values that a measured step gives, to and from plain dicts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.metrics import METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class MissingMetric(AttributeError):
+    """A measurement was asked for a metric that its step or device does not have."""
+
+
+class MeasuringError(RuntimeError):
+    """A step could not be measured, so that no figure of it may be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What was run. Two measurements with different workloads are not comparable."""
+
+    step: str
+    """``call``, ``region``, ``measure``, ``train_step`` or ``infer_step``."""
+    config: str | None = None
+    """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code."""
+    parameters: int | None = None
+    """The number of parameters of the model."""
+    batch: str | None = None
+    """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
+
+    def differences(self, earlier: Workload) -> list[str]:
+        """One clause for each field in which ``earlier`` was something else."""
+        mine, theirs = asdict(self), asdict(earlier)
+        return [f"{name} was {theirs[name]}, now {mine[name]}" for name in mine if mine[name] != theirs[name]]
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a step ran. ``slug`` names the device's folder in the store: memory is compared only between equal slugs."""
+
+    slug: str
+    device: str
+    details: Mapping[str, str | int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "details", MappingProxyType(dict(sorted(self.details.items()))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.slug, self.device, dict(self.details))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one run of one step gave.
+
+    ``metrics`` maps the names of ``pytest_gpumem.metrics.METRICS`` to bytes (int), seconds or items per second (float).
+    Each is also an attribute; one that this step or device does not have raises `MissingMetric`.
+    """
+
+    name: str
+    workload: Workload
+    environment: Environment
+    metrics: Mapping[str, float]
+    settled: bool = True
+    """Whether two consecutive steps gave the same peak before this one was measured."""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
+        object.__setattr__(self, "metrics", MappingProxyType(ordered))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_plain, (self.to_plain(),)
+
+    def _metric(self, name: str) -> float:
+        try:
+            return self.metrics[name]
+        except KeyError:
+            raise MissingMetric(
+                f"measurement {self.name!r} ({self.workload.step} on {self.environment.device}) has no {name}; "
+                f"it has {', '.join(self.metrics)}"
+            ) from None
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most bytes that tensors held at once, as they asked for them, less everybody else's."""
+        return int(self._metric("peak_allocated"))
+
+    @property
+    def peak_forward(self) -> int:
+        """`peak_allocated` within the forward pass."""
+        return int(self._metric("peak_forward"))
+
+    @property
+    def peak_backward(self) -> int:
+        """`peak_allocated` within the backward pass."""
+        return int(self._metric("peak_backward"))
+
+    @property
+    def peak_optimizer(self) -> int:
+        """`peak_allocated` within the optimizer's step."""
+        return int(self._metric("peak_optimizer"))
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most bytes that the allocator took from the GPU, less those held for others at the start (CUDA only)."""
+        return int(self._metric("peak_reserved"))
+
+    @property
+    def retained(self) -> int:
+        """Bytes that outlived the step, or the call, and that its fixtures do not hold."""
+        return int(self._metric("retained"))
+
+    @property
+    def cyclic_garbage(self) -> int:
+        """Bytes that only Python's cyclic collector freed afterwards."""
+        return int(self._metric("cyclic_garbage"))
+
+    @property
+    def step_time(self) -> float:
+        """Median seconds of a step."""
+        return float(self._metric("step_time"))
+
+    @property
+    def throughput(self) -> float:
+        """Items per second at `step_time`."""
+        return float(self._metric("throughput"))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers only; `from_plain` is the way back."""
+        return {
+            "name": self.name,
+            "workload": asdict(self.workload),
+            "environment": {
+                "slug": self.environment.slug,
+                "device": self.environment.device,
+                "details": dict(self.environment.details),
+            },
+            "metrics": dict(self.metrics),
+            "settled": self.settled,
+            "notes": list(self.notes),
+        }
+
+
+def from_plain(plain: Mapping[str, Any]) -> Measurement:
+    """The measurement that `Measurement.to_plain` turned into plain values."""
+    return Measurement(
+        name=plain["name"],
+        workload=Workload(**plain["workload"]),
+        environment=Environment(**plain["environment"]),
+        metrics=plain["metrics"],
+        settled=plain["settled"],
+        notes=tuple(plain["notes"]),
+    )

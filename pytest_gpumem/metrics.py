@@ -1,0 +1,58 @@
+"""The table of metrics: what is measured, in which unit, and how far it may move before it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["bytes", "seconds", "items/s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How much worse than its baseline a metric may be.
+
+    ``relative`` is a ratio of the baseline (0.005 is 0.5 %), ``absolute`` is in the metric's unit; the larger of the two holds.
+    """
+
+    relative: float
+    absolute: float = 0.0
+
+    def allowed(self, baseline: float) -> float:
+        """The largest change of ``baseline`` that is still no change, in the metric's unit."""
+        return max(self.relative * abs(baseline), self.absolute)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A named quantity. ``tolerance`` is ``None`` for what is recorded and shown but not judged."""
+
+    name: str
+    title: str
+    unit: Unit
+    tolerance: Tolerance | None
+    larger_is_better: bool = False
+    depends_on: tuple[str, ...] = ()
+    """Details of an environment that move this metric though nobody changed the code."""
+
+
+# Bytes that tensors ask for repeat exactly, so the tolerance only has to swallow what nobody would act on.
+_EXACT = Tolerance(relative=0.005, absolute=1e6)
+# The allocator reserves in segments of up to 20 MiB, and whether a step finds room in a segment that somebody else's
+# bytes keep open is chance: two such segments are noise.
+_SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("peak_allocated", "peak allocated", "bytes", _EXACT, depends_on=("cpu_capability",)),
+        Metric("peak_forward", "peak forward", "bytes", None),
+        Metric("peak_backward", "peak backward", "bytes", None),
+        Metric("peak_optimizer", "peak optimizer", "bytes", None),
+        Metric("peak_reserved", "peak reserved", "bytes", _SEGMENTS, depends_on=("allocator",)),
+        Metric("retained", "retained", "bytes", _EXACT),
+        Metric("cyclic_garbage", "cyclic garbage", "bytes", _EXACT),
+        Metric("step_time", "step time", "seconds", None),
+        Metric("throughput", "throughput", "items/s", None, larger_is_better=True),
+    )
+}

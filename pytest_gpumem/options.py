@@ -1,0 +1,54 @@
+"""The ``--gpumem-*`` options. Every default is ``None``, so that what ``[tool.gpumem]`` says can apply."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baselines.update_modes import UPDATE_MODES
+
+if TYPE_CHECKING:
+    import pytest
+
+GROUP = "gpumem"
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options to pytest's command line."""
+    group = parser.getgroup(GROUP, "GPU memory and throughput (pytest-gpumem)")
+    group.addoption(
+        "--gpumem-baseline",
+        action="store_true",
+        default=None,
+        help="compare with the stored baselines and fail on regressions",
+    )
+    group.addoption(
+        "--gpumem-update",
+        choices=UPDATE_MODES,
+        default=None,
+        help="write measurements into the store: add what is missing (new), lower what got better (improved), "
+        "or accept everything (all)",
+    )
+    group.addoption(
+        "--gpumem-store",
+        metavar="PATH|URL",
+        default=None,
+        help="where the baselines lie (default: gpumem-baselines in the root directory)",
+    )
+    group.addoption(
+        "--gpumem-device",
+        metavar="DEVICE",
+        default=None,
+        help="where steps run: cuda (default), cpu, or auto for CUDA where there is one and the CPU otherwise",
+    )
+    group.addoption(
+        "--gpumem-strict",
+        action="store_true",
+        default=None,
+        help="fail every measured test whose verdict is not ok or improved, also what could not be measured",
+    )
+    group.addoption(
+        "--gpumem-no-time",
+        action="store_true",
+        default=None,
+        help="measure memory only; steps run fewer times",
+    )

@@ -1,0 +1,126 @@
+"""Which tensors can be reached from a value, by the ways in which Python code holds on to tensors."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.devices.torch_internals import parts_of_coo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType)
+# A test's `request` leads to the session, and from there to every other test's values.
+_NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
+
+
+def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients.
+
+    A function's globals, classes and modules are not followed: they belong to everybody. Neither is an autograd graph,
+    since looking at what it saved would unpack it.
+    """
+    import torch
+
+    seen: dict[int, object] = {}
+    stack = list(roots)
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            yield value
+            if value.is_leaf and value.grad is not None:
+                stack.append(value.grad)
+            if hasattr(value, "__tensor_flatten__"):
+                names, _ = value.__tensor_flatten__()
+                stack.extend(getattr(value, name) for name in names)
+        stack.extend(_held_by(value))
+
+
+def _held_by(value: Any) -> Iterator[object]:
+    """What ``value`` refers to directly."""
+    if isinstance(value, dict):
+        yield from list(value.keys())
+        yield from list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+        yield from list(value)
+    elif isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.GeneratorType) and value.gi_frame is not None:
+        yield from list(value.gi_frame.f_locals.values())
+    if type(value).__module__.partition(".")[0] in _NOT_THE_TESTS:
+        return
+    yield from _attributes(value)
+
+
+def _attributes(value: object) -> Iterator[object]:
+    # Not getattr: a property may compute, allocate or fail.
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        attributes = None
+    if isinstance(attributes, dict):
+        yield from list(attributes.values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = kind.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield member.__get__(value, kind)
+                except AttributeError:
+                    continue
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
+    """The memory of ``tensors`` on ``device``: address of each storage -> its bytes. Views of one storage count once."""
+    blocks: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            continue
+        for dense in _dense_parts(tensor):
+            storage = dense.untyped_storage()
+            try:
+                address = storage.data_ptr()
+            except RuntimeError:  # a fake tensor: it stands for memory that is not there
+                continue
+            if address:
+                blocks[address] = storage.nbytes()
+    return blocks
+
+
+def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    import torch
+
+    # Subclasses made of other tensors (DTensor, quantized weights) have no storage; their parts are reached by themselves.
+    if hasattr(tensor, "__tensor_flatten__"):
+        return
+    if tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from parts_of_coo(tensor)
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())

@@ -1,0 +1,1 @@
+"""Reports: functions of verdicts, and of nothing else."""

@@ -1,0 +1,135 @@
+"""The text of a failure: what happened, with numbers and units, and the command or edit that mends it."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.naming import memory_title
+from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.values import allowance, change, shown
+from pytest_gpumem.units import UnitSystem, format_bytes_change, format_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.measurement import Measurement
+
+
+def failure_text(
+    verdict: TestVerdict,
+    failing: frozenset[Outcome],
+    units: UnitSystem,
+    *,
+    path: str,
+    options: Sequence[str] = (),
+) -> str:
+    """Why a test fails for the outcomes in ``failing``.
+
+    ``path`` is the test's id as it can be typed, ``options`` those of this session that a command must repeat.
+    """
+    if verdict.unmeasured:
+        return f"Not measured, which --gpumem-strict does not let pass: {verdict.unmeasured}"
+    guilty = [one for one in verdict.verdicts if any(metric.outcome in failing for metric in one.metrics)]
+    several = len(verdict.verdicts) > 1
+    blocks = [_block(one, failing, units, several) for one in guilty or verdict.verdicts]
+    return "\n\n".join([*blocks, *_mending(guilty, failing, path, options)])
+
+
+def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
+    """What was measured before a test failed for a reason of its own."""
+    rows = [
+        (measurement.name, METRICS[name].title, shown(name, value, units))
+        for measurement in measurements
+        for name, value in measurement.metrics.items()
+    ]
+    return "\n".join(columns(("measurement", "metric", "now"), rows, left=(0, 1)))
+
+
+def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool) -> str:
+    lines = [_headline(verdict, failing, units)]
+    if several:
+        lines[0] = f"{verdict.measurement.name}: {lines[0]}"
+    lines += ["", *(f"  {line}" for line in _metric_table(verdict, units))]
+    reasons = [f"{METRICS[metric.metric].title}: {metric.reason}" for metric in verdict.metrics if metric.reason]
+    notes = [*reasons, *verdict.measurement.notes]
+    if notes:
+        lines += ["", *(f"  note: {note}" for note in notes)]
+    if verdict.origin is not None:
+        origin = verdict.origin
+        parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
+        if origin.commit:
+            parts.append(f"commit {origin.commit}")
+        lines += ["", f"  baseline: {', '.join(parts)}"]
+    return "\n".join(lines)
+
+
+def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> str:
+    memory = memory_title(verdict.measurement.environment.slug)
+    outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in failing)
+    first = next((metric for metric in verdict.metrics if metric.outcome is outcome), None)
+    if first is not None and outcome is Outcome.OVER_BUDGET:
+        return f"{memory} over budget: {_short(first)} {_against(first, first.budget, 'budget', units)}"
+    if first is not None and outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN):
+        what = f"{memory} regressed" if outcome is Outcome.REGRESSED else f"{memory} may have regressed"
+        against = _against(first, first.baseline, "baseline", units)
+        return f"{what}: {_short(first)} {against}, allowed {allowance(first, units)}"
+    reason = verdict.reason or "it has no budget, and --gpumem-baseline was not given"
+    return f"Not compared, which --gpumem-strict does not let pass ({outcome.words}): {reason}"
+
+
+def _short(verdict: MetricVerdict) -> str:
+    return "peak" if verdict.metric == "peak_allocated" else METRICS[verdict.metric].title
+
+
+def _against(verdict: MetricVerdict, other: float | None, what: str, units: UnitSystem) -> str:
+    assert other is not None, "only what was compared is told with what it was compared with"
+    difference = format_bytes_change(int(verdict.value - other), units)
+    ratio = f" ({format_ratio(verdict.value / other - 1)})" if other else ""
+    return (
+        f"{shown(verdict.metric, verdict.value, units)}, {what} {shown(verdict.metric, other, units)}: "
+        f"{difference}{ratio}"
+    )
+
+
+def _metric_table(verdict: Verdict, units: UnitSystem) -> list[str]:
+    rows = [
+        (
+            METRICS[metric.metric].title,
+            shown(metric.metric, metric.baseline, units),
+            shown(metric.metric, metric.value, units),
+            change(metric, units),
+            allowance(metric, units),
+            shown(metric.metric, metric.budget, units),
+            "" if metric.outcome is Outcome.RECORDED else metric.outcome.words,
+        )
+        for metric in verdict.metrics
+    ]
+    header = ("metric", "baseline", "now", "change", "allowed", "budget", "")
+    used = [number for number in range(len(header)) if number in (0, 2) or any(row[number] for row in rows)]
+    last = len(used) - 1 if used[-1] == len(header) - 1 else -1
+    return columns(
+        [header[number] for number in used], [[row[number] for number in used] for row in rows], left=(0, last)
+    )
+
+
+def _mending(guilty: Sequence[Verdict], failing: frozenset[Outcome], path: str, options: Sequence[str]) -> list[str]:
+    outcomes = {metric.outcome for one in guilty for metric in one.metrics} & failing
+    lines = []
+    if Outcome.OVER_BUDGET in outcomes:
+        lines.append("  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]")
+    new = {Outcome.NEW, Outcome.FOREIGN}
+    if outcomes & (new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE}):
+        mode = "new" if outcomes <= new else "all"
+        words = ["pytest", path, f"--gpumem-update={mode}", *options]
+        lines.append("  accept:   " + " ".join(_quoted(word) for word in words))
+    return ["\n".join(lines)] if lines else []
+
+
+def _quoted(word: str) -> str:
+    # As people quote a test id; shlex only where that would not do.
+    if shlex.quote(word) == word:
+        return word
+    return shlex.quote(word) if any(character in word for character in '"$`\\!') else f'"{word}"'

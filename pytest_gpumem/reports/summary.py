@@ -1,0 +1,80 @@
+"""The table of measured tests at the end of a session."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict, Verdict
+from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.values import change, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_gpumem.results import TestResult
+    from pytest_gpumem.units import UnitSystem
+
+MOST_ROWS = 60
+_SHOWN = ("peak_allocated", "peak_forward", "peak_backward", "peak_optimizer", "peak_reserved", "retained")
+_TITLES = {
+    "peak_allocated": "peak",
+    "peak_forward": "forward",
+    "peak_backward": "backward",
+    "peak_optimizer": "optimizer",
+    "peak_reserved": "reserved",
+    "cyclic_garbage": "cycles",
+    "step_time": "step time",
+}
+_QUIET = (Outcome.OK, Outcome.RECORDED)
+
+
+def table(results: Iterable[TestResult], units: UnitSystem, *, everything: bool) -> list[str]:
+    """Lines of the table: a row a measurement, a column a metric that any of them has.
+
+    With more than `MOST_ROWS` rows only those with something to say are shown, unless ``everything`` is asked for.
+    """
+    rows = [
+        (result.verdict, one)
+        for result in results
+        for one in (result.verdict.verdicts if not result.verdict.unmeasured else ())
+    ]
+    loud = [(test, one) for test, one in rows if one.outcome not in _QUIET]
+    kept = rows if everything or len(rows) <= MOST_ROWS else loud
+    if not kept:
+        return []
+    metrics = [name for name in (*_SHOWN, "cyclic_garbage", "step_time", "throughput") if _is_told(name, kept)]
+    titles = [_TITLES.get(name, name) for name in metrics]
+    if any(_change(one, units) for _, one in kept):
+        titles.insert(1, "change")
+    lines = columns(
+        ("test", *titles, "verdict"),
+        [_row(test, one, metrics, units, changes="change" in titles) for test, one in kept],
+        left=(0, len(titles) + 1),
+    )
+    if len(kept) < len(rows):
+        lines.append(f"... and {len(rows) - len(kept)} more that are ok or recorded (-v shows them)")
+    reasons = Counter((one.outcome.words, one.reason) for _, one in kept if one.reason)
+    lines += [f"{outcome}: {reason}{f' ({n} times)' if n > 1 else ''}" for (outcome, reason), n in reasons.items()]
+    return lines
+
+
+def _is_told(name: str, rows: list[tuple[TestVerdict, Verdict]]) -> bool:
+    values = [metric.value for _, one in rows if (metric := one.of(name)) is not None]
+    # A leak or a cycle is the exception: a column of zeros says nothing.
+    return any(values) if name in ("retained", "cyclic_garbage") else bool(values)
+
+
+def _change(verdict: Verdict, units: UnitSystem) -> str:
+    peak = verdict.of("peak_allocated")
+    return change(peak, units) if peak else ""
+
+
+def _row(test: TestVerdict, verdict: Verdict, metrics: list[str], units: UnitSystem, *, changes: bool) -> list[str]:
+    title = f"{test.file}::{test.test}"
+    if len(test.verdicts) > 1:
+        title += f" ({verdict.measurement.name})"
+    cells = [shown(name, metric.value, units) if (metric := verdict.of(name)) else "-" for name in metrics]
+    if changes:
+        cells.insert(1, _change(verdict, units))
+    return [title, *cells, verdict.outcome.words]

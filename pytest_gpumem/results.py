@@ -1,0 +1,116 @@
+"""What became of the measured tests of a session: collected from pytest's reports, counted in one line. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pytest
+
+PROPERTY = "gpumem"
+"""The ``user_properties`` entry in which a test's verdict travels, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """A measured test after it has run. ``passed`` tells whether all its phases did."""
+
+    __test__ = False
+
+    verdict: TestVerdict
+    passed: bool
+    failed: bool
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether it failed for a reason that is not the gate's."""
+        return self.failed and bool(self.verdict.unmeasured) and not self.verdict.verdicts
+
+
+@dataclass
+class Results:
+    """The results so far, by test. A test that is run again replaces its earlier result."""
+
+    _verdicts: dict[str, TestVerdict] = field(default_factory=dict)
+    _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Take what a report says of a measured test; others are passed over."""
+        payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
+        if payload is None:
+            return
+        self._verdicts[report.nodeid] = TestVerdict.from_plain(json.loads(str(payload)))
+        outcomes = self._outcomes.setdefault(report.nodeid, {})
+        if report.when != "teardown":
+            # A test that ran through its set-up has nothing to tell until its call, and may be run again.
+            outcomes.clear()
+        outcomes[report.when or "call"] = "xfail" if hasattr(report, "wasxfail") else report.outcome
+
+    def all(self) -> list[TestResult]:
+        """The results, sorted by file and test."""
+        results = [
+            TestResult(
+                verdict,
+                passed=outcomes.keys() >= {"call", "teardown"} and set(outcomes.values()) == {"passed"},
+                failed="failed" in outcomes.values(),
+            )
+            for nodeid, verdict in self._verdicts.items()
+            if (outcomes := self._outcomes[nodeid])
+        ]
+        return sorted(results, key=lambda result: (result.verdict.file, result.verdict.test))
+
+
+def accounting(results: Iterable[TestResult]) -> str:
+    """The line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 2 improved, 1 foreign (A100)"``.
+
+    ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
+    among them. The others were not compared with a baseline, and say why in one word.
+    """
+    everything = list(results)
+    gated = sum(result.verdict.gated for result in everything)
+    counts = Counter("failed" if result.failed_by_itself else result.verdict.outcome.words for result in everything)
+    parts = [f"{gated} gated"]
+    for outcome in (Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN):
+        if counts[outcome.words]:
+            parts.append(f"{counts[outcome.words]} {outcome.words}")
+    for outcome in (Outcome.NEW, Outcome.STALE, Outcome.FOREIGN, Outcome.UNMEASURED, Outcome.RECORDED):
+        if counts[outcome.words]:
+            parts.append(f"{counts[outcome.words]} {outcome.words}{_why(outcome, everything)}")
+    if counts["failed"]:
+        parts.append(f"{counts['failed']} failed by themselves" if counts["failed"] > 1 else "1 failed by itself")
+    return "gpumem: " + ", ".join(parts)
+
+
+def nothing_gated(results: Iterable[TestResult]) -> str | None:
+    """The sentence for a session that was asked to gate and gated nothing; ``None`` when something was gated."""
+    everything = list(results)
+    if not everything or any(result.verdict.gated for result in everything):
+        return None
+    counts: Counter[str] = Counter()
+    for result in everything:
+        if result.verdict.unmeasured:
+            counts[f"unmeasured, {result.verdict.unmeasured}"] += 1
+        else:
+            reason = next((one.reason for one in result.verdict.verdicts if one.reason), "nothing to compare with")
+            counts[f"{result.verdict.outcome.words}, {reason}"] += 1
+    parts = [f"{count} test{'s' if count > 1 else ''} {what}" for what, count in counts.most_common()]
+    return f"nothing was gated: {'; '.join(parts)}"
+
+
+def _why(outcome: Outcome, results: list[TestResult]) -> str:
+    mine = [result.verdict for result in results if result.verdict.outcome is outcome and not result.failed_by_itself]
+    if outcome is Outcome.FOREIGN:
+        devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
+        return f" ({', '.join(devices)})"
+    if outcome is Outcome.UNMEASURED:
+        return f" ({'; '.join(sorted({verdict.unmeasured for verdict in mine if verdict.unmeasured}))})"
+    if outcome is Outcome.RECORDED:
+        return " (no budget, and no --gpumem-baseline)"
+    return ""

@@ -1,0 +1,107 @@
+"""Which of the collected tests are measured, under which budget, and what a session's reports need to know of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.marker import BudgetError, budget_of_marks
+from pytest_gpumem.units import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import pytest
+
+    from pytest_gpumem.settings import PatternBudget, Settings
+
+FIXTURE = "gpumem"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A test that is measured. ``file`` and ``test`` are its node id without pytest-xdist's ``@group``."""
+
+    file: str
+    test: str
+    budget: Budget
+    has_fixture: bool
+
+    def key(self, name: str) -> Key:
+        """The key of its measurement called ``name``."""
+        return Key(self.file, self.test, name)
+
+
+def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> Measured | None:
+    """How ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
+
+    Raises `BudgetError`, with the test's id, when its marker is wrong.
+    """
+    has_fixture = FIXTURE in getattr(item, "fixturenames", ())
+    try:
+        budget = budget_of_marks(item)
+        if budget is None and not has_fixture:
+            return None
+        nodeid = without_group(item)
+        budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
+        if budget.device is not None and budget.device not in devices:
+            raise BudgetError(f"device {budget.device!r}: no such device; {nearest(budget.device, list(devices))}")
+    except BudgetError as error:
+        raise BudgetError(f"{item.nodeid}: {error}") from None
+    file, _, test = nodeid.partition("::")
+    return Measured(file, test, budget, has_fixture)
+
+
+def without_group(item: pytest.Item) -> str:
+    """The node id without the ``@group`` that ``--dist loadgroup`` appends for ``@pytest.mark.xdist_group``."""
+    mark = item.get_closest_marker("xdist_group")
+    if mark is None:
+        return item.nodeid
+    name = mark.args[0] if mark.args else mark.kwargs.get("name", "default")
+    return item.nodeid.removesuffix(f"@{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a process that collects tests knows and the one that reports needs.
+
+    ``files`` are the test files that were collected whole; ``idle_budgets`` the patterns of ``[[tool.gpumem.budget]]``
+    that match tests, none of which is measured. ``error`` is a usage error that stopped the collection.
+    """
+
+    measured: frozenset[tuple[str, str]] = frozenset()
+    files: frozenset[str] = frozenset()
+    idle_budgets: tuple[str, ...] = ()
+    error: str | None = None
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "measured": sorted(list(test) for test in self.measured),
+            "files": sorted(self.files),
+            "idle_budgets": list(self.idle_budgets),
+            "error": self.error,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Selection:
+        return cls(
+            frozenset((file, test) for file, test in plain["measured"]),
+            frozenset(plain["files"]),
+            tuple(plain["idle_budgets"]),
+            plain["error"],
+        )
+
+
+def idle_budgets(
+    budgets: Iterable[PatternBudget], items: Iterable[pytest.Item], measured: Mapping[Any, Any]
+) -> tuple[str, ...]:
+    """The patterns that match some of ``items`` but none that is measured: budgets that nothing is held to."""
+    idle = []
+    everything = list(items)
+    for entry in budgets:
+        matching = [item for item in everything if entry.matches(without_group(item))]
+        if matching and not any(item in measured for item in matching):
+            idle.append(entry.tests)
+    return tuple(idle)

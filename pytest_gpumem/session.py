@@ -1,0 +1,146 @@
+"""What one process of a session knows of it, and the plugins that it therefore needs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.marker import BudgetError
+from pytest_gpumem.selection import Measured, Selection, idle_budgets, measured_of, without_group
+from pytest_gpumem.settings import SettingsError, check_device, settings_of
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.controller import Controller
+    from pytest_gpumem.devices.registry import DeviceFactory
+    from pytest_gpumem.settings import Settings
+
+
+class GpumemSession:
+    """Created when pytest is configured. Raises ``pytest.UsageError`` for wrong settings or a broken store."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._worker = os.environ.get("PYTEST_XDIST_WORKER") if hasattr(config, "workerinput") else None
+        try:
+            self.settings: Settings = settings_of(config)
+        except SettingsError as error:
+            raise pytest.UsageError(str(error)) from None
+        self.selection = Selection()
+        self._measured: dict[pytest.Item, Measured] = {}
+        self._store: Store | None = None
+        self._controller: Controller | None = None
+        self._collected = 0
+        if self._worker is not None:
+            if self.settings.explicit:
+                from pytest_gpumem.devices.sharing import give_worker_its_gpu
+
+                give_worker_its_gpu(self._worker)
+            return
+        if self.settings.baseline or self.settings.update is not None:
+            self._check_store()
+        if self._asks_for_a_gate() or _distributes(config):
+            self._register_controller()
+
+    def _asks_for_a_gate(self) -> bool:
+        return self.settings.baseline or self.settings.strict or self.settings.update is not None
+
+    def collected(self, items: list[pytest.Item]) -> None:
+        """Find the measured tests among all that were collected, before any is deselected."""
+        self._collected = len(items)
+        factories = self._device_factories()
+        names = [*factories, "auto"]
+        try:
+            check_device(self.settings, names)
+            found = ((item, measured_of(item, self.settings, names)) for item in items)
+            self._measured = {item: measured for item, measured in found if measured is not None}
+        except (BudgetError, SettingsError) as error:
+            if self._worker is None:
+                raise pytest.UsageError(str(error)) from None
+            # An exception here would look like a crash of the worker: the controller is told, and ends the session.
+            self.selection = Selection(error=str(error))
+            items.clear()
+            return
+        self._idle = idle_budgets(self.settings.budgets, items, self._measured)
+
+    def selected(self, items: list[pytest.Item]) -> None:
+        """Prepare for the tests that are left to run."""
+        if self.selection.error is not None:
+            return
+        kept = {item: self._measured[item] for item in items if item in self._measured}
+        self.selection = Selection(
+            measured=frozenset((measured.file, measured.test) for measured in kept.values()),
+            files=self._whole_files(items),
+            idle_budgets=self._idle,
+        )
+        if kept:
+            self._register_measuring(kept)
+        if self._worker is None:
+            if kept or self.selection.idle_budgets:
+                self._register_controller()
+            if self._controller is not None:
+                self._controller.select(self.selection)
+
+    def finished(self) -> None:
+        """The process has run its tests."""
+        if self._worker is not None:
+            self._config.workeroutput["gpumem"] = self.selection.to_plain()  # type: ignore[attr-defined]
+
+    def _whole_files(self, items: list[pytest.Item]) -> frozenset[str]:
+        """The test files of which every test was collected and kept."""
+        option = self._config.option
+        if len(items) != self._collected or getattr(option, "lf", False) or getattr(option, "stepwise", False):
+            return frozenset()
+        if any("::" in argument for argument in self._config.args):
+            return frozenset()
+        return frozenset(without_group(item).partition("::")[0] for item in items)
+
+    def _device_factories(self) -> dict[str, DeviceFactory]:
+        from pytest_gpumem.devices.registry import BUILT_IN
+
+        factories = dict(BUILT_IN)
+        for added in self._config.hook.pytest_gpumem_devices(config=self._config):
+            factories.update(added)
+        return factories
+
+    def _register_measuring(self, measured: dict[pytest.Item, Measured]) -> None:
+        from pytest_gpumem.devices.registry import Devices
+        from pytest_gpumem.measuring import Measuring
+
+        devices = Devices(self._device_factories())
+        plugin = Measuring(self._config, self.settings, devices, self._opened_store(), measured)
+        self._config.pluginmanager.register(plugin, "gpumem-measuring")
+
+    def _register_controller(self) -> None:
+        if self._controller is None:
+            from pytest_gpumem.controller import Controller
+
+            self._controller = Controller(self._config, self.settings, self._opened_store())
+            self._config.pluginmanager.register(self._controller, "gpumem-controller")
+
+    def _opened_store(self) -> Store:
+        from pytest_gpumem.baselines.place import PlaceError, place_of
+        from pytest_gpumem.baselines.store import Store
+
+        if self._store is None:
+            try:
+                self._store = Store(place_of(self.settings.store, self.settings.store_base))
+            except PlaceError as error:
+                raise pytest.UsageError(str(error)) from None
+        return self._store
+
+    def _check_store(self) -> None:
+        from pytest_gpumem.baselines.place import PlaceError
+        from pytest_gpumem.baselines.store import StoreError
+
+        try:
+            self._opened_store().check()
+        except (StoreError, PlaceError) as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def _distributes(config: pytest.Config) -> bool:
+    """Whether this process is pytest-xdist's controller, which collects nothing itself."""
+    return bool(config.getoption("numprocesses", None)) or bool(config.getoption("tx", None))

@@ -1,0 +1,198 @@
+"""``[tool.gpumem]`` and the options, as one frozen value."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_gpumem.baselines.update_modes import UPDATE_MODES, UpdateMode
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.marker import BudgetError, budget_from_arguments
+from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.units import UnitSystem, nearest, parse_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_STORE = "gpumem-baselines"
+
+
+class SettingsError(ValueError):
+    """A mistake in ``[tool.gpumem]`` or an option; the message names the file, the key, and what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatternBudget:
+    """A ``[[tool.gpumem.budget]]`` entry: a budget for the tests whose node id matches ``tests`` (fnmatch)."""
+
+    tests: str
+    budget: Budget
+
+    def matches(self, nodeid: str) -> bool:
+        """Whether the pattern is the node id, matches it, or matches a file or class that it is in."""
+        parts = nodeid.split("::")
+        prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
+        # Brackets in a node id are a parametrisation and not a set of characters.
+        pattern = self.tests.replace("[", "[[]")
+        return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a session was told. ``store`` is a URL or a path; a relative path counts from ``store_base``."""
+
+    baseline: bool = False
+    update: UpdateMode | None = None
+    store: str = DEFAULT_STORE
+    store_base: Path = field(default_factory=Path)
+    device: str = "cuda"
+    strict: bool = False
+    no_time: bool = False
+    units: UnitSystem = "si"
+    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
+    budgets: tuple[PatternBudget, ...] = ()
+    explicit: bool = False
+    """Whether anything at all was said: an option, or a ``[tool.gpumem]`` table."""
+
+    def budget_for(self, nodeid: str) -> Budget:
+        """What the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
+        budget = Budget()
+        for entry in self.budgets:
+            if entry.matches(nodeid):
+                budget = budget.or_else(entry.budget)
+        return budget
+
+
+DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
+    {name: metric.tolerance for name, metric in METRICS.items() if metric.tolerance is not None}
+)
+
+_OPTIONS: dict[str, type] = {
+    "baseline": bool,
+    "update": str,
+    "store": str,
+    "device": str,
+    "strict": bool,
+    "no_time": bool,
+}
+_KEYS: dict[str, type] = {**_OPTIONS, "units": str, "tolerance": dict, "budget": list}
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    """The settings of a session: options over ``[tool.gpumem]`` of the root directory's pyproject.toml over defaults.
+
+    Raises `SettingsError`.
+    """
+    path = config.rootpath / "pyproject.toml"
+    table = read_table(path)
+    settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
+    settings = replace(settings, store_base=config.rootpath, explicit=table is not None)
+    said = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
+    if not said:
+        return settings
+    if "store" in said:
+        settings = replace(settings, store_base=config.invocation_params.dir)
+    return replace(settings, explicit=True, **said)
+
+
+def read_table(path: Path) -> dict[str, Any] | None:
+    """The ``[tool.gpumem]`` table of a pyproject.toml; ``None`` when there is none. Raises `SettingsError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    if "gpumem" not in text:
+        return None
+    try:
+        table = tomllib.loads(text).get("tool", {}).get("gpumem")
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path.name}: not TOML: {error}") from None
+    if table is not None and not isinstance(table, dict):
+        raise SettingsError(f"{path.name}: [tool.gpumem] is {table!r}, expected a table")
+    return table
+
+
+def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
+    """The settings in a ``[tool.gpumem]`` table. Raises `SettingsError`."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(_KEYS))}")
+        if not isinstance(value, _KEYS[key]):
+            raise SettingsError(f"{where}: {key} is {value!r}, expected {_KIND_NAMES[_KEYS[key]]}")
+        values[key] = value
+    _one_of(values, "update", list(UPDATE_MODES), where)
+    _one_of(values, "units", ["si", "iec"], where)
+    tolerances = values.pop("tolerance", {})
+    budgets = values.pop("budget", [])
+    return Settings(
+        **values,
+        tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
+        budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
+    )
+
+
+_KIND_NAMES = {bool: "true or false", str: "a string", dict: "a table", list: "an array of tables"}
+
+
+def _one_of(values: Mapping[str, Any], key: str, valid: list[str], where: str) -> None:
+    if key in values and values[key] not in valid:
+        raise SettingsError(f"{where}: {key} is {values[key]!r}; {nearest(values[key], valid)}")
+
+
+def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:
+    tolerances = {}
+    for name, text in table.items():
+        if name not in DEFAULT_TOLERANCES:
+            raise SettingsError(f"{where}: unknown metric {name!r}; {nearest(name, list(DEFAULT_TOLERANCES))}")
+        try:
+            tolerances[name] = Tolerance(relative=parse_ratio(text))
+        except ValueError as error:
+            raise SettingsError(f"{where}.{name}: {error}") from None
+    return tolerances
+
+
+def _budget(entry: object, where: str) -> PatternBudget:
+    if not isinstance(entry, dict):
+        raise SettingsError(f"{where} is {entry!r}, expected a table: [[tool.gpumem.budget]]")
+    arguments = dict(entry)
+    tests = arguments.pop("tests", None)
+    if not isinstance(tests, str) or not tests:
+        close = difflib.get_close_matches("tests", list(arguments), n=1)
+        hint = f"; did you mean tests instead of {close[0]!r}?" if close else ', like tests = "tests/test_gpt.py::*"'
+        raise SettingsError(f"{where} needs tests, a pattern of test ids{hint}")
+    try:
+        budget = budget_from_arguments(arguments)
+    except BudgetError as error:
+        raise SettingsError(f"{where} (tests = {tests!r}): {error}") from None
+    if budget == Budget():
+        raise SettingsError(f"{where} (tests = {tests!r}) sets no limit; write max_gb = 6.5, say")
+    return PatternBudget(tests, budget)
+
+
+def check_device(settings: Settings, valid: list[str]) -> None:
+    """Raise `SettingsError` when the device that was asked for is none of ``valid``."""
+    if settings.device not in valid:
+        raise SettingsError(f"--gpumem-device={settings.device}: no such device; {nearest(settings.device, valid)}")
+
+
+def options_given(config: pytest.Config) -> list[str]:
+    """The options that decide what is measured, as they were typed, for a command that repeats this session's."""
+    given: list[str] = []
+    for name in ("device", "store"):
+        value = cast("str | None", config.getoption(f"gpumem_{name}"))
+        if value is not None:
+            given.append(f"--gpumem-{name}={value}")
+    return given

@@ -1,0 +1,1 @@
+"""Steps: what they run, and the runner that measures them."""

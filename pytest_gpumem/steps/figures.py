@@ -1,0 +1,44 @@
+"""What one stretch of running cost, as differences of a device's readings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.devices.contract import Peak
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Readings around a stretch. ``live_*`` and peaks count from the same zero.
+
+    ``live_before`` is read when only the stretch's own bytes (``own``) and foreign ones are live; ``live_run`` right after
+    it ran; ``live_after`` when garbage has been collected.
+    """
+
+    own: int
+    live_before: int
+    reserved_before: int | None
+    peak: Peak
+    live_run: int
+    live_after: int
+    phases: Mapping[str, Peak] = field(default_factory=dict)
+    held_change: int = 0
+    """How much more the test's fixtures hold than before: kept on purpose, not retained."""
+    foreign: int = 0
+    """Bytes in ``own`` that turned out to be somebody else's."""
+
+    def memory_metrics(self) -> dict[str, int]:
+        """The memory metrics of the stretch, in bytes."""
+        # Everything else that was live before is foreign, and does not change meanwhile.
+        offset = self.own - self.foreign - self.live_before
+        metrics = {"peak_allocated": self.peak.allocated + offset}
+        metrics |= {f"peak_{name}": peak.allocated + offset for name, peak in self.phases.items()}
+        if self.peak.reserved is not None and self.reserved_before is not None:
+            metrics["peak_reserved"] = self.peak.reserved - self.reserved_before + self.own - self.foreign
+        metrics["retained"] = max(0, self.live_after - self.live_before - self.held_change)
+        metrics["cyclic_garbage"] = max(0, self.live_run - self.live_after)
+        return metrics

@@ -1,0 +1,154 @@
+"""A model's step as people run it: forward, backward and optimizer, or forward alone."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.steps.batches import feed
+from pytest_gpumem.steps.runner import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
+
+    ModelOrFactory = torch.nn.Module | Callable[[], torch.nn.Module]
+    OptimizerOrFactory = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
+    """The model on ``device``: as it is when one was given, built there when a factory (or class) was.
+
+    Raises ``TypeError`` for anything else, and ``ValueError`` for a model that is somewhere else.
+    """
+    import torch
+
+    if isinstance(model_or_factory, torch.nn.Module):
+        elsewhere = {str(p.device) for p in model_or_factory.parameters() if p.device.type != device.type}
+        if elsewhere:
+            raise ValueError(
+                f"the model is on {', '.join(sorted(elsewhere))}, but this step is measured on {device}; "
+                "move it with model.to(gpumem.device), or pass a function that builds it"
+            )
+        return model_or_factory
+    if not callable(model_or_factory):
+        raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {model_or_factory!r}")
+    with torch.device(device):
+        model = model_or_factory()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{_name(model_or_factory)} returned {type(model).__name__}, not a torch.nn.Module")
+    return model.to(device)
+
+
+def build_optimizer(
+    optimizer: OptimizerOrFactory | None, model: torch.nn.Module, steps_given_model: bool
+) -> torch.optim.Optimizer:
+    """The optimizer of the model's trainable parameters: ``torch.optim.AdamW`` with its defaults unless told otherwise.
+
+    ``optimizer`` may be a class or function that takes the parameters, or, for a model that was given and not built here,
+    an optimizer that exists.
+    """
+    import torch
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not steps_given_model or theirs.isdisjoint(map(id, trainable)):
+            raise ValueError(
+                "the optimizer holds none of the model's parameters; pass a function: optimizer=lambda parameters: ..."
+            )
+        return optimizer
+    made: object = (optimizer or torch.optim.AdamW)(trainable)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer={_name(optimizer)} returned {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
+def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
+    """The scalar to differentiate: ``loss(output, batch)``, or ``output.loss``, ``output["loss"]``, or a scalar output.
+
+    Raises ``ValueError`` when there is none, or when it does not depend on the model.
+    """
+    import torch
+
+    if loss is not None:
+        value = loss(output, batch)
+    elif isinstance(output, dict) and "loss" in output:
+        value = output["loss"]
+    else:
+        value = getattr(output, "loss", output)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise ValueError(
+            f"there is no scalar loss: {'loss(...)' if loss else 'the model'} returned {_kind(value)}; "
+            "pass loss=lambda output, batch: ..., which returns one number"
+        )
+    if not value.requires_grad:
+        raise ValueError("the loss does not depend on any parameter that requires a gradient")
+    return value
+
+
+def train_phases(
+    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer, loss: Loss | None
+) -> list[Phase]:
+    """Forward, backward, and optimizer with ``zero_grad``. The output lives until the loss is known, the loss until the end.
+
+    As in a training loop whose step is a function: gradients are freed at the end, so that every step begins alike.
+    """
+    held: list[torch.Tensor] = []
+
+    def forward() -> None:
+        held.append(loss_of(feed(model, batch), batch, loss))
+
+    def backward() -> None:
+        held[-1].backward()  # type: ignore[no-untyped-call]
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        held.clear()
+
+    return [Phase("forward", forward), Phase("backward", backward), Phase("optimizer", step)]
+
+
+def infer_phases(model: torch.nn.Module, batch: Any) -> list[Phase]:
+    """One forward pass under ``torch.inference_mode``; the output lives until its end."""
+    import torch
+
+    def forward() -> None:
+        with torch.inference_mode():
+            feed(model, batch)
+
+    return [Phase("forward", forward)]
+
+
+@contextmanager
+def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or evaluation mode; each module goes back to its own afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def parameters_of(model: torch.nn.Module) -> int:
+    """The number of the model's parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _kind(value: object) -> str:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _name(thing: object) -> str:
+    return getattr(thing, "__qualname__", repr(thing))

@@ -1,0 +1,107 @@
+"""Runs a step until it repeats, then measures it: memory first, then time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.steps.figures import Figures
+from pytest_gpumem.timing.sampling import Times, time_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_gpumem.devices.contract import Blocks, Device, Peak
+    from pytest_gpumem.devices.windows import Windows
+
+MOST_WARM_UPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A named part of a step. Phases run in order; the peak is taken at each border."""
+
+    name: str
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What measuring a step gave: the memory of one step in the state that it repeats in, and its times."""
+
+    memory: Figures
+    settled: bool
+    warm_up_peaks: tuple[int, ...]
+    times: Times | None
+
+    def unsettled_note(self) -> str:
+        """A clause that says how the warm-up steps' peaks moved."""
+        first, last = self.warm_up_peaks[0], self.warm_up_peaks[-1]
+        return f"peaks of {len(self.warm_up_peaks)} warm-up steps moved from {first} to {last} bytes"
+
+
+def measure_step(
+    phases: Sequence[Phase],
+    device: Device,
+    windows: Windows,
+    *,
+    own: Callable[[], Blocks],
+    own_before: int,
+    live_before: int,
+    timed: bool,
+) -> StepFigures:
+    """Measure the step that ``phases`` make.
+
+    Warms up until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
+    optimizer state and autotuning are behind, then measures one more. ``own_before`` bytes of those ``live_before`` are the
+    step's own; ``own`` tells which blocks are at any moment.
+    """
+
+    def one_step() -> Figures:
+        return _one_step(phases, device, windows, own_before, live_before)
+
+    since = device.known()
+    device.settle()
+    with cyclic_collector_off():
+        seen = [one_step(), one_step()]
+        while not (settled := _same_peaks(seen[-2], seen[-1])) and len(seen) < MOST_WARM_UPS:
+            seen.append(one_step())
+        memory = one_step()
+        times = None
+        if timed:
+            with device.paused(since, own):
+                times = time_step(lambda: [phase.run() for phase in phases], device)
+    return StepFigures(memory, settled, tuple(figures.peak.allocated for figures in seen), times)
+
+
+def _one_step(phases: Sequence[Phase], device: Device, windows: Windows, own_before: int, live_before: int) -> Figures:
+    started = device.live()
+    reserved = device.reserved()
+    whole = windows.open()
+    peaks: dict[str, Peak] = {}
+    try:
+        for phase in phases:
+            window = windows.open()
+            try:
+                phase.run()
+            finally:
+                peaks[phase.name] = windows.close(window)
+    finally:
+        peak = windows.close(whole)
+    device.release_workspaces()
+    live_run = device.live()
+    device.settle()
+    # What the step began with (parameters, optimizer state) has become its own since measuring began.
+    own = own_before + started - live_before
+    named = peaks if len(peaks) > 1 else {}
+    return Figures(own, started, reserved, peak, live_run, device.live(), named)
+
+
+def _same_peaks(first: Figures, second: Figures) -> bool:
+    return _allocated_peaks(first) == _allocated_peaks(second)
+
+
+def _allocated_peaks(figures: Figures) -> dict[str, int]:
+    metrics = figures.memory_metrics()
+    return {name: metrics[name] for name in metrics if name.startswith("peak_") and name != "peak_reserved"}

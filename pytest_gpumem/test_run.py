@@ -1,0 +1,138 @@
+"""One measured test while it runs: its device, what belongs to it, and what has been measured."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
+from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.steps.figures import Figures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pytest
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.residency import OwnBytes, Residency
+
+
+class TestRun:
+    """A measured test from its set-up to the end of its call.
+
+    ``timed`` tells whether steps are timed; ``seen`` is told every measurement.
+    """
+
+    __test__ = False
+
+    def __init__(
+        self,
+        item: pytest.Item,
+        device: Device,
+        residency: Residency,
+        environment: Environment,
+        *,
+        timed: bool,
+        seen: Callable[[Measurement], None],
+    ) -> None:
+        self.item = item
+        self.device = device
+        self.windows = Windows(device)
+        self.timed = timed
+        self.measurements: list[Measurement] = []
+        self.measures_itself = False
+        """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
+        self._residency = residency
+        self._environment = environment
+        self._seen = seen
+        self._failure: BaseException | None = None
+        self._at_call: tuple[OwnBytes, int] | None = None
+
+    def begin_call(self) -> None:
+        """The call is about to begin: from here on, what is allocated is the test's."""
+        self.device.settle()
+        own = self._residency.own(self.item)
+        self.device.adopt(own.blocks)
+        self._at_call = own, self.device.live()
+
+    @contextmanager
+    def tracked(self) -> Iterator[Callable[[], Figures]]:
+        """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended."""
+        if self._at_call is None:
+            raise RuntimeError("the test's call has not begun")
+        at_call, live_at_call = self._at_call
+        device = self.device
+        device.settle()
+        live_before, reserved_before = device.live(), device.reserved()
+        held_before = self._residency.held(self.item)
+        ended: list[Figures] = []
+        window = self.windows.open()
+        with cyclic_collector_off():
+            try:
+                yield lambda: ended[0]
+            except BaseException:
+                # What went wrong in the test matters more than what then could not be measured.
+                with suppress(MeasuringError):
+                    self.windows.close(window)
+                raise
+            peak = self.windows.close(window)
+            device.release_workspaces()
+            live_run = device.live()
+            device.settle()
+        ended.append(
+            Figures(
+                own=at_call.total + live_before - live_at_call,
+                live_before=live_before,
+                reserved_before=reserved_before,
+                peak=peak,
+                live_run=live_run,
+                live_after=device.live(),
+                held_change=self._residency.held(self.item) - held_before,
+                foreign=at_call.foreign_after_all(),
+            )
+        )
+
+    def record(
+        self,
+        workload: Workload,
+        metrics: dict[str, float] | dict[str, int],
+        *,
+        name: str | None = None,
+        settled: bool = True,
+        notes: tuple[str, ...] = (),
+    ) -> Measurement:
+        """Keep a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
+        taken = {measurement.name for measurement in self.measurements}
+        if name in taken:
+            raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
+        measurement = Measurement(
+            name or _numbered(workload.step, taken), workload, self._environment, metrics, settled, notes
+        )
+        self.measurements.append(measurement)
+        self._seen(measurement)
+        return measurement
+
+    def failed(self, error: BaseException) -> None:
+        """The test raised ``error``, whose traceback keeps its tensors alive until `release`."""
+        self._failure = error
+
+    def release(self) -> None:
+        """Let go of everything that the test's failure and this run hold."""
+        error, seen = self._failure, set[int]()
+        while error is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+        self._failure = None
+        self._at_call = None
+        self.device.close()
+
+
+def _numbered(name: str, taken: set[str]) -> str:
+    """``name``, or ``name-2``, ``name-3``, ...: the first that is not taken."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(candidate for candidate in numbered if candidate not in taken)

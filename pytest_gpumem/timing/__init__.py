@@ -1,0 +1,1 @@
+"""Sampling of times and their statistics."""

@@ -1,0 +1,115 @@
+"""Sizes, ratios and durations as people write and read them; integers and floats inside.
+
+``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes (IEC 80000-13), everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import Literal
+
+UnitSystem = Literal["si", "iec"]
+
+SIZES: dict[str, int] = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_SIZES_BY_LOWER = {name.lower(): size for name, size in SIZES.items()}
+_SHOWN: dict[UnitSystem, tuple[str, ...]] = {
+    "si": ("B", "kB", "MB", "GB", "TB"),
+    "iec": ("B", "KiB", "MiB", "GiB", "TiB"),
+}
+_QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<unit>[^\d\s].*?)?\s*")
+
+
+def nearest(word: str, valid: list[str]) -> str:
+    """A clause that names the valid word closest to ``word``, or all of them when none is close."""
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as ``"6.5 GB"`` or ``"24 MiB"``, rounded to a whole byte.
+
+    Raises ``ValueError`` for anything else: no unit, an unknown unit, a negative number.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like '6.5 GB' or '24 MiB'")
+    number, unit = match["number"], match["unit"]
+    if unit is None:
+        raise ValueError(f"{text!r} has no unit; write it like '{number} GB' or '{number} MiB'")
+    size = _SIZES_BY_LOWER.get(unit.lower())
+    if size is None:
+        raise ValueError(f"{text!r}: unknown unit {unit!r}; {nearest(unit, list(SIZES))}")
+    if number.startswith("-"):
+        raise ValueError(f"{text!r} is negative; a size is zero or more")
+    return round(float(number) * size)
+
+
+def parse_gigabytes(number: float) -> int:
+    """Bytes in a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"{number!r} is not a number of GB; write 6.5, or use max_memory='6.5 GiB'")
+    if not math.isfinite(number):
+        raise ValueError(f"{number!r} is not a finite number of GB")
+    if number < 0:
+        raise ValueError(f"{number!r} is negative; a number of GB is zero or more")
+    return round(number * 10**9)
+
+
+def parse_ratio(text: str) -> float:
+    """The ratio in a percentage such as ``"2 %"`` (0.02).
+
+    Raises ``ValueError`` when the percent sign is missing or the number is negative.
+    """
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match["unit"] != "%":
+        raise ValueError(f"{text!r} is not a percentage; write it like '2 %'")
+    if match["number"].startswith("-"):
+        raise ValueError(f"{text!r} is negative; a percentage here is zero or more")
+    return float(match["number"]) / 100
+
+
+def format_bytes(count: int, system: UnitSystem = "si") -> str:
+    """``"8.12 GB"``: two decimals in the largest unit that keeps the number at one or more."""
+    base = 1000 if system == "si" else 1024
+    names = _SHOWN[system]
+    sign, value, power = ("-" if count < 0 else ""), float(abs(count)), 0
+    # 999.995 kB would be shown as "1000.00 kB": the rounded value decides the unit.
+    while power < len(names) - 1 and (round(value, 2) if power else value) >= base:
+        value /= base
+        power += 1
+    return f"{sign}{value:.2f} {names[power]}" if power else f"{sign}{value:.0f} B"
+
+
+def format_bytes_change(change: int, system: UnitSystem = "si") -> str:
+    """A signed size: ``"+1.19 GB"``, ``"-3 B"``."""
+    return ("+" if change >= 0 else "") + format_bytes(change, system)
+
+
+def format_ratio(ratio: float) -> str:
+    """A signed percentage with one decimal: ``"+14.7 %"``."""
+    return f"{ratio * 100:+.1f} %"
+
+
+def format_seconds(seconds: float) -> str:
+    """``"12.31 ms"``, ``"2.05 s"``, ``"840.00 µs"``."""
+    for limit, scale, name in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{seconds * scale:.2f} {name}"
+    return f"{seconds:.2f} s"
+
+
+def format_rate(rate: float) -> str:
+    """Items per second, with as many digits as a reader can use: ``"1200 /s"``, ``"3.42 /s"``."""
+    return f"{rate:.0f} /s" if rate >= 100 else f"{rate:.3g} /s"
