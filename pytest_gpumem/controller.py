@@ -13,6 +13,7 @@ from pytest_gpumem.baselines.entry import Entry, Key, entry_of
 from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.provenance import commit_of, today
 from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.baselines.unused import unused
 from pytest_gpumem.baselines.update import entries_to_write
 from pytest_gpumem.reports.summary import table
 from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated
@@ -128,17 +129,16 @@ class Controller:
         if self._selection is None or not (self._settings.baseline or self._settings.update):
             return
         slugs = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
-        unused = [
-            key
-            for slug in sorted(slugs)
-            for _, key in self._store.keys(slug)
-            if (key.file in self._selection.files or not (self._config.rootpath / key.file).exists())
-            and (key.file, key.test) not in self._selection.measured
-        ]
-        if unused:
-            shown = ", ".join(str(key) for key in unused[:3]) + (", ..." if len(unused) > 3 else "")
+        gone = unused(
+            [entry for slug in sorted(slugs) for entry in self._store.keys(slug)],
+            measured=self._selection.measured,
+            whole_files=self._selection.files,
+            exists=lambda file: (self._config.rootpath / file).exists(),
+        )
+        if gone:
+            shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")
             self._closing.append(
-                f"store: {len(unused)} unused baseline{'' if len(unused) == 1 else 's'}: {shown}; "
+                f"store: {len(gone)} unused baseline{'' if len(gone) == 1 else 's'}: {shown}; "
                 "`gpumem prune` removes them"
             )
 
@@ -151,7 +151,7 @@ class Controller:
         quiet = self._config.get_verbosity() < 0
         lines = [] if quiet else table(results, self._settings.units, everything=self._config.get_verbosity() > 0)
         if lines:
-            reporter.section("gpumem")
+            reporter.write_sep("=", "gpumem")
             for line in lines:
                 reporter.write_line(line)
             reporter.write_line("")

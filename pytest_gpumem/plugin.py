@@ -35,7 +35,19 @@ def pytest_configure(config: pytest.Config) -> None:
     from pytest_gpumem.session import GpumemSession
 
     config.addinivalue_line("markers", MARKER_HELP)
-    config.stash[SESSION] = GpumemSession(config)
+    config.stash[SESSION] = session = GpumemSession(config)
+    config.pluginmanager.register(CollectedFiles(session), "gpumem-collected-files")
+
+
+class CollectedFiles:
+    """Tells the session which files were collected; `pytest_collectreport` does not know of a config by itself."""
+
+    def __init__(self, session: GpumemSession) -> None:
+        self._session = session
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.passed and "::" not in report.nodeid:
+            self._session.collected_file(report.nodeid)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

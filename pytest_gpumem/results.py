@@ -101,7 +101,9 @@ def nothing_gated(results: Iterable[TestResult]) -> str | None:
             reason = next((one.reason for one in result.verdict.verdicts if one.reason), "nothing to compare with")
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
     parts = [f"{count} test{'s' if count > 1 else ''} {what}" for what, count in counts.most_common()]
-    return f"nothing was gated: {'; '.join(parts)}"
+    fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
+    hint = " (record one with --gpumem-update=new)" if fresh else ""
+    return f"nothing was gated: {'; '.join(parts)}{hint}"
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:

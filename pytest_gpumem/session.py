@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.marker import BudgetError
-from pytest_gpumem.selection import Measured, Selection, idle_budgets, measured_of, without_group
+from pytest_gpumem.selection import Measured, Selection, idle_budgets, measured_of
 from pytest_gpumem.settings import SettingsError, check_device, settings_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.controller import Controller
     from pytest_gpumem.devices.registry import DeviceFactory
@@ -33,6 +35,8 @@ class GpumemSession:
         self._store: Store | None = None
         self._controller: Controller | None = None
         self._collected = 0
+        self._files: set[str] = set()
+        self._idle: tuple[str, ...] = ()
         if self._worker is not None:
             if self.settings.explicit:
                 from pytest_gpumem.devices.sharing import give_worker_its_gpu
@@ -46,6 +50,15 @@ class GpumemSession:
 
     def _asks_for_a_gate(self) -> bool:
         return self.settings.baseline or self.settings.strict or self.settings.update is not None
+
+    @property
+    def root(self) -> Path:
+        """The folder that paths of test files count from."""
+        return self._config.rootpath
+
+    def collected_file(self, nodeid: str) -> None:
+        """A file or folder has been collected without an error."""
+        self._files.add(nodeid)
 
     def collected(self, items: list[pytest.Item]) -> None:
         """Find the measured tests among all that were collected, before any is deselected."""
@@ -95,7 +108,7 @@ class GpumemSession:
             return frozenset()
         if any("::" in argument for argument in self._config.args):
             return frozenset()
-        return frozenset(without_group(item).partition("::")[0] for item in items)
+        return frozenset(self._files)
 
     def _device_factories(self) -> dict[str, DeviceFactory]:
         from pytest_gpumem.devices.registry import BUILT_IN
@@ -110,17 +123,18 @@ class GpumemSession:
         from pytest_gpumem.measuring import Measuring
 
         devices = Devices(self._device_factories())
-        plugin = Measuring(self._config, self.settings, devices, self._opened_store(), measured)
+        plugin = Measuring(self._config, self.settings, devices, self.store(), measured)
         self._config.pluginmanager.register(plugin, "gpumem-measuring")
 
     def _register_controller(self) -> None:
         if self._controller is None:
             from pytest_gpumem.controller import Controller
 
-            self._controller = Controller(self._config, self.settings, self._opened_store())
+            self._controller = Controller(self._config, self.settings, self.store())
             self._config.pluginmanager.register(self._controller, "gpumem-controller")
 
-    def _opened_store(self) -> Store:
+    def store(self) -> Store:
+        """The store of this session. Raises ``pytest.UsageError`` when there is no such place."""
         from pytest_gpumem.baselines.place import PlaceError, place_of
         from pytest_gpumem.baselines.store import Store
 
@@ -136,7 +150,7 @@ class GpumemSession:
         from pytest_gpumem.baselines.store import StoreError
 
         try:
-            self._opened_store().check()
+            self.store().check()
         except (StoreError, PlaceError) as error:
             raise pytest.UsageError(str(error)) from None
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
-from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
+from pytest_gpumem.steps.runner import live_at_rest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,6 +50,8 @@ class TestRun:
         self._residency = residency
         self._environment = environment
         self._seen = seen
+        self._heap = FrozenHeap()
+        self._heap.freeze()
         self._failure: BaseException | None = None
         self._at_call: tuple[OwnBytes, int] | None = None
 
@@ -82,7 +85,7 @@ class TestRun:
             peak = self.windows.close(window)
             device.release_workspaces()
             live_run = device.live()
-            device.settle()
+            live_after = live_at_rest(device, live_before)
         ended.append(
             Figures(
                 own=at_call.total + live_before - live_at_call,
@@ -90,7 +93,7 @@ class TestRun:
                 reserved_before=reserved_before,
                 peak=peak,
                 live_run=live_run,
-                live_after=device.live(),
+                live_after=live_after,
                 held_change=self._residency.held(self.item) - held_before,
                 foreign=at_call.foreign_after_all(),
             )
@@ -129,6 +132,7 @@ class TestRun:
             error = error.__cause__ or error.__context__
         self._failure = None
         self._at_call = None
+        self._heap.thaw()
         self.device.close()
 
 

@@ -1,5 +1,103 @@
-"""What every test of the suite may use."""
+"""What every test of the suite may use: a project in a temporary folder, run on the CPU."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import pkgutil
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import pytest
+
+import pytest_gpumem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytest_plugins = ["pytester"]
+
+
+def pytest_sessionstart() -> None:
+    """Load torch and the package whole, with what torch only loads when first used.
+
+    A run within this process forgets every module that it was the first to import, and torch cannot be imported twice.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
+        importlib.import_module(module.name)
+    for name in ("filelock", "rich.console", "rich.table", "tomli_w"):
+        importlib.import_module(name)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([parameter])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        parameter.sum().backward()
+        optimizer.step()
+
+
+class Project:
+    """A project with tests, in a folder of its own, and the plugin to run them."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self._pytester = pytester
+        self.path: Path = pytester.path
+
+    def write(self, source: str, name: str = "test_it.py") -> None:
+        """Write a file; ``torch`` and ``pytest`` are imported."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"import pytest\nimport torch\n\n\n{source}", encoding="utf-8")
+
+    def settings(self, text: str) -> None:
+        (self.path / "pyproject.toml").write_text(text, encoding="utf-8")
+
+    def run(self, *args: str, device: str | None = "cpu", separate: bool = False) -> pytest.RunResult:
+        """Run pytest: in this process, or in one of its own."""
+        command = ["-p", "no:randomly", "-p", "no:cacheprovider", *args]
+        if device is not None:
+            command.append(f"--gpumem-device={device}")
+        return self._pytester.runpytest_subprocess(*command) if separate else self._pytester.runpytest_inprocess(*command)
+
+    def figures(self, *args: str, separate: bool = False) -> dict[str, dict[str, int]]:
+        """Bytes of every measurement, by test: ``{"test_a": {"call.peak_allocated": 4096}}``."""
+        self.run(*args, "--junitxml=report.xml", separate=separate)
+        return figures_of(self.path / "report.xml")
+
+    @property
+    def store(self) -> Path:
+        return self.path / "gpumem-baselines"
+
+    def stored(self) -> dict[str, str]:
+        """The text of every file of the store, by path."""
+        return {
+            path.relative_to(self.store).as_posix(): path.read_text(encoding="utf-8")
+            for path in sorted(self.store.rglob("*.toml"))
+        }
+
+
+def figures_of(report: Path) -> dict[str, dict[str, int]]:
+    """The byte figures in a JUnit report, by test."""
+    found: dict[str, dict[str, int]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        for entry in case.iter("property"):
+            name = str(entry.get("name"))
+            if name.startswith("gpumem.") and not name.endswith(("step_time", "throughput")):
+                found.setdefault(str(case.get("name")), {})[name.removeprefix("gpumem.")] = int(str(entry.get("value")))
+    return found
+
+
+def verdicts_of(report: Path) -> dict[str, Any]:
+    """The verdicts in a JUnit report, by test."""
+    return {
+        str(case.get("name")): json.loads(str(entry.get("value")))
+        for case in ElementTree.parse(report).iter("testcase")
+        for entry in case.iter("property")
+        if entry.get("name") == "gpumem"
+    }
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> Project:
+    return Project(pytester)

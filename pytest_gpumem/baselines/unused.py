@@ -1,0 +1,29 @@
+"""Baselines of tests that are gone. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from pytest_gpumem.baselines.entry import Key
+
+
+def unused(
+    stored: Iterable[tuple[str, Key]],
+    *,
+    measured: Collection[tuple[str, str]],
+    whole_files: Collection[str],
+    exists: Callable[[str], bool],
+) -> list[tuple[str, Key]]:
+    """Those of ``stored``, given as (slug, key), that belong to no test.
+
+    ``measured`` are the (file, test) that were collected and are measured. Only files that were collected whole
+    (``whole_files``) can tell that a test is gone; one that does not exist any more has none.
+    """
+    return [
+        (slug, key)
+        for slug, key in stored
+        if (key.file in whole_files or not exists(key.file)) and (key.file, key.test) not in measured
+    ]

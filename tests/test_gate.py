@@ -1,0 +1,262 @@
+"""The gate from end to end: record, compare, fail, accept."""
+
+from __future__ import annotations
+
+import pytest
+
+SIMPLE = """
+@pytest.mark.gpumem
+def test_simple():
+    torch.ones({count}).sum()
+"""
+
+
+def test_a_first_run_is_new_and_tells_how_to_record_it(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    result = project.run("--gpumem-baseline")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["gpumem: nothing was gated: 1 test new, there is no baseline for CPU * yet*--gpumem-update=new*", "gpumem: 0 gated, 1 new"]
+    )
+
+
+def test_what_was_recorded_is_gated_on_the_next_run(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    recording = project.run("--gpumem-update=new")
+    assert recording.ret == 0
+    recording.stdout.fnmatch_lines(["gpumem store: 1 baseline written (new)*"])
+    result = project.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: 1 gated"])
+
+
+def test_growth_fails_the_test_with_figures_and_the_accepting_command(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    project.write(SIMPLE.format(count=2_000_000))
+    result = project.run("--gpumem-baseline", "--junitxml=report.xml")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "Memory regressed: peak 8.00 MB, baseline 4.00 MB: +4.00 MB (+100.0 %), allowed +25.0 %",
+            "  metric *baseline *now *change *allowed*",
+            "  peak allocated *4.00 MB *8.00 MB *+100.0 % *regressed",
+            "  baseline: 20*, CPU (*), torch *",
+            "  accept:   pytest test_it.py::test_simple --gpumem-update=all --gpumem-device=cpu",
+            "gpumem: 1 gated, 1 regressed",
+        ]
+    )
+    assert 'failures="1"' in (project.path / "report.xml").read_text()
+
+
+def test_growth_is_not_a_failure_unless_the_comparison_was_asked_for(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    project.write(SIMPLE.format(count=2_000_000))
+    result = project.run()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 recorded (no budget, and no --gpumem-baseline)"])
+
+
+def test_update_all_accepts_growth_and_changes_only_that_test(project):
+    other = "\n\n@pytest.mark.gpumem\ndef test_other():\n    torch.ones(3_000_000)\n"
+    project.write(SIMPLE.format(count=1_000_000) + other)
+    project.run("--gpumem-update=new")
+    (before,) = project.stored().values()
+    project.write(SIMPLE.format(count=2_000_000) + other)
+    assert project.run("--gpumem-update=all", "--gpumem-baseline").ret == 0
+    (after,) = project.stored().values()
+    changed = [pair for pair in zip(before.splitlines(), after.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert changed == [("peak_allocated = 4000004", "peak_allocated = 8000004")]
+    assert project.run("--gpumem-baseline").ret == 0
+
+
+def test_update_new_and_improved_leave_a_regression_alone(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    before = project.stored()
+    project.write(SIMPLE.format(count=2_000_000))
+    for mode in ("new", "improved"):
+        assert project.run(f"--gpumem-update={mode}", "--gpumem-baseline").ret == pytest.ExitCode.TESTS_FAILED
+        assert project.run(f"--gpumem-update={mode}").ret == 0
+    assert project.stored() == before
+
+
+def test_an_improvement_is_told_and_lowered_on_request(project):
+    project.write(SIMPLE.format(count=2_000_000))
+    project.run("--gpumem-update=new")
+    project.write(SIMPLE.format(count=1_000_000))
+    result = project.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: 1 gated, 1 improved"])
+    project.run("--gpumem-update=improved")
+    (text,) = project.stored().values()
+    assert "peak_allocated = 4000004" in text
+
+
+def test_updating_twice_changes_nothing(project):
+    project.write("def test_step(gpumem):\n    gpumem.train_step(lambda: torch.nn.Linear(64, 1), torch.ones(8, 64), loss=lambda o, b: o.mean())\n")
+    project.run("--gpumem-update=new")
+    before = project.stored()
+    result = project.run("--gpumem-update=all")
+    result.stdout.fnmatch_lines(["gpumem store: 0 baselines written (all), 1 left as they were"])
+    assert project.stored() == before
+
+
+def test_over_budget_fails_without_any_baseline_and_is_never_written(project):
+    project.write("@pytest.mark.gpumem(max_memory='2 MB')\ndef test_big():\n    torch.ones(1_000_000)\n")
+    result = project.run("--gpumem-update=all")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "Memory over budget: peak 4.00 MB, budget 2.00 MB: +2.00 MB (+100.0 %)",
+            "  budget:   of the test's @pytest.mark.gpumem, or of *budget*",
+            "gpumem store: 0 baselines written*1 not written*",
+            "gpumem: 1 gated, 1 over budget",
+        ]
+    )
+    assert project.stored() == {}
+
+
+def test_a_failing_test_is_not_written(project):
+    project.write("@pytest.mark.gpumem\ndef test_wrong():\n    torch.ones(1_000_000)\n    assert False, 'for its own reason'\n")
+    result = project.run("--gpumem-update=all")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 failed by itself"])
+    assert project.stored() == {}
+
+
+def test_a_test_whose_teardown_fails_is_not_written(project):
+    project.write(
+        "@pytest.fixture\ndef broken():\n    yield\n    raise RuntimeError('teardown')\n\n\n"
+        "@pytest.mark.gpumem\ndef test_it(broken):\n    torch.ones(1_000_000)\n"
+    )
+    project.run("--gpumem-update=all").assert_outcomes(passed=1, errors=1)
+    assert project.stored() == {}
+
+
+def test_a_changed_batch_is_stale_and_says_what_changed(project):
+    source = "def test_step(gpumem):\n    gpumem.infer_step(lambda: torch.nn.Linear(64, 64), torch.ones({rows}, 64))\n"
+    project.write(source.format(rows=4))
+    project.run("--gpumem-update=new")
+    project.write(source.format(rows=8))
+    result = project.run("--gpumem-baseline")
+    result.stdout.fnmatch_lines(["stale: batch was float32?4, 64?, now float32?8, 64?", "gpumem: 0 gated, 1 stale"])
+    strict = project.run("--gpumem-baseline", "--gpumem-strict")
+    strict.assert_outcomes(failed=1)
+    strict.stdout.fnmatch_lines(["*(stale): batch was float32?4, 64?, now float32?8, 64?", "*--gpumem-update=all*"])
+    assert project.run("--gpumem-update=all").ret == 0
+    assert project.run("--gpumem-baseline").ret == 0
+
+
+def test_a_baseline_of_another_device_is_foreign_and_named(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    (path,) = project.store.glob("cpu-*/test_it.py.toml")
+    foreign = project.store / "nvidia-a100" / path.name
+    foreign.parent.mkdir()
+    lines = path.read_text().splitlines()
+    lines = ['device = "NVIDIA A100"' if line.startswith("device = ") else line for line in lines]
+    foreign.write_text("\n".join('slug = "nvidia-a100"' if line.startswith("slug = ") else line for line in lines))
+    path.unlink()
+    result = project.run("--gpumem-baseline")
+    result.stdout.fnmatch_lines(
+        ["foreign: there are baselines for NVIDIA A100, this is CPU *", "gpumem: 0 gated, 1 foreign (NVIDIA A100)"]
+    )
+    project.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(failed=1)
+    assert project.run("--gpumem-update=new").ret == 0
+    assert project.run("--gpumem-baseline").ret == 0
+
+
+def test_strict_fails_what_is_new_but_not_while_it_is_recorded(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    strict = project.run("--gpumem-baseline", "--gpumem-strict")
+    strict.assert_outcomes(failed=1)
+    strict.stdout.fnmatch_lines(["*(new): there is no baseline for CPU * yet", "*--gpumem-update=new*"])
+    project.run("--gpumem-strict", "--gpumem-update=new").assert_outcomes(passed=1)
+    project.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(passed=1)
+
+
+def test_strict_alone_fails_a_test_that_is_held_against_nothing(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    result = project.run("--gpumem-strict")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*(recorded): it has no budget, and --gpumem-baseline was not given"])
+
+
+def test_max_growth_replaces_the_tolerance(project):
+    source = "@pytest.mark.gpumem(max_growth={growth!r})\ndef test_it():\n    torch.ones({count})\n"
+    project.write(source.format(growth="0 %", count=1_000_000))
+    project.run("--gpumem-update=new")
+    project.write(source.format(growth="0 %", count=1_000_001))
+    project.run("--gpumem-baseline").assert_outcomes(failed=1)
+    project.write(source.format(growth="60 %", count=1_500_000))
+    project.run("--gpumem-baseline").assert_outcomes(passed=1)
+
+
+def test_an_expected_failure_of_the_gate_is_an_expected_failure(project):
+    project.write(
+        "@pytest.mark.xfail(reason='known')\n@pytest.mark.gpumem(max_gb=0.001)\ndef test_big():\n    torch.ones(1_000_000)\n"
+    )
+    result = project.run("--gpumem-update=all")
+    result.assert_outcomes(xfailed=1)
+    assert project.stored() == {}
+
+
+def test_last_failed_runs_what_the_gate_failed(project, pytester):
+    project.write("@pytest.mark.gpumem(max_gb=0.001)\ndef test_big():\n    torch.ones(1_000_000)\n\n\ndef test_small(): ...\n")
+    pytester.runpytest_inprocess("--gpumem-device=cpu").assert_outcomes(failed=1, passed=1)
+    pytester.runpytest_inprocess("--gpumem-device=cpu", "--last-failed").assert_outcomes(failed=1)
+
+
+def test_a_rerun_replaces_what_was_measured_before(project):
+    project.write(
+        "TRIES = []\n\n\n@pytest.mark.flaky(reruns=1)\n@pytest.mark.gpumem(max_memory='2 MB')\ndef test_flaky():\n"
+        "    TRIES.append(1)\n    torch.ones(1_000_000 if len(TRIES) == 1 else 1000)\n"
+    )
+    result = project.run("--gpumem-update=new")
+    result.stdout.fnmatch_lines(["gpumem store: 1 baseline written*", "gpumem: 1 gated*", "*1 passed, 1 rerun*"])
+
+
+def test_a_renamed_measurement_is_unused_and_goes_with_update_all(project):
+    source = "def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000), name={name!r})\n"
+    project.write(source.format(name="old"))
+    project.run("--gpumem-update=new")
+    project.write(source.format(name="fresh"))
+    project.run("--gpumem-update=all")
+    (text,) = project.stored().values()
+    assert "[tests.test_it.fresh]" in text
+    assert "[tests.test_it.old]" not in text
+
+
+def test_baselines_of_tests_that_are_gone_are_listed_on_complete_runs_only(project):
+    project.write(SIMPLE.format(count=1000) + SIMPLE.format(count=1000).replace("test_simple", "test_gone"))
+    project.run("--gpumem-update=new")
+    project.write(SIMPLE.format(count=1000))
+    line = "gpumem store: 1 unused baseline: test_it.py::test_gone (call); `gpumem prune` removes them"
+    project.run("--gpumem-baseline").stdout.fnmatch_lines([line])
+    project.run("--gpumem-baseline", "-k", "simple").stdout.fnmatch_lines([line])
+    project.write(SIMPLE.format(count=1000) + "\n\ndef test_more(): ...\n")
+    project.run("--gpumem-baseline", "-k", "simple").stdout.no_fnmatch_line(line)
+    project.run("--gpumem-baseline", "test_it.py::test_simple").stdout.no_fnmatch_line(line)
+
+
+def test_units_iec_shows_binary_units(project):
+    project.settings('[tool.gpumem]\nunits = "iec"\n')
+    project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(262144)\n")
+    project.run().stdout.fnmatch_lines(["test_it.py::test_it *1.00 MiB*"])
+
+
+def test_a_quiet_run_prints_the_accounting_line_only(project):
+    project.write(SIMPLE.format(count=1000))
+    result = project.run("-q")
+    assert [line for line in result.outlines if "gpumem" in line] == [
+        "gpumem: 0 gated, 1 recorded (no budget, and no --gpumem-baseline)"
+    ]
+
+
+def test_no_time_runs_steps_without_timing_them(project):
+    project.write("def test_it(gpumem):\n    assert 'step_time' not in gpumem.measure(lambda: torch.ones(1000), items=1).metrics\n")
+    project.run("--gpumem-no-time").assert_outcomes(passed=1)
