@@ -109,7 +109,7 @@ class Controller:
             self._errors.append(f"baselines were not written: {error}")
             return
         kept_out = len(results) - len(passed)
-        note = f"; {kept_out} not written, because they did not pass" if kept_out else ""
+        note = f"; {kept_out} not written, because the test did not pass" if kept_out else ""
         self._closing.append(
             f"store: {len(wanted)} baseline{'' if len(wanted) == 1 else 's'} written ({mode}), "
             f"{len(measured) - len(wanted)} left as they were{note}"

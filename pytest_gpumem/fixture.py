@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
 from pytest_gpumem.reach import blocks_of, reachable_tensors
@@ -46,8 +46,14 @@ class Gpumem:
     ``--gpumem-baseline``, against its baselines. A test may measure more than once; ``name`` tells its measurements apart.
     """
 
-    def __init__(self, run: TestRun) -> None:
-        self._run = run
+    def __init__(self, run: TestRun | None, refuse: Callable[[], NoReturn]) -> None:
+        """``run`` is ``None`` when the device cannot be used here; then any use ends in ``refuse``."""
+        self._maybe_run = run
+        self._refuse = refuse
+
+    @property
+    def _run(self) -> TestRun:
+        return self._refuse() if self._maybe_run is None else self._maybe_run
 
     @property
     def device(self) -> torch.device:

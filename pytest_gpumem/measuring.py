@@ -22,6 +22,7 @@ from pytest_gpumem.test_run import TestRun
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
+    from typing import NoReturn
 
     from pytest_gpumem.baselines.entry import Absent, Entry
     from pytest_gpumem.baselines.store import Store
@@ -35,18 +36,25 @@ _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
 
 
-def run_of(item: pytest.Item) -> TestRun:
-    """The run of the measured test that is being set up or called. Raises when it is not being measured."""
+def run_of(item: pytest.Item) -> TestRun | None:
+    """The run of the measured test that is being set up or called, which from now on measures itself.
+
+    ``None`` when its device cannot be used here. Raises `MeasuringError` when it was not known to be measured.
+    """
     run = item.stash.get(_RUN, None)
-    if run is None:
-        if _UNAVAILABLE in item.stash:
-            pytest.skip(f"gpumem: {item.stash[_UNAVAILABLE]}")
+    if run is not None:
+        run.measures_itself = True
+    elif _UNAVAILABLE not in item.stash:
         raise MeasuringError(
             f"{item.nodeid} got the gpumem fixture through getfixturevalue() and so was not known to be measured; "
             "add gpumem to its arguments, or @pytest.mark.gpumem"
         )
-    run.measures_itself = True
     return run
+
+
+def refuse(item: pytest.Item) -> NoReturn:
+    """Skip the test whose device cannot be used here."""
+    pytest.skip(f"gpumem: {item.stash[_UNAVAILABLE]}")
 
 
 def _forget(item: pytest.Item) -> None:
@@ -101,12 +109,12 @@ class Measuring:
             item.stash[_UNAVAILABLE] = str(unavailable)
             self._tell(item, TestVerdict(measured.file, measured.test, unmeasured=str(unavailable)))
             if measured.has_fixture and not self._settings.strict:
-                pytest.skip(f"gpumem: {unavailable}")
+                refuse(item)
         try:
             return (yield)
-        except BaseException:
+        except BaseException as error:
             if item.stash.get(_RUN, None) is not None:
-                self._tell(item, TestVerdict(measured.file, measured.test, unmeasured="its set-up did not succeed"))
+                self._tell(item, _not_measured(measured, error))
             raise
 
     def _begin(self, item: pytest.Item, measured: Measured) -> None:
@@ -154,7 +162,7 @@ class Measuring:
 
     def _noted(self, device: Device, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         residency = self._residency(device)
-        with residency.setting_up(fixturedef) as done:
+        with residency.setting_up(fixturedef, self._open.item if self._open is not None else None) as done:
             value = yield
             done(value)
         return value
@@ -182,8 +190,7 @@ class Measuring:
                 result, lost = yield from _call_measured(run)
         except BaseException as error:
             run.failed(error)
-            why = "it was skipped" if isinstance(error, pytest.skip.Exception) else "it failed by itself"
-            self._tell(item, TestVerdict(measured.file, measured.test, unmeasured=why))
+            self._tell(item, _not_measured(measured, error))
             if run.measurements:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
             raise
@@ -289,6 +296,13 @@ class Measuring:
                 details.update(addition)
             self._environments[device.name] = Environment(environment.slug, environment.device, details)
         return self._environments[device.name]
+
+
+def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
+    """The verdict on a test that did not get to its end because of ``error``."""
+    if isinstance(error, pytest.skip.Exception):
+        return TestVerdict(measured.file, measured.test, unmeasured="it was skipped")
+    return TestVerdict(measured.file, measured.test, unmeasured="it failed by itself", failed_by_itself=True)
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, tuple[object, str | None]]:

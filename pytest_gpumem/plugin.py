@@ -63,9 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def gpumem(request: pytest.FixtureRequest) -> Gpumem:
     """Measure GPU memory and throughput of steps: ``gpumem.train_step(model, batch)``, ``.measure(fn)``, ``.track()``."""
     from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.measuring import run_of
+    from pytest_gpumem.measuring import refuse, run_of
 
-    return Gpumem(run_of(request.node))
+    return Gpumem(run_of(request.node), lambda: refuse(request.node))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

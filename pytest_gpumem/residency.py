@@ -82,12 +82,15 @@ class Residency:
     _gained_within: list[int] = field(default_factory=list)
 
     @contextmanager
-    def setting_up(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[Callable[[object], None]]:
-        """Within, the fixture is set up; what is yielded is to be called with its value.
+    def setting_up(
+        self, fixturedef: pytest.FixtureDef[Any], item: pytest.Item | None
+    ) -> Iterator[Callable[[object], None]]:
+        """Within, the fixture is set up for ``item``; what is yielded is to be called with its value.
 
         Fixtures that are set up meanwhile (``getfixturevalue``) keep their share of the bytes for themselves.
         """
         live_before = self.device.live()
+        seen_before = self._blocks([*map(_value_of, self._notes), *_class_values(item)])
         self._gained_within.append(0)
         values: list[object] = []
         try:
@@ -99,11 +102,10 @@ class Residency:
         gained = self.device.live() - live_before
         if self._gained_within:
             self._gained_within[-1] += gained
-        tensors = list(reachable_tensors(values))
+        tensors = list(reachable_tensors([*values, *_class_values(item)]))
         if gained == within and not tensors:
             return
-        known = self._blocks(_value_of(noted) for noted in self._notes)
-        visible = sum(nbytes for address, nbytes in self._of(tensors).items() if address not in known)
+        visible = sum(nbytes for address, nbytes in self._of(tensors).items() if address not in seen_before)
         self._notes[fixturedef] = FixtureNote(
             hidden=max(0, gained - within - visible),
             gradients=frozenset(self._of(_gradients(tensors))),
@@ -162,10 +164,13 @@ def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:
 
 
 def _values_of(item: pytest.Item) -> list[object]:
-    values: list[object] = list(getattr(item, "funcargs", {}).values())
+    return [*getattr(item, "funcargs", {}).values(), *_class_values(item)]
+
+
+def _class_values(item: pytest.Item | None) -> list[object]:
+    """Attributes of the class and the instance: what ``setUpClass``, ``setup_class`` and ``setup_method`` keep."""
     owner = getattr(item, "cls", None)
-    if owner is not None:
-        # unittest's setUpClass and pytest's setup_class keep what they make on the class.
-        values.extend(value for kind in owner.__mro__ for value in vars(kind).values())
-        values.append(getattr(item, "instance", None))
-    return values
+    if owner is None:
+        return []
+    values = [value for kind in owner.__mro__ for value in vars(kind).values()]
+    return [*values, getattr(item, "instance", None)]

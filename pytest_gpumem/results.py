@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
@@ -26,12 +26,6 @@ class TestResult:
 
     verdict: TestVerdict
     passed: bool
-    failed: bool
-
-    @property
-    def failed_by_itself(self) -> bool:
-        """Whether it failed for a reason that is not the gate's."""
-        return self.failed and bool(self.verdict.unmeasured) and not self.verdict.verdicts
 
 
 @dataclass
@@ -46,11 +40,14 @@ class Results:
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
             return
-        self._verdicts[report.nodeid] = TestVerdict.from_plain(json.loads(str(payload)))
         outcomes = self._outcomes.setdefault(report.nodeid, {})
         if report.when != "teardown":
             # A test that ran through its set-up has nothing to tell until its call, and may be run again.
             outcomes.clear()
+            verdict = TestVerdict.from_plain(json.loads(str(payload)))
+            if verdict.failed_by_itself and hasattr(report, "wasxfail"):
+                verdict = replace(verdict, failed_by_itself=False, unmeasured="it failed as expected")
+            self._verdicts[report.nodeid] = verdict
         outcomes[report.when or "call"] = "xfail" if hasattr(report, "wasxfail") else report.outcome
 
     def all(self) -> list[TestResult]:
@@ -59,7 +56,6 @@ class Results:
             TestResult(
                 verdict,
                 passed=outcomes.keys() >= {"call", "teardown"} and set(outcomes.values()) == {"passed"},
-                failed="failed" in outcomes.values(),
             )
             for nodeid, verdict in self._verdicts.items()
             if (outcomes := self._outcomes[nodeid])
@@ -75,7 +71,9 @@ def accounting(results: Iterable[TestResult]) -> str:
     """
     everything = list(results)
     gated = sum(result.verdict.gated for result in everything)
-    counts = Counter("failed" if result.failed_by_itself else result.verdict.outcome.words for result in everything)
+    counts = Counter(
+        "failed" if result.verdict.failed_by_itself else result.verdict.outcome.words for result in everything
+    )
     parts = [f"{gated} gated"]
     for outcome in (Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN):
         if counts[outcome.words]:
@@ -107,7 +105,11 @@ def nothing_gated(results: Iterable[TestResult]) -> str | None:
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:
-    mine = [result.verdict for result in results if result.verdict.outcome is outcome and not result.failed_by_itself]
+    mine = [
+        result.verdict
+        for result in results
+        if result.verdict.outcome is outcome and not result.verdict.failed_by_itself
+    ]
     if outcome is Outcome.FOREIGN:
         devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
         return f" ({', '.join(devices)})"

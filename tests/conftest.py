@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 import pytest_gpumem
+from pytest_gpumem.devices.cpu import CpuDevice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,17 +25,18 @@ def pytest_sessionstart() -> None:
     A run within this process forgets every module that it was the first to import, and torch cannot be imported twice.
     """
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
         importlib.import_module(module.name)
-    for name in ("filelock", "rich.console", "rich.table", "tomli_w"):
+    for name in ("anyio", "anyio.pytest_plugin", "filelock", "rich.console", "rich.table", "tomli_w"):
         importlib.import_module(name)
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([parameter])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
-        parameter.sum().backward()
-        optimizer.step()
+    device = CpuDevice()
+    device.open()
+    parameter.sum().backward()
+    optimizer.step()
+    device.close()
 
 
 class Project:
@@ -55,7 +57,7 @@ class Project:
 
     def run(self, *args: str, device: str | None = "cpu", separate: bool = False) -> pytest.RunResult:
         """Run pytest: in this process, or in one of its own."""
-        command = ["-p", "no:randomly", "-p", "no:cacheprovider", *args]
+        command = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", *args]
         if device is not None:
             command.append(f"--gpumem-device={device}")
         return self._pytester.runpytest_subprocess(*command) if separate else self._pytester.runpytest_inprocess(*command)

@@ -127,6 +127,8 @@ class TestVerdict:
     verdicts: tuple[Verdict, ...] = ()
     unmeasured: str | None = None
     """Why nothing was measured, as a clause; ``None`` when something was."""
+    failed_by_itself: bool = False
+    """Whether the test failed for a reason that is not the gate's."""
 
     @property
     def outcome(self) -> Outcome:
@@ -142,8 +144,15 @@ class TestVerdict:
             "test": self.test,
             "verdicts": [verdict.to_plain() for verdict in self.verdicts],
             "unmeasured": self.unmeasured,
+            "failed_by_itself": self.failed_by_itself,
         }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> TestVerdict:
-        return cls(plain["file"], plain["test"], tuple(map(Verdict.from_plain, plain["verdicts"])), plain["unmeasured"])
+        return cls(
+            plain["file"],
+            plain["test"],
+            tuple(map(Verdict.from_plain, plain["verdicts"])),
+            plain["unmeasured"],
+            plain["failed_by_itself"],
+        )

@@ -1,0 +1,160 @@
+"""Faults lose nothing and blame the right test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+GOOD = "@pytest.mark.gpumem\ndef test_{name}():\n    torch.ones(1_000_000)\n\n\n"
+
+
+@pytest.mark.parametrize(
+    "error", ["torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB')", "RuntimeError('broken')"]
+)
+@pytest.mark.parametrize("step", ["gpumem.measure(step)", "step()"])
+def test_an_error_in_a_measured_step_fails_that_test_alone_and_frees_its_tensors(project, error, step):
+    fixture = "gpumem" if "gpumem" in step else ""
+    project.write(
+        f"""
+import gc, weakref
+
+SEEN = []
+
+
+@pytest.mark.gpumem
+def test_broken({fixture}):
+    big = torch.ones(1_000_000)
+    SEEN.append(weakref.ref(big))
+
+    def step():
+        mine = torch.ones(1_000_000)
+        SEEN.append(weakref.ref(mine))
+        raise {error}
+
+    {step}
+
+
+@pytest.mark.gpumem
+def test_next():
+    gc.collect()
+    assert [reference() for reference in SEEN] == [None, None]
+    torch.ones(1_000_000)
+"""
+    )
+    result = project.run("--gpumem-update=all", "--junitxml=report.xml")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 new, 1 failed by itself"])
+    (text,) = project.stored().values()
+    assert "test_next" in text
+    assert "test_broken" not in text
+    assert "peak_allocated = 4000000\n" in text
+
+
+def test_what_was_measured_before_a_failure_is_in_the_report(project):
+    project.write(
+        "def test_it(gpumem):\n    m = gpumem.measure(lambda: torch.ones(1_000_000))\n    assert m.peak_allocated < 1e6\n"
+    )
+    project.run().stdout.fnmatch_lines(["*gpumem*", "measurement *metric *now", "measure *peak allocated *4.00 MB"])
+
+
+def test_the_debugger_still_sees_the_locals_of_a_failed_test(project, pytester):
+    project.write("@pytest.mark.gpumem\ndef test_it():\n    big = torch.ones(3)\n    assert False\n")
+    child = pytester.spawn_pytest("--pdb --gpumem-device=cpu -p no:cacheprovider test_it.py")
+    child.expect("(Pdb)")
+    child.sendline("p big")
+    child.expect(r"tensor\(\[1., 1., 1.\]\)")
+    child.sendline("q")
+    child.wait()
+
+
+def test_an_error_in_set_up_is_accounted_for(project):
+    project.write(
+        "@pytest.fixture\ndef broken():\n    raise RuntimeError\n\n\n@pytest.mark.gpumem\ndef test_it(broken): ...\n\n\n"
+        + GOOD.format(name="good")
+    )
+    result = project.run("--gpumem-update=all")
+    result.assert_outcomes(errors=1, passed=1)
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 new, 1 failed by itself"])
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "worker"])
+def test_ctrl_c_keeps_what_was_measured(project, workers):
+    project.write(
+        GOOD.format(name="first")
+        + "def test_endless():\n    import pathlib, time\n    pathlib.Path('running').touch()\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers],
+        cwd=project.path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (project.path / "running").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    if workers:
+        # The controller must have been told of the first test before it is interrupted.
+        time.sleep(1)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "gpumem store: 1 baseline written (new)" in output
+    (text,) = project.stored().values()
+    assert "tests.test_first.call" in text
+
+
+def test_a_killed_worker_loses_only_the_test_that_it_was_running(project):
+    project.write(
+        GOOD.format(name="first")
+        + "@pytest.mark.gpumem\ndef test_killed():\n    import os\n    os.kill(os.getpid(), 9)\n\n\n"
+        + GOOD.format(name="last")
+    )
+    result = project.run("--gpumem-update=new", "-n", "1", separate=True)
+    result.assert_outcomes(passed=2, failed=1)
+    (text,) = project.stored().values()
+    assert "tests.test_first.call" in text
+    assert "tests.test_last.call" in text
+    assert "tests.test_killed" not in text
+
+
+def test_a_store_that_cannot_be_written_ends_red_and_keeps_the_old_text(project):
+    project.write(GOOD.format(name="it"))
+    project.run("--gpumem-update=new")
+    before = project.stored()
+    project.write(GOOD.format(name="it").replace("1_000_000", "2_000_000"), "test_it.py")
+    (project.path / "conftest.py").write_text(
+        "import pathlib\n\noriginal = pathlib.Path.replace\n\n\n"
+        "def full(self, target):\n    raise OSError(28, 'No space left on device')\n\n\npathlib.Path.replace = full\n"
+    )
+    result = project.run("--gpumem-update=all", separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["gpumem: baselines were not written: *test_it.py.toml: cannot be written: *No space left*"])
+    assert project.stored() == before
+    assert not list(project.store.rglob(".*.toml.*"))
+
+
+def test_two_sessions_that_update_one_store_at_once_lose_nothing(project):
+    for name in ("one", "two"):
+        project.write("".join(GOOD.format(name=f"{name}_{number}") for number in range(5)), "test_it.py")
+        (project.path / name).mkdir()
+        (project.path / "test_it.py").rename(project.path / name / "test_it.py")
+    store = project.path / "shared"
+    command = [sys.executable, "-m", "pytest", "--gpumem-device=cpu", "--gpumem-update=new", f"--gpumem-store={store}"]
+    sessions = [subprocess.Popen([*command, f"--rootdir={name}"], cwd=project.path / name) for name in ("one", "two")]
+    assert [session.wait(timeout=120) for session in sessions] == [0, 0]
+    (path,) = store.rglob("*.toml")
+    assert sum(line.startswith("[tests.") for line in path.read_text().splitlines()) == 10
+
+
+def test_maxfail_keeps_what_was_measured(project):
+    project.write(GOOD.format(name="first") + "def test_wrong():\n    assert False\n\n\n" + GOOD.format(name="never"))
+    project.run("--gpumem-update=new", "-x")
+    (text,) = project.stored().values()
+    assert "tests.test_first.call" in text
+    assert "tests.test_never" not in text

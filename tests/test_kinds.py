@@ -1,0 +1,219 @@
+"""Every kind of test that pytest runs can be measured, with the marker and without changing how it is called."""
+
+from __future__ import annotations
+
+import pytest
+
+MB4 = {"call.peak_allocated": 4_000_000, "call.retained": 0, "call.cyclic_garbage": 0}
+
+
+def test_functions_classes_modules_and_parametrised_tests(project):
+    project.write(
+        """
+pytestmark = pytest.mark.gpumem(max_gb=1)
+
+
+def test_function():
+    torch.empty(1_000_000)
+
+
+class TestClass:
+    def test_method(self):
+        torch.empty(1_000_000)
+
+
+@pytest.mark.parametrize("count", [1_000_000, 2_000_000], ids=["small", "large"])
+def test_parametrised(count):
+    torch.empty(count)
+"""
+    )
+    large = MB4 | {"call.peak_allocated": 8_000_000}
+    assert project.figures() == {
+        "test_function": MB4,
+        "test_method": MB4,
+        "test_parametrised[small]": MB4,
+        "test_parametrised[large]": large,
+    }
+
+
+def test_the_closest_marker_wins_for_each_argument(project):
+    project.write(
+        """
+pytestmark = pytest.mark.gpumem(max_gb=0.001, max_retained="1 kB")
+
+
+@pytest.mark.gpumem(max_gb=1)
+class TestClass:
+    def test_allowed(self):
+        torch.empty(1_000_000)
+
+    @pytest.mark.gpumem(max_memory="1 MB")
+    def test_too_much(self):
+        torch.empty(1_000_000)
+
+    def test_retains(self):
+        TestClass.KEPT = [torch.empty(1_000_000)]
+        globals()["KEPT"] = torch.empty(1_000_000)
+
+
+def test_of_the_module():
+    torch.empty(1_000_000)
+"""
+    )
+    result = project.run()
+    result.assert_outcomes(passed=1, failed=3)
+    result.stdout.fnmatch_lines(["*retained 4.00 MB, budget 1.00 kB*"])
+
+
+def test_unittest_methods(project):
+    project.write(
+        """
+import unittest
+
+
+@pytest.mark.gpumem(max_gb=1)
+class TestCase(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.shared = torch.empty(500_000)
+
+    def setUp(self):
+        self.own = torch.empty(250_000)
+
+    def test_method(self):
+        torch.empty(250_000)
+"""
+    )
+    # 2 MB of the class, 1 MB of the instance, 1 MB of the method.
+    assert project.figures()["test_method"]["call.peak_allocated"] == 4_000_000
+
+
+def test_async_tests(project):
+    project.write(
+        """
+@pytest.mark.anyio
+@pytest.mark.gpumem(max_gb=1)
+async def test_async():
+    import anyio
+
+    kept = torch.empty(500_000)
+    await anyio.sleep(0)
+    torch.empty(500_000)
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+"""
+    )
+    assert project.figures() == {"test_async": MB4}
+
+
+def test_a_marked_test_with_the_fixture_is_judged_by_what_the_fixture_measured(project):
+    project.write(
+        """
+@pytest.mark.gpumem(max_memory="5 MB")
+def test_it(gpumem):
+    torch.empty(10_000_000)
+    with gpumem.track("region") as region:
+        torch.empty(1_000_000)
+    assert region.measurement.peak_allocated == 4_000_000
+"""
+    )
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["gpumem: 1 gated"])
+
+
+def test_the_fixture_through_another_fixture(project):
+    project.write(
+        """
+@pytest.fixture
+def measured(gpumem):
+    return lambda: gpumem.measure(lambda: torch.empty(1_000_000), name="it")
+
+
+def test_it(measured):
+    assert measured().peak_allocated == 4_000_000
+"""
+    )
+    project.run().assert_outcomes(passed=1)
+
+
+def test_the_fixture_at_run_time_needs_a_marker(project):
+    project.write(
+        """
+@pytest.mark.gpumem
+def test_marked(request):
+    gpumem = request.getfixturevalue("gpumem")
+    assert gpumem.measure(lambda: torch.empty(1_000_000)).peak_allocated == 4_000_000
+
+
+def test_unmarked(request):
+    request.getfixturevalue("gpumem")
+"""
+    )
+    result = project.run("--junitxml=report.xml")
+    result.assert_outcomes(passed=1, errors=0, failed=1)
+    result.stdout.fnmatch_lines(["*MeasuringError: test_it.py::test_unmarked got the gpumem fixture through getfixturevalue()*"])
+
+
+def test_a_marked_test_keeps_its_return_value_and_its_own_arguments(project):
+    project.write("@pytest.mark.gpumem\ndef test_it(tmp_path, capsys):\n    print('seen')\n    assert capsys.readouterr().out == 'seen\\n'\n")
+    project.run().assert_outcomes(passed=1)
+
+
+def test_budgets_of_the_settings_apply_by_pattern_to_measured_tests(project):
+    project.settings(
+        """
+[[tool.gpumem.budget]]
+tests = "test_it.py::test_small*"
+max_memory = "1 MB"
+
+[[tool.gpumem.budget]]
+tests = "test_*"
+max_memory = "5 MB"
+"""
+    )
+    project.write(
+        """
+@pytest.mark.gpumem
+def test_small():
+    torch.empty(1_000_000)
+
+
+@pytest.mark.gpumem
+def test_other():
+    torch.empty(1_000_000)
+
+
+@pytest.mark.gpumem(max_gb=1)
+def test_small_but_its_marker_allows_more():
+    torch.empty(1_000_000)
+"""
+    )
+    result = project.run()
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*over budget: peak 4.00 MB, budget 1.00 MB*"])
+
+
+def test_the_device_of_a_marker_is_used(project):
+    project.write("@pytest.mark.gpumem(device='cpu')\ndef test_it():\n    torch.empty(1_000_000)\n")
+    result = project.run(device=None)
+    result.stdout.fnmatch_lines(["test_it.py::test_it*4.00 MB*"])
+
+
+@pytest.mark.parametrize(
+    ("marks", "outcomes"),
+    [
+        ("@pytest.mark.skip(reason='no')", {"skipped": 1}),
+        ("@pytest.mark.skipif(True, reason='no')", {"skipped": 1}),
+        ("@pytest.mark.xfail(run=False)", {"xfailed": 1}),
+    ],
+)
+def test_a_skipped_test_is_accounted_for_as_unmeasured(project, marks, outcomes):
+    project.write(f"{marks}\n@pytest.mark.gpumem\ndef test_it():\n    torch.empty(1_000_000)\n")
+    result = project.run("--gpumem-update=all")
+    result.assert_outcomes(**outcomes)
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (*)"])
+    assert project.stored() == {}

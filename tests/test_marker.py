@@ -1,0 +1,174 @@
+"""``@pytest.mark.gpumem(...)``: which arguments make which budget, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.marker import MARKER_HELP, BudgetError, budget_from_arguments, budget_of_marks
+
+unhurried = settings(deadline=None)
+
+
+class Item:
+    """As much of a test as its markers need, the closest marker first."""
+
+    def __init__(self, *marks):
+        self._marks = [mark.mark for mark in marks]
+
+    def iter_markers(self, name):
+        return (mark for mark in self._marks if mark.name == name)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "budget"),
+    [
+        ({}, Budget()),
+        ({"max_gb": 6.5}, Budget(peak_allocated=6_500_000_000)),
+        ({"max_gb": 0}, Budget(peak_allocated=0)),
+        ({"max_memory": "6.5 GiB"}, Budget(peak_allocated=6_979_321_856)),
+        ({"max_reserved": "8 GB"}, Budget(peak_reserved=8_000_000_000)),
+        ({"max_retained": "1 MB"}, Budget(retained=1_000_000)),
+        ({"max_retained": 0}, Budget(retained=0)),
+        ({"max_growth": "2 %"}, Budget(max_growth=0.02)),
+        ({"device": "cpu"}, Budget(device="cpu")),
+        ({"max_gb": 1, "max_retained": 0}, Budget(peak_allocated=1_000_000_000, retained=0)),
+        ({"max_gb": None, "max_memory": "1 GB"}, Budget(peak_allocated=1_000_000_000)),
+    ],
+)
+def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
+    assert budget_from_arguments(arguments) == budget
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_gbs": 1}, "unknown argument 'max_gbs'; did you mean 'max_gb'?"),
+        ({"maxgrowth": "2 %"}, "unknown argument 'maxgrowth'; did you mean 'max_growth'?"),
+        (
+            {"zebra": 1},
+            "unknown argument 'zebra'; valid: max_gb, max_memory, max_reserved, max_retained, max_growth, device",
+        ),
+        ({"max_gb": -1}, "max_gb: -1 is negative; a number of GB is zero or more"),
+        ({"max_gb": float("nan")}, "max_gb: nan is not a finite number of GB"),
+        ({"max_gb": float("inf")}, "max_gb: inf is not a finite number of GB"),
+        ({"max_gb": True}, "max_gb: True is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
+        ({"max_gb": "6.5 GB"}, "max_gb: '6.5 GB' is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
+        ({"max_memory": 6.5}, "max_memory: 6.5 is not a size; write it with its unit, like '6.5 GB'"),
+        ({"max_memory": False}, "max_memory: False is not a size; write it with its unit, like '6.5 GB'"),
+        ({"max_memory": "6.5"}, "max_memory: '6.5' has no unit; write it like '6.5 GB' or '6.5 MiB'"),
+        ({"max_reserved": "-1 GB"}, "max_reserved: '-1 GB' is negative; a size is zero or more"),
+        ({"max_retained": "1 MG"}, "max_retained: '1 MG': unknown unit 'MG'; did you mean 'MB'?"),
+        ({"max_growth": 0.02}, "max_growth: 0.02 is not a percentage; write it like '2 %'"),
+        ({"max_growth": "0.02"}, "max_growth: '0.02' is not a percentage; write it like '2 %'"),
+        ({"max_growth": "-2 %"}, "max_growth: '-2 %' is negative; a percentage here is zero or more"),
+        ({"device": 0}, "device: 0 is not the name of a device; write 'cuda' or 'cpu'"),
+        ({"max_gb": 1, "max_memory": "1 GB"}, "max_gb and max_memory say the same thing; give one of them"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_would_be_right(arguments, message):
+    with pytest.raises(BudgetError, match=f"^{re.escape(message)}$"):
+        budget_from_arguments(arguments)
+
+
+NAMES = st.sampled_from(["max_gb", "max_memory", "max_reserved", "max_retained", "max_growth", "device"]) | st.text()
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["1 GB", "2 %", "cpu", "", "-1 GB"])
+    | st.lists(st.integers(), max_size=2)
+)
+
+
+@unhurried
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
+def test_any_arguments_make_a_budget_or_a_budget_error(arguments):
+    try:
+        budget = budget_from_arguments(arguments)
+    except BudgetError as error:
+        budget = None
+        message = str(error)
+    if budget is None:
+        assert any(name in message or repr(name) in message for name in arguments)
+    else:
+        limits = [budget.peak_allocated, budget.peak_reserved, budget.retained, budget.max_growth]
+        assert all(limit is None or limit >= 0 for limit in limits)
+
+
+def test_the_help_of_the_marker_names_every_argument():
+    said = re.search(r"\((.*)\)", MARKER_HELP)
+    assert said is not None
+    for argument in said[1].split(", "):
+        name, _, default = argument.partition("=")
+        assert default == "None"
+        assert budget_from_arguments({name: None}) == Budget()
+
+
+def test_a_budget_takes_what_it_leaves_open_from_another():
+    closer = Budget(peak_allocated=1, device="cpu")
+    farther = Budget(peak_allocated=2, peak_reserved=3, retained=0, max_growth=0.1, device="cuda")
+    assert closer.or_else(farther) == Budget(1, 3, 0, 0.1, "cpu")
+
+
+def test_a_limit_of_zero_is_a_limit():
+    assert Budget(retained=0).or_else(Budget(retained=5)).retained == 0
+
+
+def test_every_limit_of_a_budget_in_bytes_is_one_of_a_metric():
+    budget = Budget(peak_allocated=1, peak_reserved=2, retained=3, max_growth=0.5, device="cpu")
+    assert [budget.limit(name) for name in ("peak_allocated", "peak_reserved", "retained")] == [1, 2, 3]
+    assert budget.limit("peak_forward") is None
+
+
+# Markers of a test
+
+
+def test_a_test_without_the_marker_has_no_budget():
+    assert budget_of_marks(Item(pytest.mark.filterwarnings("error"))) is None
+
+
+def test_a_bare_marker_is_a_budget_without_limits():
+    assert budget_of_marks(Item(pytest.mark.gpumem)) == Budget()
+
+
+def test_the_closest_marker_wins_argument_by_argument():
+    on_function = pytest.mark.gpumem(max_gb=1)
+    on_class = pytest.mark.gpumem(max_gb=2, max_retained="2 MB")
+    on_module = pytest.mark.gpumem(max_retained="3 MB", device="cpu")
+    budget = budget_of_marks(Item(on_function, on_class, on_module))
+    assert budget == Budget(peak_allocated=1_000_000_000, retained=2_000_000, device="cpu")
+
+
+def test_a_closer_max_memory_wins_over_a_farther_max_gb():
+    budget = budget_of_marks(Item(pytest.mark.gpumem(max_memory="1 MB"), pytest.mark.gpumem(max_gb=2)))
+    assert budget == Budget(peak_allocated=1_000_000)
+
+
+def test_a_positional_argument_is_refused_with_the_keyword_to_write():
+    message = "@pytest.mark.gpumem takes keyword arguments only, got 6.5; write max_gb=6.5, say"
+    with pytest.raises(BudgetError, match=f"^{re.escape(message)}$"):
+        budget_of_marks(Item(pytest.mark.gpumem(6.5)))
+
+
+def test_a_wrong_marker_far_away_is_not_passed_over():
+    with pytest.raises(BudgetError, match="unknown argument 'max_bg'"):
+        budget_of_marks(Item(pytest.mark.gpumem(max_gb=1), pytest.mark.gpumem(max_bg=2)))
+
+
+def test_the_fields_of_a_budget_can_all_be_set_by_arguments():
+    everything = budget_from_arguments(
+        {"max_gb": 1, "max_reserved": "1 GB", "max_retained": "1 GB", "max_growth": "1 %", "device": "cpu"}
+    )
+    fields = inspect.signature(Budget).parameters
+    assert [name for name in fields if getattr(everything, name) is None] == []

@@ -1,0 +1,116 @@
+"""A test's bytes are the same alone, in any order, and on any worker."""
+
+from __future__ import annotations
+
+SUITE = """
+import gc
+
+
+@pytest.fixture(scope="session")
+def shared():
+    model = torch.nn.Linear(1000, 1000)
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def hidden():
+    kept = torch.ones(500_000)
+    yield "its value does not lead to its bytes"
+    del kept
+
+
+@pytest.fixture
+def garbage():
+    cycle = [torch.ones(300_000)]
+    cycle.append(cycle)
+
+
+@pytest.mark.gpumem
+def test_trains(shared):
+    shared.optimizer.zero_grad()
+    shared(torch.ones(10, 1000)).sum().backward()
+    shared.optimizer.step()
+
+
+@pytest.mark.gpumem
+def test_accumulates(shared):
+    shared(torch.ones(10, 1000)).sum().backward()
+
+
+@pytest.mark.gpumem
+def test_infers(shared):
+    with torch.no_grad():
+        shared(torch.ones(10, 1000))
+
+
+@pytest.mark.gpumem
+def test_hidden(hidden):
+    torch.ones(250_000)
+
+
+@pytest.mark.gpumem
+def test_leaves_cycles(garbage):
+    cycle = [torch.ones(400_000)]
+    cycle.append(cycle)
+
+
+@pytest.mark.gpumem
+def test_leaks():
+    globals().setdefault("LEAK", []).append(torch.ones(600_000))
+
+
+def test_steps(gpumem):
+    model = torch.nn.Linear(200, 200)
+    gpumem.train_step(model, torch.ones(8, 200), loss=lambda o, b: o.sum(), name="given")
+    gpumem.train_step(lambda: torch.nn.Linear(200, 200), torch.ones(8, 200), loss=lambda o, b: o.sum(), name="built")
+    gpumem.infer_step(model, torch.ones(8, 200))
+    gpumem.measure(lambda: model(torch.ones(8, 200)))
+    with gpumem.track():
+        model(torch.ones(8, 200))
+
+
+def test_trains_the_shared_model(gpumem, shared):
+    gpumem.train_step(shared, torch.ones(4, 1000), loss=lambda o, b: o.sum())
+
+
+def test_is_not_measured(shared):
+    shared(torch.ones(10, 1000)).sum().backward()
+    globals()["ANOTHER"] = torch.ones(123_456)
+"""
+
+REVERSED = """
+def pytest_collection_modifyitems(items):
+    items.reverse()
+"""
+
+
+def test_every_order_gives_the_same_bytes(project):
+    project.write(SUITE)
+    forward = project.figures("--gpumem-no-time")
+    assert len(forward) == 8
+    alone = {}
+    for name in forward:
+        alone |= project.figures("--gpumem-no-time", f"test_it.py::{name}")
+    assert alone == forward
+    assert project.figures("--gpumem-no-time", "-n", "2", separate=True) == forward
+    assert project.figures("--gpumem-no-time", "-k", "infers or hidden") == {
+        name: forward[name] for name in ("test_infers", "test_hidden")
+    }
+    (project.path / "conftest.py").write_text(REVERSED)
+    assert project.figures("--gpumem-no-time", separate=True) == forward
+
+
+def test_the_bytes_are_those_that_the_code_asks_for(project):
+    project.write(SUITE)
+    figures = project.figures("--gpumem-no-time")
+    model = (1000 * 1000 + 1000) * 4
+    assert figures["test_infers"]["call.peak_allocated"] == model + 2 * 10 * 1000 * 4
+    assert figures["test_trains"]["call.peak_allocated"] >= 2 * model
+    assert figures["test_hidden"] == {
+        "call.peak_allocated": 3_000_000,
+        "call.retained": 0,
+        "call.cyclic_garbage": 0,
+    }
+    assert figures["test_leaves_cycles"]["call.cyclic_garbage"] == 1_600_000
+    assert figures["test_leaks"]["call.retained"] == 2_400_000

@@ -1,0 +1,405 @@
+"""``[tool.gpumem]`` and the options: what they make, which entries hold for a test, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.settings import (
+    DEFAULT_TOLERANCES,
+    PatternBudget,
+    Settings,
+    SettingsError,
+    check_device,
+    options_given,
+    read_table,
+    settings_from_table,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+unhurried = settings(deadline=None)
+
+# Tables
+
+
+def test_an_empty_table_is_the_defaults():
+    assert settings_from_table({}, "here") == Settings()
+
+
+def test_every_key_of_a_table_is_taken():
+    made = settings_from_table(
+        {
+            "baseline": True,
+            "update": "new",
+            "store": "s3://bucket/baselines",
+            "device": "auto",
+            "strict": True,
+            "no_time": True,
+            "units": "iec",
+            "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
+            "budget": [{"tests": "tests/test_gpt.py", "max_gb": 6.5}, {"tests": "*", "max_retained": "1 MB"}],
+        },
+        "here",
+    )
+    assert made == Settings(
+        baseline=True,
+        update="new",
+        store="s3://bucket/baselines",
+        device="auto",
+        strict=True,
+        no_time=True,
+        units="iec",
+        tolerances={"peak_allocated": Tolerance(0.02), "retained": Tolerance(0.0)},
+        budgets=(
+            PatternBudget("tests/test_gpt.py", Budget(peak_allocated=6_500_000_000)),
+            PatternBudget("*", Budget(retained=1_000_000)),
+        ),
+    )
+
+
+def test_settings_from_a_table_cannot_be_changed():
+    made = settings_from_table({"tolerance": {"retained": "1 %"}}, "here")
+    with pytest.raises(TypeError):
+        made.tolerances["retained"] = Tolerance(1.0)
+    with pytest.raises(AttributeError):
+        made.strict = True
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"basline": True}, "here: unknown key 'basline'; did you mean 'baseline'?"),
+        (
+            {"zebra": 1},
+            (
+                "here: unknown key 'zebra'; valid: baseline, update, store, device, strict, no_time, "
+                "units, tolerance, budget"
+            ),
+        ),
+        ({"baseline": 1}, "here: baseline is 1, expected true or false"),
+        ({"baseline": "true"}, "here: baseline is 'true', expected true or false"),
+        ({"strict": 0}, "here: strict is 0, expected true or false"),
+        ({"store": 5}, "here: store is 5, expected a string"),
+        ({"device": ["cpu"]}, "here: device is ['cpu'], expected a string"),
+        ({"update": True}, "here: update is True, expected a string"),
+        ({"update": "impoved"}, "here: update is 'impoved'; did you mean 'improved'?"),
+        ({"units": "kB"}, "here: units is 'kB'; valid: si, iec"),
+        ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
+        ({"tolerance": {"peak": "2 %"}}, "here: tolerance: unknown metric 'peak'; "),
+        (
+            {"tolerance": {"peak_alocated": "2 %"}},
+            "here: tolerance: unknown metric 'peak_alocated'; did you mean 'peak_allocated'?",
+        ),
+        (
+            {"tolerance": {"peak_allocated": 0.02}},
+            "here: tolerance.peak_allocated: 0.02 is not a percentage; write it like '2 %'",
+        ),
+        (
+            {"tolerance": {"retained": "-2 %"}},
+            "here: tolerance.retained: '-2 %' is negative; a percentage here is zero or more",
+        ),
+        ({"budget": {"tests": "*", "max_gb": 1}}, "expected an array of tables"),
+        ({"budget": ["*"]}, "here: budget 1 is '*', expected a table: [[tool.gpumem.budget]]"),
+        (
+            {"budget": [{"max_gb": 1}]},
+            'here: budget 1 needs tests, a pattern of test ids, like tests = "tests/test_gpt.py::*"',
+        ),
+        (
+            {"budget": [{"test": "*", "max_gb": 1}]},
+            "here: budget 1 needs tests, a pattern of test ids; did you mean tests instead of 'test'?",
+        ),
+        ({"budget": [{"tests": "", "max_gb": 1}]}, "here: budget 1 needs tests"),
+        ({"budget": [{"tests": ["a", "b"], "max_gb": 1}]}, "here: budget 1 needs tests"),
+        ({"budget": [{"tests": "*"}]}, "here: budget 1 (tests = '*') sets no limit; write max_gb = 6.5, say"),
+        (
+            {"budget": [{"tests": "a", "max_gb": 1}, {"tests": "b", "max_gbs": 1}]},
+            "here: budget 2 (tests = 'b'): unknown argument 'max_gbs'; did you mean 'max_gb'?",
+        ),
+        (
+            {"budget": [{"tests": "a", "max_gb": -1}]},
+            "here: budget 1 (tests = 'a'): max_gb: -1 is negative; a number of GB is zero or more",
+        ),
+        (
+            {"budget": [{"tests": "a", "max_memory": "6.5 GBs"}]},
+            "here: budget 1 (tests = 'a'): max_memory: '6.5 GBs': unknown unit 'GBs'; did you mean 'GB'?",
+        ),
+        (
+            {"budget": [{"tests": "a", "max_gb": 1, "max_memory": "1 GB"}]},
+            "here: budget 1 (tests = 'a'): max_gb and max_memory say the same thing; give one of them",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_place_and_what_would_be_right(table, message):
+    with pytest.raises(SettingsError, match=re.escape(message)) as caught:
+        settings_from_table(table, "here")
+    assert str(caught.value).startswith("here")
+
+
+def test_a_metric_that_is_not_judged_takes_no_tolerance():
+    with pytest.raises(SettingsError, match="unknown metric 'peak_forward'"):
+        settings_from_table({"tolerance": {"peak_forward": "2 %"}}, "here")
+
+
+def test_every_judged_metric_takes_a_tolerance():
+    table = dict.fromkeys(DEFAULT_TOLERANCES, "3 %")
+    assert settings_from_table({"tolerance": table}, "here").tolerances == dict.fromkeys(table, Tolerance(0.03))
+    assert set(DEFAULT_TOLERANCES) == {name for name, metric in METRICS.items() if metric.tolerance is not None}
+
+
+# What a TOML document can hold: no None, keys are strings.
+SCALARS = (
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["new", "si", "cpu", "2 %", "1 GB", "-1 GB", "*", "1 %%"])
+    | st.dates()
+    | st.datetimes(timezones=st.just(datetime.timezone.utc))
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=8), values, max_size=3),
+    max_leaves=6,
+)
+LIMITS = st.sampled_from(["max_gb", "max_memory", "max_reserved", "max_retained", "max_growth", "device", "max_gbs"])
+BUDGETS = st.fixed_dictionaries(
+    {}, optional={"tests": st.sampled_from(["*", "tests/*", ""]) | VALUES}
+) | st.dictionaries(LIMITS, SCALARS, max_size=3).map(lambda limits: {"tests": "*", **limits})
+TABLES = st.fixed_dictionaries(
+    {},
+    optional={
+        "baseline": st.booleans() | VALUES,
+        "update": st.sampled_from(["new", "improved", "all", "none"]) | VALUES,
+        "store": VALUES,
+        "device": VALUES,
+        "strict": st.booleans() | VALUES,
+        "no_time": st.booleans() | VALUES,
+        "units": st.sampled_from(["si", "iec"]) | VALUES,
+        "tolerance": st.dictionaries(st.sampled_from([*METRICS, "peak"]), SCALARS, max_size=3) | VALUES,
+        "budget": st.lists(BUDGETS | VALUES, max_size=3) | VALUES,
+        "baselines": VALUES,
+    },
+)
+
+
+@settings(unhurried, max_examples=300)
+@given(TABLES | st.dictionaries(st.text(max_size=8), VALUES, max_size=3))
+@example({"budget": [{"tests": "*", "max_gb": 1e300}]})
+@example({"budget": [{"tests": "*", "max_memory": "9" * 400 + " GB"}]})
+def test_any_table_makes_settings_or_a_settings_error(table):
+    try:
+        made = settings_from_table(table, "here")
+    except SettingsError as error:
+        made = str(error)
+    if isinstance(made, str):
+        assert made.startswith("here")
+    else:
+        assert {name: getattr(made, name) for name in table.keys() - {"tolerance", "budget"}} == {
+            name: value for name, value in table.items() if name not in ("tolerance", "budget")
+        }
+        assert made.tolerances.keys() == table.get("tolerance", {}).keys()
+        assert [entry.tests for entry in made.budgets] == [entry["tests"] for entry in table.get("budget", [])]
+
+
+def test_a_store_without_a_name_is_a_mistake():
+    with pytest.raises(SettingsError, match="store"):
+        settings_from_table({"store": ""}, "here")
+
+
+# Files
+
+
+def test_a_project_without_a_pyproject_says_nothing(tmp_path):
+    assert read_table(tmp_path / "pyproject.toml") is None
+
+
+@pytest.mark.parametrize("text", ["", "[tool.pytest.ini_options]\n", "# gpumem\n[tool.other]\n"])
+def test_a_pyproject_without_the_table_says_nothing(tmp_path, text):
+    path = tmp_path / "pyproject.toml"
+    path.write_text(text, encoding="utf-8")
+    assert read_table(path) is None
+
+
+def test_the_table_is_read_as_it_stands(tmp_path):
+    path = tmp_path / "pyproject.toml"
+    path.write_text(
+        '[tool.gpumem]\ndevice = "cpu"\n[[tool.gpumem.budget]]\ntests = "*"\nmax_gb = 1\n', encoding="utf-8"
+    )
+    assert read_table(path) == {"device": "cpu", "budget": [{"tests": "*", "max_gb": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool.gpumem\n", "pyproject.toml: not TOML: "),
+        ("[tool]\ngpumem = 5\n", "pyproject.toml: [tool.gpumem] is 5, expected a table"),
+        ("[[tool.gpumem]]\nstrict = true\n", "pyproject.toml: [tool.gpumem] is [{'strict': True}], expected a table"),
+        ("tool = 'gpumem'\n", "pyproject.toml"),
+    ],
+)
+def test_a_pyproject_that_cannot_be_understood_is_named(tmp_path, text, message):
+    path = tmp_path / "pyproject.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}"):
+        read_table(path)
+
+
+# Options over the table
+
+
+def config_of(root: Path, started_in: Path | None = None, **options):
+    """As much of pytest's config as the settings are made of."""
+    return SimpleNamespace(
+        rootpath=root,
+        invocation_params=SimpleNamespace(dir=started_in or root),
+        getoption=lambda name: options.get(name.removeprefix("gpumem_")),
+    )
+
+
+def write_table(root: Path, text: str) -> None:
+    (root / "pyproject.toml").write_text(f"[tool.gpumem]\n{text}", encoding="utf-8")
+
+
+def test_without_options_and_table_nothing_was_said(tmp_path):
+    made = settings_of(config_of(tmp_path))
+    assert made == Settings(store_base=tmp_path)
+    assert not made.explicit
+
+
+def test_an_empty_table_is_something_said(tmp_path):
+    write_table(tmp_path, "")
+    assert settings_of(config_of(tmp_path)).explicit
+
+
+def test_an_option_is_something_said(tmp_path):
+    assert settings_of(config_of(tmp_path, strict=True)).explicit
+
+
+def test_options_go_before_the_table_and_leave_the_rest(tmp_path):
+    write_table(tmp_path, 'device = "cpu"\nstrict = true\nupdate = "new"\nunits = "iec"\n')
+    made = settings_of(config_of(tmp_path, device="cuda", update="all", baseline=True))
+    assert made == Settings(
+        baseline=True, update="all", device="cuda", strict=True, units="iec", store_base=tmp_path, explicit=True
+    )
+
+
+def test_a_store_in_the_table_counts_from_the_root_and_one_on_the_command_line_from_where_it_was_typed(tmp_path):
+    write_table(tmp_path, 'store = "in-table"\n')
+    below = tmp_path / "below"
+    assert settings_of(config_of(tmp_path, below)).store_base == tmp_path
+    typed = settings_of(config_of(tmp_path, below, store="typed"))
+    assert (typed.store, typed.store_base) == ("typed", below)
+
+
+def test_a_mistake_in_the_table_names_the_file(tmp_path):
+    write_table(tmp_path, "strct = true\n")
+    with pytest.raises(SettingsError, match=r"^pyproject.toml: \[tool.gpumem\]: unknown key 'strct'"):
+        settings_of(config_of(tmp_path))
+
+
+def test_an_unknown_device_is_told_with_the_nearest():
+    with pytest.raises(SettingsError, match=r"^--gpumem-device=cud: no such device; did you mean 'cuda'\?$"):
+        check_device(Settings(device="cud"), ["cuda", "cpu", "auto"])
+
+
+def test_a_known_device_is_fine():
+    assert check_device(Settings(device="auto"), ["cuda", "cpu", "auto"]) is None
+
+
+def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
+    given_options = options_given(config_of(tmp_path, device="cpu", store="a b", strict=True, baseline=True))
+    assert given_options == ["--gpumem-device=cpu", "--gpumem-store=a b"]
+    assert options_given(config_of(tmp_path)) == []
+
+
+# Budgets by pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nodeid"),
+    [
+        ("tests/test_gpt.py", "tests/test_gpt.py::test_train"),
+        ("tests/test_gpt.py", "tests/test_gpt.py::TestTrain::test_step[fp32]"),
+        ("tests/test_gpt.py::TestTrain", "tests/test_gpt.py::TestTrain::test_step"),
+        ("tests/test_gpt.py::TestTrain::test_step", "tests/test_gpt.py::TestTrain::test_step"),
+        ("tests/test_gpt.py::test_train[amp-bf16]", "tests/test_gpt.py::test_train[amp-bf16]"),
+        ("tests/test_gpt.py::test_train[[a]-b]", "tests/test_gpt.py::test_train[[a]-b]"),
+        ("tests/test_gpt.py::test_train[a::b]", "tests/test_gpt.py::test_train[a::b]"),
+        ("tests/test_gpt.py::test_*[amp-*]", "tests/test_gpt.py::test_train[amp-bf16]"),
+        ("tests/*", "tests/deep/test_gpt.py::test_train"),
+        ("*::test_train", "tests/test_gpt.py::test_train"),
+        ("*", "tests/test_gpt.py::test_train"),
+        ("tests/test_?pt.py", "tests/test_gpt.py::test_train"),
+    ],
+)
+def test_a_pattern_matches(pattern, nodeid):
+    assert PatternBudget(pattern, Budget()).matches(nodeid)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nodeid"),
+    [
+        ("tests/test_gpt.py", "tests/test_gpt.pyx::test_train"),
+        ("test_gpt.py", "tests/test_gpt.py::test_train"),
+        ("tests/test_gpt.py::test_train", "tests/test_gpt.py::test_training"),
+        ("tests/test_gpt.py::test_train", "tests/test_gpt.py::test_train[fp32]"),
+        # A set of characters it is not: this would match fnmatch's [amp].
+        ("tests/test_gpt.py::test_train[amp]", "tests/test_gpt.py::test_traina"),
+        ("tests/test_gpt.py::test_train[amp]", "tests/test_gpt.py::test_train[fp32]"),
+        ("tests/test_gpt.py::test_train[!a]", "tests/test_gpt.py::test_trainb"),
+        ("TESTS/*", "tests/test_gpt.py::test_train"),
+        ("", "tests/test_gpt.py::test_train"),
+    ],
+)
+def test_a_pattern_does_not_match(pattern, nodeid):
+    assert not PatternBudget(pattern, Budget()).matches(nodeid)
+
+
+NODE_IDS = st.lists(st.text("abc[]-*?!.:/é ", min_size=1, max_size=8), min_size=1, max_size=3).map("::".join)
+
+
+@unhurried
+@given(NODE_IDS)
+def test_a_node_id_matches_itself_whatever_characters_it_has(nodeid):
+    assert PatternBudget(nodeid, Budget()).matches(nodeid)
+
+
+@unhurried
+@given(NODE_IDS, st.text("abc[]-!", min_size=1, max_size=6))
+def test_a_pattern_without_wildcards_matches_nothing_but_what_it_names_and_what_is_in_it(nodeid, pattern):
+    inside = nodeid == pattern or nodeid.startswith(f"{pattern}::")
+    assert PatternBudget(pattern, Budget()).matches(nodeid) == inside
+
+
+def test_the_first_entry_that_sets_a_limit_wins():
+    made = settings_from_table(
+        {
+            "budget": [
+                {"tests": "tests/test_gpt.py::test_train", "max_gb": 1},
+                {"tests": "tests/*", "max_gb": 2, "max_retained": "2 MB"},
+                {"tests": "*", "max_gb": 3, "max_retained": "3 MB", "max_growth": "3 %"},
+            ]
+        },
+        "here",
+    )
+    assert made.budget_for("tests/test_gpt.py::test_train") == Budget(
+        1_000_000_000, retained=2_000_000, max_growth=0.03
+    )
+    assert made.budget_for("tests/test_gpt.py::test_other").peak_allocated == 2_000_000_000
+    assert made.budget_for("other.py::test_other").peak_allocated == 3_000_000_000
+
+
+def test_a_test_that_no_entry_matches_has_no_budget():
+    made = settings_from_table({"budget": [{"tests": "tests/*", "max_gb": 1}]}, "here")
+    assert made.budget_for("other/test_gpt.py::test_train") == Budget()

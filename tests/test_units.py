@@ -1,0 +1,309 @@
+"""Sizes, percentages and durations as text: what is read, what is written, and what is refused with which words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.units import (
+    SIZES,
+    format_bytes,
+    format_bytes_change,
+    format_rate,
+    format_ratio,
+    format_seconds,
+    nearest,
+    parse_gigabytes,
+    parse_ratio,
+    parse_size,
+)
+
+# No time limit an example: a machine may be slow.
+unhurried = settings(deadline=None)
+
+
+def read_or_message(read, value):
+    """What ``read`` makes of the value, or the message of the `ValueError` that it raises; anything else goes up."""
+    try:
+        return read(value)
+    except ValueError as error:
+        return str(error)
+
+
+# Reading sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0 B", 0),
+        ("1 B", 1),
+        ("1 kB", 1_000),
+        ("1 MB", 1_000_000),
+        ("1 GB", 1_000_000_000),
+        ("1 TB", 1_000_000_000_000),
+        ("1 KiB", 1_024),
+        ("1 MiB", 1_048_576),
+        ("1 GiB", 1_073_741_824),
+        ("1 TiB", 1_099_511_627_776),
+        ("6.5 GB", 6_500_000_000),
+        ("6.5 GiB", 6_979_321_856),
+        ("6.5GB", 6_500_000_000),
+        ("  6.5   GB ", 6_500_000_000),
+        ("+6.5 GB", 6_500_000_000),
+        (".5 kB", 500),
+        ("5. kB", 5_000),
+        ("6.5 gb", 6_500_000_000),
+        ("6.5 gib", 6_979_321_856),
+    ],
+)
+def test_a_size_is_read_to_the_byte(text, count):
+    assert parse_size(text) == count
+
+
+def test_a_gigabyte_is_not_a_gibibyte():
+    assert parse_size("1 GiB") - parse_size("1 GB") == 73_741_824
+
+
+def test_a_fraction_of_a_byte_is_rounded():
+    assert parse_size("1.0006 kB") == 1_001
+    assert parse_size("1.0004 kB") == 1_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("6.5", "'6.5' has no unit; write it like '6.5 GB' or '6.5 MiB'"),
+        ("-1 GB", "'-1 GB' is negative; a size is zero or more"),
+        ("6.5 octets", "'6.5 octets': unknown unit 'octets'; valid: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"),
+        ("6.5 GBs", "'6.5 GBs': unknown unit 'GBs'; did you mean 'GB'?"),
+        ("6.5 MiBs", "'6.5 MiBs': unknown unit 'MiBs'; did you mean 'MiB'?"),
+        ("much", "'much' is not a size; write it like '6.5 GB' or '24 MiB'"),
+        ("", "'' is not a size; write it like '6.5 GB' or '24 MiB'"),
+        ("GB", "'GB' is not a size; write it like '6.5 GB' or '24 MiB'"),
+        ("nan GB", "'nan GB' is not a size; write it like '6.5 GB' or '24 MiB'"),
+    ],
+)
+def test_what_is_no_size_is_named_with_what_would_be_one(text, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_size(text)
+
+
+def test_a_size_too_large_for_a_number_is_refused_as_a_size():
+    with pytest.raises(ValueError, match="GB"):
+        parse_size("9" * 400 + " GB")
+
+
+@unhurried
+@given(st.text() | st.from_regex(r"[+-]?[0-9.]{0,6} ?[A-Za-z%]{0,4}", fullmatch=True))
+def test_any_text_is_a_size_or_a_value_error_that_quotes_it(text):
+    result = read_or_message(parse_size, text)
+    assert result >= 0 if isinstance(result, int) else repr(text) in result
+
+
+@unhurried
+@given(st.integers(0, 10**15), st.sampled_from(sorted(SIZES)))
+def test_whole_numbers_of_any_unit_are_read_exactly(number, unit):
+    # Beyond 2**53 bytes a float no longer counts single ones.
+    if number * SIZES[unit] < 2**53:
+        assert parse_size(f"{number} {unit}") == number * SIZES[unit]
+
+
+@pytest.mark.parametrize(("number", "count"), [(0, 0), (6.5, 6_500_000_000), (80, 80_000_000_000), (1e-9, 1)])
+def test_a_number_of_gigabytes_is_decimal(number, count):
+    assert parse_gigabytes(number) == count
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (-1, "-1 is negative; a number of GB is zero or more"),
+        (float("nan"), "nan is not a finite number of GB"),
+        (float("inf"), "inf is not a finite number of GB"),
+        (True, "True is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
+        ("6.5", "'6.5' is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
+        (None, "None is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
+    ],
+)
+def test_what_is_no_number_of_gigabytes_is_named(number, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_gigabytes(number)
+
+
+@unhurried
+@given(st.floats() | st.integers())
+def test_any_number_is_gigabytes_or_a_value_error(number):
+    result = read_or_message(parse_gigabytes, number)
+    if isinstance(result, int):
+        assert result == pytest.approx(number * 10**9, abs=0.5)
+    else:
+        assert repr(number) in result
+
+
+@pytest.mark.parametrize("number", [1e308, 10**400], ids=["float", "int"])
+def test_a_number_of_gigabytes_too_large_to_count_is_a_value_error(number):
+    with pytest.raises(ValueError, match="GB"):
+        parse_gigabytes(number)
+
+
+# Reading percentages
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"), [("2 %", 0.02), ("2%", 0.02), ("0 %", 0.0), (" 12.5 % ", 0.125), ("100 %", 1.0), ("250 %", 2.5)]
+)
+def test_a_percentage_is_a_ratio(text, ratio):
+    assert parse_ratio(text) == ratio
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0.02", "'0.02' is not a percentage; write it like '2 %'"),
+        ("2 GB", "'2 GB' is not a percentage; write it like '2 %'"),
+        ("two %", "'two %' is not a percentage; write it like '2 %'"),
+        ("", "'' is not a percentage; write it like '2 %'"),
+        (0.02, "0.02 is not a percentage; write it like '2 %'"),
+        ("-2 %", "'-2 %' is negative; a percentage here is zero or more"),
+    ],
+)
+def test_what_is_no_percentage_is_named(text, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_ratio(text)
+
+
+# Writing
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (-3, "-3 B"),
+        (999, "999 B"),
+        (1_000, "1.00 kB"),
+        (1_004, "1.00 kB"),
+        (1_006, "1.01 kB"),
+        (999_994, "999.99 kB"),
+        (999_996, "1.00 MB"),
+        (999_999, "1.00 MB"),
+        (1_000_000, "1.00 MB"),
+        (999_999_999, "1.00 GB"),
+        (8_120_000_000, "8.12 GB"),
+        (-8_120_000_000, "-8.12 GB"),
+        (85_899_345_920, "85.90 GB"),
+        (1_234_000_000_000_000, "1234.00 TB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_decimal_unit_that_keeps_them_at_one_or_more(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (1_023, "1023 B"),
+        (1_024, "1.00 KiB"),
+        (1_000_000, "976.56 KiB"),
+        (1_048_575, "1.00 MiB"),
+        (1_048_576, "1.00 MiB"),
+        (2**30, "1.00 GiB"),
+        (2**40, "1.00 TiB"),
+        (6_979_321_856, "6.50 GiB"),
+    ],
+)
+def test_the_same_bytes_are_fewer_binary_units(count, text):
+    assert format_bytes(count, "iec") == text
+
+
+@unhurried
+@given(st.integers(-(10**14), 10**14), st.sampled_from(["si", "iec"]))
+def test_no_size_is_shown_as_a_thousand_of_a_unit_that_has_a_larger_one(count, system):
+    number, unit = format_bytes(count, system).split()
+    base = 1000 if system == "si" else 1024
+    assert abs(float(number)) < base
+    assert unit == "B" or abs(float(number)) >= 1
+
+
+@unhurried
+@given(st.integers(0, 10**14), st.sampled_from(["si", "iec"]))
+def test_what_is_shown_reads_as_what_was_within_half_of_the_last_digit(count, system):
+    text = format_bytes(count, system)
+    unit = SIZES[text.split()[1]]
+    assert abs(parse_size(text) - count) <= (0.005 * unit + 1 if unit > 1 else 0)
+
+
+@unhurried
+@given(st.integers(0, 10**14), st.sampled_from(["si", "iec"]))
+def test_what_was_shown_and_read_is_shown_alike(count, system):
+    text = format_bytes(count, system)
+    assert format_bytes(parse_size(text), system) == text
+
+
+@unhurried
+@given(st.integers(0, 10**14), st.integers(0, 10**14))
+def test_the_larger_of_two_sizes_never_reads_as_the_smaller(one, other):
+    small, large = sorted((one, other))
+    assert parse_size(format_bytes(small)) <= parse_size(format_bytes(large))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"), [(1_190_000_000, "+1.19 GB"), (-3, "-3 B"), (0, "+0 B"), (-1_190_000_000, "-1.19 GB")]
+)
+def test_a_change_of_bytes_has_its_sign(change, text):
+    assert format_bytes_change(change) == text
+
+
+def test_a_change_of_bytes_is_shown_in_binary_units_on_demand():
+    assert format_bytes_change(2**30, "iec") == "+1.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.147, "+14.7 %"), (-0.147, "-14.7 %"), (0.0, "+0.0 %"), (1.0, "+100.0 %"), (0.005, "+0.5 %")]
+)
+def test_a_ratio_is_a_signed_percentage(ratio, text):
+    assert format_ratio(ratio) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 µs"),
+        (0.00084, "840.00 µs"),
+        (0.001, "1.00 ms"),
+        (0.01231, "12.31 ms"),
+        (1.0, "1.00 s"),
+        (2.05, "2.05 s"),
+        (120.0, "120.00 s"),
+    ],
+)
+def test_seconds_are_shown_in_the_unit_that_people_would_use(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.000_999_999, "1.00 ms"), (0.999_999, "1.00 s")])
+def test_no_time_is_shown_as_a_thousand_of_a_unit_that_has_a_larger_one(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(1200.4, "1200 /s"), (100, "100 /s"), (3.42, "3.42 /s"), (0.0342, "0.0342 /s"), (99.96, "100 /s")],
+)
+def test_a_rate_has_the_digits_that_mean_something(rate, text):
+    assert format_rate(rate) == text
+
+
+# Suggestions
+
+
+def test_the_nearest_word_is_suggested():
+    assert nearest("max_gbb", ["max_gb", "max_memory"]) == "did you mean 'max_gb'?"
+
+
+def test_all_words_are_listed_when_none_is_near():
+    assert nearest("zebra", ["max_gb", "max_memory"]) == "valid: max_gb, max_memory"

@@ -1,0 +1,108 @@
+"""Never green because nothing was measured. This machine is made one without a GPU by hiding what there is."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+BOTH = """
+@pytest.mark.gpumem
+def test_marked():
+    torch.ones(1000)
+
+
+def test_fixture(gpumem):
+    gpumem.measure(lambda: torch.ones(1000))
+"""
+WORKERS = [pytest.param([], id="alone"), pytest.param(["-n", "2"], id="workers")]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_without_a_gpu_a_fixture_skips_and_a_marked_test_runs_unmeasured(project):
+    project.write(BOTH)
+    result = project.run("-rs", device=None, separate=True)
+    assert result.ret == 0
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 2 unmeasured (no CUDA device: *)", "SKIPPED*gpumem: no CUDA device: torch *"])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
+    project.write(BOTH)
+    result = project.run("--gpumem-baseline", *workers, device=None, separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["gpumem: nothing was gated: 2 tests unmeasured, no CUDA device: *"])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_strict_fails_each_test_that_could_not_be_measured(project, workers):
+    project.write(BOTH)
+    result = project.run("--gpumem-strict", *workers, device=None, separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["Not measured, which --gpumem-strict does not let pass: no CUDA device: *"])
+
+
+def test_the_body_of_a_test_with_the_fixture_does_not_run_without_a_device(project):
+    project.write("def test_it(gpumem):\n    open('ran', 'w').close()\n")
+    project.run("--gpumem-strict", device=None, separate=True).assert_outcomes(failed=1)
+    assert not (project.path / "ran").exists()
+
+
+def test_a_marked_test_that_fails_by_itself_still_fails(project):
+    project.write("@pytest.mark.gpumem\ndef test_it():\n    assert False\n")
+    project.run(device=None, separate=True).assert_outcomes(failed=1)
+
+
+def test_a_fixture_that_measured_nothing_is_unmeasured(project):
+    project.write("def test_it(gpumem): ...\n")
+    result = project.run()
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (it has the gpumem fixture but measured nothing with it)"])
+    project.run("--gpumem-strict").assert_outcomes(failed=1)
+
+
+def test_a_recording_that_another_profiler_ended_is_not_taken_for_a_measurement(project):
+    project.write(
+        "@pytest.mark.gpumem(max_gb=1)\ndef test_it():\n    torch.ones(1_000_000)\n"
+        "    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):\n        torch.ones(10)\n"
+    )
+    result = project.run("--gpumem-baseline", separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["gpumem: nothing was gated: 1 test unmeasured, the recording of host allocations was cut short*"])
+
+
+def test_a_budget_that_matches_only_unmeasured_tests_is_pointed_out(project):
+    project.settings("[[tool.gpumem.budget]]\ntests = 'test_it.py'\nmax_gb = 1\n")
+    project.write("def test_it(): ...\n")
+    result = project.run()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: the budget for tests = 'test_it.py' holds nothing: *give them @pytest.mark.gpumem"])
+
+
+def test_a_gate_without_any_measured_test_says_so_and_strict_ends_red(project):
+    project.write("def test_it(): ...\n")
+    result = project.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: nothing to gate: no measured test was selected"])
+    strict = project.run("--gpumem-baseline", "--gpumem-strict")
+    assert strict.ret == pytest.ExitCode.TESTS_FAILED
+    strict.stdout.fnmatch_lines(["gpumem: nothing was gated: no measured test was selected"])
+
+
+def test_a_budget_counts_as_a_gate(project):
+    project.write("@pytest.mark.gpumem(max_gb=1)\ndef test_it():\n    torch.ones(1000)\n")
+    result = project.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: 1 gated, 1 new"])
+
+
+def test_collecting_only_is_not_a_gate_that_gated_nothing(project):
+    project.write(BOTH)
+    assert project.run("--gpumem-baseline", "--collect-only").ret == 0
