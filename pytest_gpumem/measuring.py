@@ -122,6 +122,7 @@ class Measuring:
         device = self._devices.get(name)
         device.open()
         try:
+            self._residency(device).clear_left_gradients(item)
             device.settle()
             run = TestRun(
                 item,

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import version_of
 from pytest_gpumem.reach import blocks_of, reachable_tensors
 
 if TYPE_CHECKING:
@@ -28,49 +27,23 @@ class FixtureNote:
     """What was seen of a fixture when pytest set it up.
 
     ``hidden`` are bytes that it keeps but that cannot be reached from its value (a generator's locals, a global).
-    ``gradients`` are the addresses of gradients that it came with.
+    ``gradients`` are those that it came with.
     """
 
     hidden: int
-    gradients: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class LeftGradient:
-    """A gradient that another test left on a shared fixture's parameter."""
-
-    parameter: weakref.ref[torch.Tensor]
-    gradient: weakref.ref[torch.Tensor]
-    version: int
-    nbytes: int
-
-    def is_untouched(self) -> bool:
-        """Whether it is still there and nobody has written to it."""
-        parameter, gradient = self.parameter(), self.gradient()
-        if parameter is None or gradient is None:
-            return False
-        return parameter.grad is gradient and version_of(gradient) == self.version
+    gradients: tuple[weakref.ref[torch.Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBytes:
-    """The bytes that belong to a test when its call begins."""
+    """The bytes that belong to a test: blocks that can be reached from its fixtures, and bytes that these keep hidden."""
 
     blocks: Blocks
     hidden: int
-    left_gradients: tuple[LeftGradient, ...] = ()
 
     @property
     def total(self) -> int:
         return sum(self.blocks.values()) + self.hidden
-
-    def foreign_after_all(self) -> int:
-        """Bytes of gradients that earlier tests left on shared fixtures and that this call had no use for.
-
-        A test that trains writes to them or replaces them, as it would have made its own; one that only runs a model
-        forward leaves them alone, and would not have had them had it run first.
-        """
-        return sum(left.nbytes for left in self.left_gradients if left.is_untouched())
 
 
 @dataclass
@@ -108,39 +81,36 @@ class Residency:
         visible = sum(nbytes for address, nbytes in self._of(tensors).items() if address not in seen_before)
         self._notes[fixturedef] = FixtureNote(
             hidden=max(0, gained - within - visible),
-            gradients=frozenset(self._of(_gradients(tensors))),
+            gradients=tuple(weakref.ref(gradient) for tensor in tensors if (gradient := _gradient(tensor)) is not None),
         )
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """The fixture has been torn down."""
         self._notes.pop(fixturedef, None)
 
+    def clear_left_gradients(self, item: pytest.Item) -> None:
+        """Before ``item`` is set up: clear gradients that earlier tests left on the parameters of fixtures it shares.
+
+        Had it run first they would not be there, and accumulating into a gradient takes more memory than making one.
+        A gradient that a fixture was set up with stays.
+        """
+        for fixturedef, note in self._serving(item).items():
+            came_with = {id(reference()) for reference in note.gradients}
+            for tensor in reachable_tensors([_value_of(fixturedef)]):
+                gradient = _gradient(tensor)
+                if gradient is not None and id(gradient) not in came_with:
+                    tensor.grad = None
+
     def own(self, item: pytest.Item) -> OwnBytes:
-        """The bytes that belong to ``item``: those of its fixtures, of its class and of its instance."""
-        fixtures = {fixturedef: note for fixturedef, note in self._notes.items() if _serves(fixturedef, item)}
-        came_with = frozenset(address for note in fixtures.values() for address in note.gradients)
-        shared = reachable_tensors(_value_of(fixture) for fixture in fixtures if fixture.scope != "function")
-        left = [
-            tensor
-            for tensor in shared
-            if tensor.is_leaf and tensor.grad is not None and came_with.isdisjoint(self._of([tensor.grad]))
-        ]
+        """The bytes that belong to ``item`` now: those of its fixtures, of its class and of its instance."""
+        fixtures = self._serving(item)
         return OwnBytes(
             blocks=self._blocks([*_values_of(item), *map(_value_of, fixtures)]),
             hidden=sum(note.hidden for note in fixtures.values()),
-            left_gradients=tuple(self._left(parameter) for parameter in left),
         )
 
-    def held(self, item: pytest.Item) -> int:
-        """Bytes that the fixtures, class and instance of ``item`` hold now."""
-        return self.own(item).total
-
-    def _left(self, parameter: torch.Tensor) -> LeftGradient:
-        gradient = parameter.grad
-        assert gradient is not None, "own() selects parameters with a gradient"
-        return LeftGradient(
-            weakref.ref(parameter), weakref.ref(gradient), version_of(gradient), sum(self._of([gradient]).values())
-        )
+    def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
+        return {fixturedef: note for fixturedef, note in self._notes.items() if _serves(fixturedef, item)}
 
     def _blocks(self, values: Iterable[object]) -> Blocks:
         return self._of(reachable_tensors(values))
@@ -153,8 +123,9 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
     return fixturedef.cached_result[0] if fixturedef.cached_result is not None else None
 
 
-def _gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    # Asking a tensor that is no leaf for its gradient is a warning.
+    return tensor.grad if tensor.is_leaf else None
 
 
 def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:

@@ -14,6 +14,7 @@ from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.runner import live_at_rest
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Iterator
 
     import pytest
@@ -71,7 +72,7 @@ class TestRun:
         device = self.device
         device.settle()
         live_before, reserved_before = device.live(), device.reserved()
-        held_before = self._residency.held(self.item)
+        held_before = self._residency.own(self.item).total
         ended: list[Figures] = []
         window = self.windows.open()
         with cyclic_collector_off():
@@ -94,8 +95,7 @@ class TestRun:
                 peak=peak,
                 live_run=live_run,
                 live_after=live_after,
-                held_change=self._residency.held(self.item) - held_before,
-                foreign=at_call.foreign_after_all(),
+                held_change=self._residency.own(self.item).total - held_before,
             )
         )
 
@@ -128,12 +128,21 @@ class TestRun:
         error, seen = self._failure, set[int]()
         while error is not None and id(error) not in seen:
             seen.add(id(error))
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
         self._failure = None
         self._at_call = None
         self._heap.thaw()
         self.device.close()
+
+
+def _clear_frames(trace: types.TracebackType | None) -> None:
+    """Drop the locals of a traceback's frames, and the copies of them that looking at a frame leaves in it."""
+    traceback.clear_frames(trace)
+    while trace is not None:
+        # Until Python 3.12 a frame keeps the last dict that f_locals gave; reading it again brings it up to date.
+        _ = trace.tb_frame.f_locals
+        trace = trace.tb_next
 
 
 def _numbered(name: str, taken: set[str]) -> str:

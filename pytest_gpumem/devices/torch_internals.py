@@ -59,12 +59,6 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` has been written to in place: the counter by which autograd notices such writes."""
-    version: int = tensor._version
-    return version
-
-
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
     return tensor._indices(), tensor._values()

@@ -28,17 +28,15 @@ class Figures:
     phases: Mapping[str, Peak] = field(default_factory=dict)
     held_change: int = 0
     """How much more the test's fixtures hold than before: kept on purpose, not retained."""
-    foreign: int = 0
-    """Bytes in ``own`` that turned out to be somebody else's."""
 
     def memory_metrics(self) -> dict[str, int]:
         """The memory metrics of the stretch, in bytes."""
         # Everything else that was live before is foreign, and does not change meanwhile.
-        offset = self.own - self.foreign - self.live_before
+        offset = self.own - self.live_before
         metrics = {"peak_allocated": self.peak.allocated + offset}
         metrics |= {f"peak_{name}": peak.allocated + offset for name, peak in self.phases.items()}
         if self.peak.reserved is not None and self.reserved_before is not None:
-            metrics["peak_reserved"] = self.peak.reserved - self.reserved_before + self.own - self.foreign
+            metrics["peak_reserved"] = self.peak.reserved - self.reserved_before + self.own
         metrics["retained"] = max(0, self.live_after - self.live_before - self.held_change)
         metrics["cyclic_garbage"] = max(0, self.live_run - self.live_after)
         return metrics
