@@ -1,0 +1,59 @@
+"""What the plugin leaves alone in a run that measures nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+WATCH = """
+import sys
+
+
+def test_nothing_heavy_was_loaded():
+    heavy = {"torch", "pynvml", "rich", "fsspec", "filelock", "numpy", "tomli_w"}
+    assert not heavy & set(sys.modules)
+    assert "pytest_gpumem.measuring" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "worker"])
+def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measuring(project, workers):
+    (project.path / "test_it.py").write_text(WATCH)
+    result = project.run("-p", "no:anyio", *workers, device=None, separate=True)
+    result.assert_outcomes(passed=1)
+    assert not any("gpumem:" in line for line in result.outlines)
+
+
+def test_a_gate_without_measured_tests_loads_no_torch_either(project):
+    (project.path / "test_it.py").write_text(WATCH.replace('    assert "pytest_gpumem.measuring"', '    assert "measuring"'))
+    project.run("-p", "no:anyio", "--gpumem-baseline", device=None, separate=True).assert_outcomes(passed=1)
+
+
+def test_the_marker_is_registered(project):
+    project.write("@pytest.mark.gpumem(device='cpu')\ndef test_it(): ...\n")
+    project.run("--strict-markers").assert_outcomes(passed=1)
+    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.gpumem(max_gb=None, *"])
+
+
+def test_a_measured_test_keeps_the_number_of_threads_and_the_state_of_the_collector(project):
+    project.write(
+        """
+import gc
+
+
+def test_before():
+    torch.set_num_threads(2)
+
+
+@pytest.mark.gpumem
+def test_measured():
+    assert torch.get_num_threads() == 1
+    assert not gc.isenabled()
+
+
+def test_after():
+    assert torch.get_num_threads() == 2
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+"""
+    )
+    project.run(separate=True).assert_outcomes(passed=3)

@@ -1,0 +1,87 @@
+"""The hooks that other plugins and conftest files may implement."""
+
+from __future__ import annotations
+
+MARKED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones({count})\n"
+
+
+def conftest(project, source):
+    project.write(source, "conftest.py")
+
+
+def test_every_measurement_is_seen(project):
+    conftest(
+        project,
+        "def pytest_gpumem_measurement(item, measurement):\n"
+        "    print('SEEN', item.name, measurement.name, measurement.peak_allocated)\n",
+    )
+    project.write(MARKED.format(count=1_000_000) + "\n\ndef test_two(gpumem):\n    for _ in '12':\n        gpumem.measure(lambda: torch.ones(10))\n")
+    project.run("-s").stdout.fnmatch_lines(["*SEEN test_it call 4000000", "*SEEN test_two measure 40", "*SEEN test_two measure-2 40"])
+
+
+def test_the_environment_of_a_baseline_can_be_added_to(project):
+    conftest(project, "def pytest_gpumem_environment(config, device):\n    return {'transformers': '9.9', 'device_name': device.name}\n")
+    project.write(MARKED.format(count=1000))
+    project.run("--gpumem-update=new")
+    (text,) = project.stored().values()
+    assert 'transformers = "9.9"' in text
+    assert 'device_name = "cpu"' in text
+
+
+def test_a_tolerance_can_be_adjusted_for_a_test(project):
+    project.write(MARKED.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    project.write(MARKED.format(count=1_500_000))
+    project.run("--gpumem-baseline").assert_outcomes(failed=1)
+    conftest(
+        project,
+        "from pytest_gpumem.metrics import Tolerance\n\n\n"
+        "def pytest_gpumem_tolerance(item, metric, tolerance):\n"
+        "    return Tolerance(0.6) if metric == 'peak_allocated' and item.name == 'test_it' else None\n",
+    )
+    project.run("--gpumem-baseline").assert_outcomes(passed=1)
+
+
+def test_a_device_can_be_added_and_is_measured_and_stored_by_its_own_name(project):
+    conftest(
+        project,
+        """
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import Environment
+
+
+class Toy(CpuDevice):
+    name = "toy"
+
+    def environment(self):
+        return Environment(slug="toy-1", device="Toy 1")
+
+
+def pytest_gpumem_devices(config):
+    return {"toy": Toy}
+""",
+    )
+    project.write(MARKED.format(count=1_000_000))
+    result = project.run("--gpumem-update=new", device="toy")
+    assert result.ret == 0
+    assert list(project.stored()) == ["toy-1/test_it.py.toml"]
+    project.run("--gpumem-baseline", device="toy").stdout.fnmatch_lines(["gpumem: 1 gated"])
+
+
+def test_an_added_device_that_is_not_there_leaves_tests_unmeasured_with_its_reason(project):
+    conftest(
+        project,
+        """
+from pytest_gpumem.devices.contract import DeviceUnavailable
+
+
+def make():
+    raise DeviceUnavailable("no toy in the box")
+
+
+def pytest_gpumem_devices(config):
+    return {"toy": make}
+""",
+    )
+    project.write(MARKED.format(count=1000))
+    project.run(device="toy").stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (no toy in the box)"])

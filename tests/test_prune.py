@@ -1,0 +1,76 @@
+"""``gpumem prune``: baselines of tests that are gone, and only those."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ONE = "@pytest.mark.gpumem\ndef test_{name}():\n    torch.ones(10)\n\n\n"
+
+
+def prune(project, *args):
+    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "prune", *args]
+    return subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def shrunk(project):
+    """A project that lost a test in one file, and a whole other file."""
+    project.write(ONE.format(name="kept") + ONE.format(name="gone"), "test_one.py")
+    project.write(ONE.format(name="moved"), "test_two.py")
+    project.run("--gpumem-update=new")
+    project.write(ONE.format(name="kept"), "test_one.py")
+    (project.path / "test_two.py").unlink()
+    return project
+
+
+def test_a_dry_run_lists_and_leaves_everything(shrunk):
+    before = shrunk.stored()
+    result = prune(shrunk, "--dry-run")
+    assert result.returncode == 0
+    assert "test_one.py::test_gone (call)" in result.stdout
+    assert "test_two.py::test_moved (call)" in result.stdout
+    assert "2 of 3 baselines are unused" in result.stdout
+    assert shrunk.stored() == before
+
+
+def test_pruning_removes_entries_and_files_of_tests_that_are_gone(shrunk):
+    assert prune(shrunk).returncode == 0
+    ((path, text),) = shrunk.stored().items()
+    assert path.endswith("/test_one.py.toml")
+    assert "test_kept" in text
+    assert "test_gone" not in text
+    assert "0 of 1 baselines" in prune(shrunk).stdout
+
+
+def test_a_partial_collection_removes_nothing_from_existing_files(shrunk):
+    result = prune(shrunk, "test_one.py::test_kept")
+    assert "test_gone" not in result.stdout
+    assert "test_moved" in result.stdout
+
+
+def test_a_collection_error_removes_nothing(shrunk):
+    before = shrunk.stored()
+    shrunk.write("raise RuntimeError\n", "test_three.py")
+    result = prune(shrunk)
+    assert result.returncode == 1
+    assert "nothing was removed" in result.stderr
+    assert shrunk.stored() == before
+
+
+def test_a_broken_file_is_named_and_nothing_is_removed(shrunk):
+    (path,) = shrunk.store.rglob("test_one.py.toml")
+    path.write_text("format = 99\n")
+    before = shrunk.stored()
+    result = prune(shrunk)
+    assert result.returncode == 1
+    assert str(path) in result.stderr
+    assert shrunk.stored() == before
+
+
+def test_a_test_that_lost_its_marker_loses_its_baseline(shrunk):
+    shrunk.write("def test_kept(): ...\n", "test_one.py")
+    assert "test_one.py::test_kept (call)" in prune(shrunk).stdout
+    assert shrunk.stored() == {}

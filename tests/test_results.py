@@ -1,0 +1,245 @@
+"""What became of the measured tests of a session: collected from reports, counted in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.results import PROPERTY, Results, TestResult, accounting, nothing_gated
+
+unhurried = settings(deadline=None)
+H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
+MEASUREMENT = Measurement("call", Workload("call"), H100, {"peak_allocated": 1})
+
+
+def verdict_of(outcome: Outcome, test="test_a", reason=None, elsewhere=(), budget=None) -> TestVerdict:
+    metric = MetricVerdict("peak_allocated", outcome, 1, budget=budget)
+    return TestVerdict("a.py", test, (Verdict(MEASUREMENT, (metric,), None, reason, elsewhere),))
+
+
+def unmeasured(why: str, test="test_a", failed_by_itself=False) -> TestVerdict:
+    return TestVerdict("a.py", test, unmeasured=why, failed_by_itself=failed_by_itself)
+
+
+def results(*verdicts: TestVerdict) -> list[TestResult]:
+    return [TestResult(verdict, passed=True) for verdict in verdicts]
+
+
+def report(verdict: TestVerdict | None, when="call", outcome="passed", nodeid="a.py::test_a", **more):
+    properties = [("colour", "red")]
+    if verdict is not None:
+        properties.append((PROPERTY, json.dumps(verdict.to_plain())))
+    return pytest.TestReport(
+        nodeid, ("a.py", 1, "test_a"), {}, outcome, None, when, (), 0.0, user_properties=properties, **more
+    )
+
+
+def collected(*reports) -> list[TestResult]:
+    together = Results()
+    for one in reports:
+        together.add(one)
+    return together.all()
+
+
+# Collecting
+
+OK = verdict_of(Outcome.OK)
+
+
+def test_a_test_that_ran_to_its_end_is_a_result_with_its_verdict():
+    (result,) = collected(report(OK, "setup"), report(OK, "call"), report(OK, "teardown"))
+    assert result == TestResult(OK, passed=True)
+
+
+def test_tests_that_are_not_measured_are_passed_over():
+    assert collected(report(None, "setup"), report(None, "call"), report(None, "teardown")) == []
+
+
+@pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
+def test_a_test_with_a_phase_that_failed_did_not_pass(phase):
+    phases = ["setup", "teardown"] if phase == "setup" else ["setup", "call", "teardown"]
+    (result,) = collected(*(report(OK, one, "failed" if one == phase else "passed") for one in phases))
+    assert not result.passed
+
+
+def test_a_test_that_did_not_get_to_its_teardown_did_not_pass():
+    (result,) = collected(report(OK, "setup"), report(OK, "call"))
+    assert not result.passed
+
+
+def test_a_test_that_failed_as_expected_did_not_pass_and_did_not_fail_by_itself():
+    failing = unmeasured("it failed by itself", failed_by_itself=True)
+    (result,) = collected(
+        report(failing, "setup"), report(failing, "call", "skipped", wasxfail="reason"), report(failing, "teardown")
+    )
+    assert not result.passed
+    assert result.verdict == unmeasured("it failed as expected")
+
+
+def test_a_test_that_was_expected_to_fail_and_did_not_is_not_taken_for_one_that_passed():
+    (result,) = collected(report(OK, "setup"), report(OK, "call", wasxfail="reason"), report(OK, "teardown"))
+    assert not result.passed
+    assert result.verdict == OK
+
+
+def test_a_test_that_is_run_again_replaces_its_earlier_result():
+    regressed = verdict_of(Outcome.REGRESSED)
+    (result,) = collected(
+        report(regressed, "setup"),
+        report(regressed, "call", "rerun"),
+        report(OK, "setup"),
+        report(OK, "call"),
+        report(OK, "teardown"),
+    )
+    assert result == TestResult(OK, passed=True)
+
+
+def test_a_test_that_fails_again_replaces_its_earlier_success():
+    regressed = verdict_of(Outcome.REGRESSED)
+    (result,) = collected(
+        report(OK, "setup"),
+        report(OK, "call"),
+        report(OK, "teardown"),
+        report(regressed, "setup"),
+        report(regressed, "call", "failed"),
+        report(regressed, "teardown"),
+    )
+    assert result == TestResult(regressed, passed=False)
+
+
+def test_results_are_sorted_by_file_and_test_and_not_by_when_they_ran():
+    verdicts = {
+        "b.py::test_a": TestVerdict("b.py", "test_a", OK.verdicts),
+        "a.py::test_b": TestVerdict("a.py", "test_b", OK.verdicts),
+        "a.py::test_a": TestVerdict("a.py", "test_a", OK.verdicts),
+    }
+    found = collected(*(report(verdict, "call", nodeid=nodeid) for nodeid, verdict in verdicts.items()))
+    assert [(one.verdict.file, one.verdict.test) for one in found] == [
+        ("a.py", "test_a"),
+        ("a.py", "test_b"),
+        ("b.py", "test_a"),
+    ]
+
+
+# Accounting
+
+
+def test_one_line_accounts_for_every_class_of_tests():
+    line = accounting(
+        results(
+            *[OK] * 5,
+            *[verdict_of(Outcome.OVER_BUDGET)] * 2,
+            verdict_of(Outcome.REGRESSED),
+            *[verdict_of(Outcome.IMPROVED)] * 2,
+            verdict_of(Outcome.UNCERTAIN),
+            *[verdict_of(Outcome.NEW)] * 3,
+            verdict_of(Outcome.STALE),
+            verdict_of(Outcome.FOREIGN, elsewhere=("NVIDIA A100",)),
+            verdict_of(Outcome.FOREIGN, elsewhere=("NVIDIA B200", "NVIDIA A100")),
+            unmeasured("no CUDA device"),
+            unmeasured("it was skipped"),
+            unmeasured("it was skipped"),
+            verdict_of(Outcome.RECORDED),
+            unmeasured("it failed by itself", failed_by_itself=True),
+        )
+    )
+    assert line == (
+        "gpumem: 11 gated, 2 over budget, 1 regressed, 2 improved, 1 uncertain, 3 new, 1 stale, "
+        "2 foreign (NVIDIA A100, NVIDIA B200), 3 unmeasured (it was skipped; no CUDA device), "
+        "1 recorded (no budget, and no --gpumem-baseline), 1 failed by itself"
+    )
+
+
+def test_a_session_in_which_all_is_well_has_a_short_line():
+    assert accounting(results(OK, OK)) == "gpumem: 2 gated"
+
+
+def test_nothing_is_accounted_for_as_nothing():
+    assert accounting([]) == "gpumem: 0 gated"
+
+
+def test_several_tests_that_failed_by_themselves_are_counted_and_their_reason_is_not_told_twice():
+    failed = unmeasured("it failed by itself", failed_by_itself=True)
+    assert accounting(results(failed, failed)) == "gpumem: 0 gated, 2 failed by themselves"
+
+
+def test_a_test_within_its_budget_that_has_no_baseline_counts_as_gated_and_as_new():
+    assert accounting(results(verdict_of(Outcome.NEW, budget=1))) == "gpumem: 1 gated, 1 new"
+
+
+ANY_VERDICT = (
+    st.builds(
+        verdict_of,
+        st.sampled_from([outcome for outcome in Outcome if outcome is not Outcome.UNMEASURED]),
+        budget=st.none() | st.just(1),
+    )
+    | st.builds(unmeasured, st.just("no CUDA device"))
+    | st.builds(unmeasured, st.just("it failed by itself"), failed_by_itself=st.just(True))
+)
+
+
+@unhurried
+@given(st.lists(ANY_VERDICT, max_size=12))
+def test_every_test_is_counted_once(verdicts):
+    line = accounting(results(*verdicts))
+    parts = [part.split(" (")[0].split(" ", 1) for part in line.removeprefix("gpumem: ").split(", ")]
+    counts = {what.replace("themselves", "itself"): int(number) for number, what in parts}
+    gated = counts.pop("gated")
+    assert gated == sum(verdict.gated for verdict in verdicts)
+    assert sum(counts.values()) + sum(verdict.outcome is Outcome.OK for verdict in verdicts) == len(verdicts)
+    assert 0 not in counts.values()
+
+
+# Nothing was gated
+
+
+def test_a_session_that_gated_one_test_gated_something():
+    assert nothing_gated(results(unmeasured("no CUDA device"), OK)) is None
+
+
+def test_a_session_without_measured_tests_has_nothing_to_say():
+    assert nothing_gated([]) is None
+
+
+def test_tests_that_were_not_measured_are_told_with_the_reason():
+    verdicts = [unmeasured("no CUDA device")] * 12
+    assert nothing_gated(results(*verdicts)) == "nothing was gated: 12 tests unmeasured, no CUDA device"
+
+
+def test_several_reasons_are_told_with_the_most_frequent_first():
+    verdicts = [unmeasured("it was skipped"), unmeasured("no CUDA device"), unmeasured("no CUDA device")]
+    assert nothing_gated(results(*verdicts)) == (
+        "nothing was gated: 2 tests unmeasured, no CUDA device; 1 test unmeasured, it was skipped"
+    )
+
+
+def test_new_tests_are_told_with_the_command_that_records_them():
+    reason = "there is no baseline for NVIDIA H100 80GB HBM3 yet"
+    verdicts = [verdict_of(Outcome.NEW, reason=reason)]
+    assert nothing_gated(results(*verdicts)) == (
+        f"nothing was gated: 1 test new, {reason} (record one with --gpumem-update=new)"
+    )
+
+
+def test_foreign_tests_are_told_with_what_differs():
+    reason = "there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3"
+    sentence = nothing_gated(results(verdict_of(Outcome.FOREIGN, reason=reason)))
+    assert sentence.startswith(f"nothing was gated: 1 test foreign, {reason}")
+
+
+def test_stale_tests_are_told_with_what_differs():
+    reason = "batch was int64[8, 256], now int64[4, 256]"
+    sentence = nothing_gated(results(verdict_of(Outcome.STALE, reason=reason)))
+    assert sentence == f"nothing was gated: 1 test stale, {reason}"
+
+
+@unhurried
+@given(st.lists(ANY_VERDICT, min_size=1, max_size=8))
+def test_either_something_was_gated_or_a_sentence_says_that_nothing_was(verdicts):
+    sentence = nothing_gated(results(*verdicts))
+    assert (sentence is None) == any(verdict.gated for verdict in verdicts)
