@@ -65,7 +65,10 @@ def test_a_wrong_marker_is_told_also_when_its_test_is_deselected(project):
         ("update = 'everything'", "update is 'everything'; valid: new, improved, all"),
         ("device = 'gpu'", "gpu: no such device; did you mean 'cpu'?"),
         ("units = 'metric'", "units is 'metric'"),
-        ("[tool.gpumem.tolerance]\npeak_alocated = '1 %'", "unknown metric 'peak_alocated'; did you mean 'peak_allocated'?"),
+        (
+            "[tool.gpumem.tolerance]\npeak_alocated = '1 %'",
+            "unknown metric 'peak_alocated'; did you mean 'peak_allocated'?",
+        ),
         ("[tool.gpumem.tolerance]\npeak_allocated = 1", "tolerance.peak_allocated: 1 is not a percentage"),
         ("[[tool.gpumem.budget]]\nmax_gb = 1", "budget 1 needs tests"),
         ("[[tool.gpumem.budget]]\ntests = 'x'", "sets no limit"),
@@ -144,11 +147,17 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("gpumem.train_step(torch.nn.Linear(4, 4), torch.ones(2, 4))", "there is no scalar loss: the model returned float32?2, 4?"),
+        (
+            "gpumem.train_step(torch.nn.Linear(4, 4), torch.ones(2, 4))",
+            "there is no scalar loss: the model returned float32?2, 4?",
+        ),
         ("gpumem.train_step(42, torch.ones(2, 4))", "expected a torch.nn.Module or a function that builds one, got 42"),
         ("gpumem.train_step(lambda: 42, torch.ones(2, 4))", "returned int, not a torch.nn.Module"),
         ("gpumem.train_step(torch.nn.Flatten(), torch.ones(2, 4))", "no parameter that requires a gradient*infer_step"),
-        ("gpumem.infer_step(torch.nn.Linear(4, 4, device='meta'), torch.ones(2, 4))", "the model is on meta*gpumem.device"),
+        (
+            "gpumem.infer_step(torch.nn.Linear(4, 4, device='meta'), torch.ones(2, 4))",
+            "the model is on meta*gpumem.device",
+        ),
         ("[gpumem.measure(lambda: 0, name='a') for _ in '12']", "already has a measurement called 'a'"),
         ("gpumem.measure(lambda: torch.ones(9)).peak_reserved", "has no peak_reserved; it has peak_allocated*"),
     ],

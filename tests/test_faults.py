@@ -134,7 +134,9 @@ def test_a_store_that_cannot_be_written_ends_red_and_keeps_the_old_text(project)
     )
     result = project.run("--gpumem-update=all", separate=True)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["gpumem: baselines were not written: *test_it.py.toml: cannot be written: *No space left*"])
+    result.stdout.fnmatch_lines(
+        ["gpumem: baselines were not written: *test_it.py.toml: cannot be written: *No space left*"]
+    )
     assert project.stored() == before
     assert not list(project.store.rglob(".*.toml.*"))
 

@@ -24,7 +24,9 @@ def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measu
 
 
 def test_a_gate_without_measured_tests_loads_no_torch_either(project):
-    (project.path / "test_it.py").write_text(WATCH.replace('    assert "pytest_gpumem.measuring"', '    assert "measuring"'))
+    (project.path / "test_it.py").write_text(
+        WATCH.replace('    assert "pytest_gpumem.measuring"', '    assert "measuring"')
+    )
     project.run("-p", "no:anyio", "--gpumem-baseline", device=None, separate=True).assert_outcomes(passed=1)
 
 

@@ -17,7 +17,10 @@ def test_a_first_run_is_new_and_tells_how_to_record_it(project):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
-        ["gpumem: nothing was gated: 1 test new, there is no baseline for CPU * yet*--gpumem-update=new*", "gpumem: 0 gated, 1 new"]
+        [
+            "gpumem: nothing was gated: 1 test new, there is no baseline for CPU * yet*--gpumem-update=new*",
+            "gpumem: 0 gated, 1 new",
+        ]
     )
 
 
@@ -97,7 +100,9 @@ def test_an_improvement_is_told_and_lowered_on_request(project):
 
 
 def test_updating_twice_changes_nothing(project):
-    project.write("def test_step(gpumem):\n    gpumem.train_step(lambda: torch.nn.Linear(64, 1), torch.ones(8, 64), loss=lambda o, b: o.mean())\n")
+    project.write(
+        "def test_step(gpumem):\n    gpumem.train_step(lambda: torch.nn.Linear(64, 1), torch.ones(8, 64), loss=lambda o, b: o.mean())\n"
+    )
     project.run("--gpumem-update=new")
     before = project.stored()
     result = project.run("--gpumem-update=all")
@@ -121,7 +126,9 @@ def test_over_budget_fails_without_any_baseline_and_is_never_written(project):
 
 
 def test_a_failing_test_is_not_written(project):
-    project.write("@pytest.mark.gpumem\ndef test_wrong():\n    torch.ones(1_000_000)\n    assert False, 'for its own reason'\n")
+    project.write(
+        "@pytest.mark.gpumem\ndef test_wrong():\n    torch.ones(1_000_000)\n    assert False, 'for its own reason'\n"
+    )
     result = project.run("--gpumem-update=all")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 failed by itself"])
@@ -206,7 +213,9 @@ def test_an_expected_failure_of_the_gate_is_an_expected_failure(project):
 
 
 def test_last_failed_runs_what_the_gate_failed(project, pytester):
-    project.write("@pytest.mark.gpumem(max_gb=0.001)\ndef test_big():\n    torch.ones(1_000_000)\n\n\ndef test_small(): ...\n")
+    project.write(
+        "@pytest.mark.gpumem(max_gb=0.001)\ndef test_big():\n    torch.ones(1_000_000)\n\n\ndef test_small(): ...\n"
+    )
     pytester.runpytest_inprocess("--gpumem-device=cpu").assert_outcomes(failed=1, passed=1)
     pytester.runpytest_inprocess("--gpumem-device=cpu", "--last-failed").assert_outcomes(failed=1)
 
@@ -243,6 +252,27 @@ def test_baselines_of_tests_that_are_gone_are_listed_on_complete_runs_only(proje
     project.run("--gpumem-baseline", "test_it.py::test_simple").stdout.no_fnmatch_line(line)
 
 
+def test_a_store_behind_a_url_is_read_and_written(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    option = f"--gpumem-store=file://{project.path}/elsewhere"
+    assert project.run("--gpumem-update=new", option).ret == 0
+    assert len(list((project.path / "elsewhere").glob("cpu-*/test_it.py.toml"))) == 1
+    project.run("--gpumem-baseline", option).stdout.fnmatch_lines(["gpumem: 1 gated"])
+
+
+def test_a_store_named_on_the_command_line_counts_from_where_pytest_was_started(project, pytester, monkeypatch):
+    project.write(SIMPLE.format(count=1_000_000))
+    (project.path / "inner").mkdir()
+    monkeypatch.chdir(project.path / "inner")
+    project.run("--gpumem-update=new", "--gpumem-store=mine", "--rootdir=..", "..")
+    assert len(list((project.path / "inner" / "mine").glob("cpu-*/test_it.py.toml"))) == 1
+    project.write(SIMPLE.format(count=2_000_000))
+    result = project.run("--gpumem-baseline", "--gpumem-store=mine", "--rootdir=..", "..")
+    result.stdout.fnmatch_lines(
+        ["  accept:   pytest ../test_it.py::test_simple --gpumem-update=all --gpumem-device=cpu --gpumem-store=mine"]
+    )
+
+
 def test_units_iec_shows_binary_units(project):
     project.settings('[tool.gpumem]\nunits = "iec"\n')
     project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(262144)\n")
@@ -258,5 +288,7 @@ def test_a_quiet_run_prints_the_accounting_line_only(project):
 
 
 def test_no_time_runs_steps_without_timing_them(project):
-    project.write("def test_it(gpumem):\n    assert 'step_time' not in gpumem.measure(lambda: torch.ones(1000), items=1).metrics\n")
+    project.write(
+        "def test_it(gpumem):\n    assert 'step_time' not in gpumem.measure(lambda: torch.ones(1000), items=1).metrics\n"
+    )
     project.run("--gpumem-no-time").assert_outcomes(passed=1)

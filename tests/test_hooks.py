@@ -15,12 +15,20 @@ def test_every_measurement_is_seen(project):
         "def pytest_gpumem_measurement(item, measurement):\n"
         "    print('SEEN', item.name, measurement.name, measurement.peak_allocated)\n",
     )
-    project.write(MARKED.format(count=1_000_000) + "\n\ndef test_two(gpumem):\n    for _ in '12':\n        gpumem.measure(lambda: torch.ones(10))\n")
-    project.run("-s").stdout.fnmatch_lines(["*SEEN test_it call 4000000", "*SEEN test_two measure 40", "*SEEN test_two measure-2 40"])
+    project.write(
+        MARKED.format(count=1_000_000)
+        + "\n\ndef test_two(gpumem):\n    for _ in '12':\n        gpumem.measure(lambda: torch.ones(10))\n"
+    )
+    project.run("-s").stdout.fnmatch_lines(
+        ["*SEEN test_it call 4000000", "*SEEN test_two measure 40", "*SEEN test_two measure-2 40"]
+    )
 
 
 def test_the_environment_of_a_baseline_can_be_added_to(project):
-    conftest(project, "def pytest_gpumem_environment(config, device):\n    return {'transformers': '9.9', 'device_name': device.name}\n")
+    conftest(
+        project,
+        "def pytest_gpumem_environment(config, device):\n    return {'transformers': '9.9', 'device_name': device.name}\n",
+    )
     project.write(MARKED.format(count=1000))
     project.run("--gpumem-update=new")
     (text,) = project.stored().values()

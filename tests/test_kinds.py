@@ -155,11 +155,15 @@ def test_unmarked(request):
     )
     result = project.run("--junitxml=report.xml")
     result.assert_outcomes(passed=1, errors=0, failed=1)
-    result.stdout.fnmatch_lines(["*MeasuringError: test_it.py::test_unmarked got the gpumem fixture through getfixturevalue()*"])
+    result.stdout.fnmatch_lines(
+        ["*MeasuringError: test_it.py::test_unmarked got the gpumem fixture through getfixturevalue()*"]
+    )
 
 
 def test_a_marked_test_keeps_its_return_value_and_its_own_arguments(project):
-    project.write("@pytest.mark.gpumem\ndef test_it(tmp_path, capsys):\n    print('seen')\n    assert capsys.readouterr().out == 'seen\\n'\n")
+    project.write(
+        "@pytest.mark.gpumem\ndef test_it(tmp_path, capsys):\n    print('seen')\n    assert capsys.readouterr().out == 'seen\\n'\n"
+    )
     project.run().assert_outcomes(passed=1)
 
 

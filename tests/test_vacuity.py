@@ -28,7 +28,9 @@ def test_without_a_gpu_a_fixture_skips_and_a_marked_test_runs_unmeasured(project
     result = project.run("-rs", device=None, separate=True)
     assert result.ret == 0
     result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["gpumem: 0 gated, 2 unmeasured (no CUDA device: *)", "SKIPPED*gpumem: no CUDA device: torch *"])
+    result.stdout.fnmatch_lines(
+        ["gpumem: 0 gated, 2 unmeasured (no CUDA device: *)", "SKIPPED*gpumem: no CUDA device: torch *"]
+    )
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -63,7 +65,9 @@ def test_a_marked_test_that_fails_by_itself_still_fails(project):
 def test_a_fixture_that_measured_nothing_is_unmeasured(project):
     project.write("def test_it(gpumem): ...\n")
     result = project.run()
-    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (it has the gpumem fixture but measured nothing with it)"])
+    result.stdout.fnmatch_lines(
+        ["gpumem: 0 gated, 1 unmeasured (it has the gpumem fixture but measured nothing with it)"]
+    )
     project.run("--gpumem-strict").assert_outcomes(failed=1)
 
 
@@ -75,7 +79,9 @@ def test_a_recording_that_another_profiler_ended_is_not_taken_for_a_measurement(
     result = project.run("--gpumem-baseline", separate=True)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["gpumem: nothing was gated: 1 test unmeasured, the recording of host allocations was cut short*"])
+    result.stdout.fnmatch_lines(
+        ["gpumem: nothing was gated: 1 test unmeasured, the recording of host allocations was cut short*"]
+    )
 
 
 def test_a_budget_that_matches_only_unmeasured_tests_is_pointed_out(project):
@@ -83,7 +89,9 @@ def test_a_budget_that_matches_only_unmeasured_tests_is_pointed_out(project):
     project.write("def test_it(): ...\n")
     result = project.run()
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["gpumem: the budget for tests = 'test_it.py' holds nothing: *give them @pytest.mark.gpumem"])
+    result.stdout.fnmatch_lines(
+        ["gpumem: the budget for tests = 'test_it.py' holds nothing: *give them @pytest.mark.gpumem"]
+    )
 
 
 def test_a_gate_without_any_measured_test_says_so_and_strict_ends_red(project):

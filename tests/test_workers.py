@@ -47,7 +47,9 @@ def changed(project):
 @pytest.mark.parametrize("workers", [["-n2"], ["-n2", "--dist=loadgroup"], ["-n1"]], ids=" ".join)
 def test_workers_change_neither_figures_nor_verdicts_nor_the_exit_code(changed, workers):
     alone = changed.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml")
-    expected = {name.partition("@together")[0]: value for name, value in verdicts_of(changed.path / "report.xml").items()}
+    expected = {
+        name.partition("@together")[0]: value for name, value in verdicts_of(changed.path / "report.xml").items()
+    }
     spread = changed.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml", *workers, separate=True)
     found = {name.removesuffix("@together"): value for name, value in verdicts_of(changed.path / "report.xml").items()}
     assert spread.ret == alone.ret == pytest.ExitCode.TESTS_FAILED
