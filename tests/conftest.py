@@ -60,12 +60,18 @@ class Project:
         command = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", *args]
         if device is not None:
             command.append(f"--gpumem-device={device}")
-        return self._pytester.runpytest_subprocess(*command) if separate else self._pytester.runpytest_inprocess(*command)
+        return (
+            self._pytester.runpytest_subprocess(*command) if separate else self._pytester.runpytest_inprocess(*command)
+        )
 
     def figures(self, *args: str, separate: bool = False) -> dict[str, dict[str, int]]:
         """Bytes of every measurement, by test: ``{"test_a": {"call.peak_allocated": 4096}}``."""
         self.run(*args, "--junitxml=report.xml", separate=separate)
         return figures_of(self.path / "report.xml")
+
+    def verdicts(self) -> dict[str, Any]:
+        """The verdicts of the last run with ``--junitxml=report.xml``, by test."""
+        return verdicts_of(self.path / "report.xml")
 
     @property
     def store(self) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.conftest import verdicts_of
 
 SUITE = """
 @pytest.mark.gpumem
@@ -47,11 +46,9 @@ def changed(project):
 @pytest.mark.parametrize("workers", [["-n2"], ["-n2", "--dist=loadgroup"], ["-n1"]], ids=" ".join)
 def test_workers_change_neither_figures_nor_verdicts_nor_the_exit_code(changed, workers):
     alone = changed.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml")
-    expected = {
-        name.partition("@together")[0]: value for name, value in verdicts_of(changed.path / "report.xml").items()
-    }
+    expected = {name.partition("@together")[0]: value for name, value in changed.verdicts().items()}
     spread = changed.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml", *workers, separate=True)
-    found = {name.removesuffix("@together"): value for name, value in verdicts_of(changed.path / "report.xml").items()}
+    found = {name.removesuffix("@together"): value for name, value in changed.verdicts().items()}
     assert spread.ret == alone.ret == pytest.ExitCode.TESTS_FAILED
     assert found == expected
     accounting = "gpumem: 6 gated, 1 over budget, 1 regressed, 1 improved"
