@@ -1,34 +1,27 @@
-"""Measures tests as pytest runs them, and fails those that the gate does not let pass. For the process that runs tests."""
+"""Measures tests as pytest runs them. A plugin for the process that runs tests."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.baselines.store import StoreError
-from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import TestVerdict
-from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
-from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.reports.failure import failure_text, measured_section
+from pytest_gpumem.judging import Judging, forget_properties, tell
+from pytest_gpumem.measurement import Environment, MeasuringError, Workload
+from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
 from pytest_gpumem.results import PROPERTY
-from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.test_run import TestRun
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from typing import NoReturn
 
-    from pytest_gpumem.baselines.entry import Absent, Entry
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
-    from pytest_gpumem.gate.budget import Budget
     from pytest_gpumem.selection import Measured
     from pytest_gpumem.settings import Settings
 
@@ -63,14 +56,7 @@ def _forget(item: pytest.Item) -> None:
         del item.stash[_RUN]
     if _UNAVAILABLE in item.stash:
         del item.stash[_UNAVAILABLE]
-    _forget_properties(item)
-
-
-def _forget_properties(item: pytest.Item) -> None:
-    mine = (PROPERTY, f"{PROPERTY}.")
-    item.user_properties[:] = [
-        entry for entry in item.user_properties if entry[0] != mine[0] and not entry[0].startswith(mine[1])
-    ]
+    forget_properties(item)
 
 
 class Measuring:
@@ -87,7 +73,7 @@ class Measuring:
         self._config = config
         self._settings = settings
         self._devices = devices
-        self._store = store
+        self._judging = Judging(config, settings, store)
         self._measured = measured
         self._fixture_names = {name for item in measured for name in getattr(item, "fixturenames", ())}
         self._residencies: dict[str, Residency] = {}
@@ -107,14 +93,14 @@ class Measuring:
             self._begin(item, measured)
         except DeviceUnavailable as unavailable:
             item.stash[_UNAVAILABLE] = str(unavailable)
-            self._tell(item, TestVerdict(measured.file, measured.test, unmeasured=str(unavailable)))
+            tell(item, TestVerdict(measured.file, measured.test, unmeasured=str(unavailable)))
             if measured.has_fixture and not self._settings.strict:
                 refuse(item)
         try:
             return (yield)
         except BaseException as error:
             if item.stash.get(_RUN, None) is not None:
-                self._tell(item, _not_measured(measured, error))
+                tell(item, _not_measured(measured, error))
             raise
 
     def _begin(self, item: pytest.Item, measured: Measured) -> None:
@@ -191,88 +177,27 @@ class Measuring:
                 result, lost = yield from _call_measured(run)
         except BaseException as error:
             run.failed(error)
-            self._tell(item, _not_measured(measured, error))
+            tell(item, _not_measured(measured, error))
             if run.measurements:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
             raise
         if lost is None and not run.measurements:
             lost = "it has the gpumem fixture but measured nothing with it"
-        self._judge(item, self._verdict(item, measured, run, lost))
+        if lost is not None:
+            verdict = TestVerdict(measured.file, measured.test, unmeasured=lost)
+        else:
+            verdict = self._judging.verdict(item, measured, run.measurements)
+        self._judging.conclude(item, verdict)
         return result
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = TestVerdict(measured.file, measured.test, unmeasured=item.stash[_UNAVAILABLE])
         if measured.has_fixture:
             # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
-            self._judge(item, verdict)
+            self._judging.conclude(item, verdict)
         result = yield
-        self._judge(item, verdict)
+        self._judging.conclude(item, verdict)
         return result
-
-    def _verdict(self, item: pytest.Item, measured: Measured, run: TestRun, unmeasured: str | None) -> TestVerdict:
-        if unmeasured is not None:
-            return TestVerdict(measured.file, measured.test, unmeasured=unmeasured)
-        tolerances = self._tolerances(item, measured.budget)
-        return TestVerdict(
-            measured.file,
-            measured.test,
-            tuple(judge(one, measured.budget, self._baseline(measured, one), tolerances) for one in run.measurements),
-        )
-
-    def _judge(self, item: pytest.Item, verdict: TestVerdict) -> None:
-        """Tell the verdict, and fail the test if it must fail: with `pytest.fail`, so that it is the test's own failure."""
-        self._tell(item, verdict)
-        failing = failing_outcomes(
-            verdict,
-            strict=self._settings.strict,
-            accepts=ACCEPTS[self._settings.update],
-            compares=self._settings.baseline,
-        )
-        if failing:
-            text = failure_text(
-                verdict,
-                failing,
-                self._settings.units,
-                path=self._path_from_here(item),
-                options=options_given(self._config),
-            )
-            pytest.fail(text, pytrace=False)
-
-    def _baseline(self, measured: Measured, measurement: Measurement) -> Entry | Absent | None:
-        if not self._settings.baseline and self._settings.update is None:
-            return None
-        try:
-            return self._store.find(measured.key(measurement.name), measurement.environment.slug)
-        except StoreError as error:
-            # The session has read the whole store at its start, so that somebody has changed it since.
-            pytest.fail(f"gpumem: {error}", pytrace=False)
-
-    def _tolerances(self, item: pytest.Item, budget: Budget) -> dict[str, Tolerance]:
-        tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
-        if budget.max_growth is not None:
-            tolerances["peak_allocated"] = Tolerance(relative=budget.max_growth)
-        hook = item.ihook.pytest_gpumem_tolerance
-        return {
-            name: hook(item=item, metric=name, tolerance=tolerance) or tolerance
-            for name, tolerance in tolerances.items()
-        }
-
-    def _tell(self, item: pytest.Item, verdict: TestVerdict) -> None:
-        """Put a verdict into the test's properties: one for machines that continue, one a metric for those that only read."""
-        _forget_properties(item)
-        item.user_properties.append((PROPERTY, json.dumps(verdict.to_plain(), sort_keys=True)))
-        for one in verdict.verdicts:
-            for metric in one.metrics:
-                name = f"{PROPERTY}.{one.measurement.name}.{metric.metric}"
-                item.user_properties.append((name, metric.value))
-
-    def _path_from_here(self, item: pytest.Item) -> str:
-        """The test's id as it can be typed in the folder in which pytest was started."""
-        import os
-
-        file, _, test = item.nodeid.partition("::")
-        path = os.path.relpath(self._config.rootpath / file, self._config.invocation_params.dir)
-        return f"{path}::{self._measured[item].test if test else ''}"
 
     # Teardown
 

@@ -61,7 +61,9 @@ class TorchCuda:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            raise DeviceUnavailable(f"no CUDA device: torch {torch.__version__} cannot initialise CUDA: {error}") from None
+            raise DeviceUnavailable(
+                f"no CUDA device: torch {torch.__version__} cannot initialise CUDA: {error}"
+            ) from None
         self._index = torch.cuda.current_device()
 
     def torch_device(self) -> torch.device:

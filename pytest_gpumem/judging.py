@@ -1,0 +1,105 @@
+"""Holds what a test measured against its budget and its baselines, tells the verdict, and fails the test if it must."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.baselines.store import StoreError
+from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.judge import failing_outcomes, judge
+from pytest_gpumem.gate.verdict import TestVerdict
+from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.reports.failure import failure_text
+from pytest_gpumem.results import PROPERTY
+from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_gpumem.baselines.entry import Absent, Entry
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.gate.budget import Budget
+    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.selection import Measured
+    from pytest_gpumem.settings import Settings
+
+
+def forget_properties(item: pytest.Item) -> None:
+    """Take back what was told of an earlier run of the test."""
+    item.user_properties[:] = [
+        entry for entry in item.user_properties if entry[0] != PROPERTY and not entry[0].startswith(f"{PROPERTY}.")
+    ]
+
+
+def tell(item: pytest.Item, verdict: TestVerdict) -> None:
+    """Put a verdict into the test's properties: one for machines that continue, one a metric for those that only read."""
+    forget_properties(item)
+    item.user_properties.append((PROPERTY, json.dumps(verdict.to_plain(), sort_keys=True)))
+    for one in verdict.verdicts:
+        for metric in one.metrics:
+            item.user_properties.append((f"{PROPERTY}.{one.measurement.name}.{metric.metric}", metric.value))
+
+
+class Judging:
+    """The gate at the end of a test's call."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = store
+
+    def verdict(self, item: pytest.Item, measured: Measured, measurements: Sequence[Measurement]) -> TestVerdict:
+        """The verdict on what a test measured."""
+        tolerances = self._tolerances(item, measured.budget)
+        return TestVerdict(
+            measured.file,
+            measured.test,
+            tuple(judge(one, measured.budget, self._baseline(measured, one), tolerances) for one in measurements),
+        )
+
+    def conclude(self, item: pytest.Item, verdict: TestVerdict) -> None:
+        """Tell the verdict, and fail the test if it must fail: with `pytest.fail`, so that it is the test's own failure."""
+        tell(item, verdict)
+        failing = failing_outcomes(
+            verdict,
+            strict=self._settings.strict,
+            accepts=ACCEPTS[self._settings.update],
+            compares=self._settings.baseline,
+        )
+        if failing:
+            text = failure_text(
+                verdict,
+                failing,
+                self._settings.units,
+                path=self._path_from_here(verdict),
+                options=options_given(self._config),
+            )
+            pytest.fail(text, pytrace=False)
+
+    def _baseline(self, measured: Measured, measurement: Measurement) -> Entry | Absent | None:
+        if not self._settings.baseline and self._settings.update is None:
+            return None
+        try:
+            return self._store.find(measured.key(measurement.name), measurement.environment.slug)
+        except StoreError as error:
+            # The session has read the whole store at its start, so that somebody has changed it since.
+            pytest.fail(f"gpumem: {error}", pytrace=False)
+
+    def _tolerances(self, item: pytest.Item, budget: Budget) -> dict[str, Tolerance]:
+        tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
+        if budget.max_growth is not None:
+            tolerances["peak_allocated"] = Tolerance(relative=budget.max_growth)
+        hook = item.ihook.pytest_gpumem_tolerance
+        return {
+            name: hook(item=item, metric=name, tolerance=tolerance) or tolerance
+            for name, tolerance in tolerances.items()
+        }
+
+    def _path_from_here(self, verdict: TestVerdict) -> str:
+        """The test's id as it can be typed in the folder in which pytest was started."""
+        path = os.path.relpath(self._config.rootpath / verdict.file, self._config.invocation_params.dir)
+        return f"{path}::{verdict.test}"
