@@ -142,10 +142,16 @@ class Controller:
                 "`gpumem prune` removes them"
             )
 
+    def _selected(self) -> int:
+        """How many measured tests were selected to run."""
+        if self._selection is None or self._config.option.collectonly:
+            return 0
+        return len(self._selection.measured)
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         results = self._results.all()
         idle = self._selection.idle_budgets if self._selection is not None else ()
-        if not results and not self._errors and not idle and not self._settings.baseline:
+        if not results and not self._selected() and not self._errors and not idle and not self._settings.baseline:
             return
         reporter = terminalreporter
         quiet = self._config.get_verbosity() < 0
@@ -165,7 +171,8 @@ class Controller:
             reporter.write_line(f"gpumem {line}")
         for error in self._errors:
             reporter.write_line(f"gpumem: {error}", red=True)
-        if results:
-            reporter.write_line(accounting(results))
+        not_run = max(0, self._selected() - len(results))
+        if results or not_run:
+            reporter.write_line(accounting(results, not_run))
         elif self._settings.baseline and not self._errors:
             reporter.write_line("gpumem: nothing to gate: no measured test was selected")

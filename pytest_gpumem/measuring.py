@@ -148,10 +148,19 @@ class Measuring:
             device.close()
 
     def _noted(self, device: Device, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-        residency = self._residency(device)
-        with residency.setting_up(fixturedef, self._open.item if self._open is not None else None) as done:
-            value = yield
-            done(value)
+        """Set the fixture up and note its bytes; a recording that it spoils is the test's loss and not an error."""
+        run = self._open
+        was_set_up = False
+        try:
+            with self._residency(device).setting_up(fixturedef, run.item if run is not None else None) as done:
+                value = yield
+                done(value)
+                was_set_up = True
+        except MeasuringError as error:
+            if not was_set_up:
+                raise
+            if run is not None:
+                run.lost = f"{error} (in fixture {fixturedef.argname})"
         return value
 
     @pytest.hookimpl
@@ -171,20 +180,20 @@ class Measuring:
             return (yield from self._call_unmeasured(item, measured))
         try:
             run.begin_call()
-            if run.measures_itself:
-                result, lost = (yield), None
+            if run.measures_itself or run.lost is not None:
+                result = yield
             else:
-                result, lost = yield from _call_measured(run)
+                result = yield from _call_measured(run)
         except BaseException as error:
             run.failed(error)
             tell(item, _not_measured(measured, error))
             if run.measurements:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
             raise
-        if lost is None and not run.measurements:
-            lost = "it has the gpumem fixture but measured nothing with it"
-        if lost is not None:
-            verdict = TestVerdict(measured.file, measured.test, unmeasured=lost)
+        if run.lost is None and not run.measurements:
+            run.lost = "it has the gpumem fixture but measured nothing with it"
+        if run.lost is not None:
+            verdict = TestVerdict(measured.file, measured.test, unmeasured=run.lost)
         else:
             verdict = self._judging.verdict(item, measured, run.measurements)
         self._judging.conclude(item, verdict)
@@ -231,17 +240,17 @@ def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
     return TestVerdict(measured.file, measured.test, unmeasured="it failed by itself", failed_by_itself=True)
 
 
-def _call_measured(run: TestRun) -> Generator[None, object, tuple[object, str | None]]:
-    """Measure the call of a test as a whole. Returns its result, and why it could not be measured if so."""
+def _call_measured(run: TestRun) -> Generator[None, object, object]:
+    """Measure the call of a test as a whole. Returns its result."""
     ended = False
     try:
         with run.tracked() as figures:
             result = yield
             ended = True
+        if not run.measures_itself:
+            run.record(Workload("call"), figures().memory_metrics())
     except MeasuringError as error:
         if not ended:
             raise
-        return result, str(error)
-    if not run.measures_itself:
-        run.record(Workload("call"), figures().memory_metrics())
-    return result, None
+        run.lost = str(error)
+    return result

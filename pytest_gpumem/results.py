@@ -63,11 +63,12 @@ class Results:
         return sorted(results, key=lambda result: (result.verdict.file, result.verdict.test))
 
 
-def accounting(results: Iterable[TestResult]) -> str:
+def accounting(results: Iterable[TestResult], not_run: int = 0) -> str:
     """The line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 2 improved, 1 foreign (A100)"``.
 
     ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
-    among them. The others were not compared with a baseline, and say why in one word.
+    among them. The others were not compared with a baseline, and say why in one word. ``not_run`` are those that were
+    selected and gave no report (Ctrl-C, a crash, ``--maxfail``).
     """
     everything = list(results)
     gated = sum(result.verdict.gated for result in everything)
@@ -83,6 +84,8 @@ def accounting(results: Iterable[TestResult]) -> str:
             parts.append(f"{counts[outcome.words]} {outcome.words}{_why(outcome, everything)}")
     if counts["failed"]:
         parts.append(f"{counts['failed']} failed by themselves" if counts["failed"] > 1 else "1 failed by itself")
+    if not_run:
+        parts.append(f"{not_run} not run to the end")
     return "gpumem: " + ", ".join(parts)
 
 
@@ -114,7 +117,8 @@ def _why(outcome: Outcome, results: list[TestResult]) -> str:
         devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
         return f" ({', '.join(devices)})"
     if outcome is Outcome.UNMEASURED:
-        return f" ({'; '.join(sorted({verdict.unmeasured for verdict in mine if verdict.unmeasured}))})"
+        reasons = sorted({verdict.unmeasured for verdict in mine if verdict.unmeasured})
+        return f" ({'; '.join(reasons[:2])}{'; ...' if len(reasons) > 2 else ''})"
     if outcome is Outcome.RECORDED:
         return " (no budget, and no --gpumem-baseline)"
     return ""

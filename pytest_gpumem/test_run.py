@@ -48,6 +48,8 @@ class TestRun:
         self.measurements: list[Measurement] = []
         self.measures_itself = False
         """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
+        self.lost: str | None = None
+        """Why its figures cannot be believed, as a clause."""
         self._residency = residency
         self._environment = environment
         self._seen = seen

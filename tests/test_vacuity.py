@@ -84,6 +84,18 @@ def test_a_recording_that_another_profiler_ended_is_not_taken_for_a_measurement(
     )
 
 
+def test_a_fixture_that_ends_the_recording_leaves_its_test_unmeasured_and_not_broken(project):
+    project.write(
+        "@pytest.fixture\ndef profiled():\n"
+        "    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):\n        torch.ones(10)\n\n\n"
+        "@pytest.mark.gpumem\ndef test_it(profiled):\n    torch.ones(10)\n\n\n"
+        "@pytest.mark.gpumem\ndef test_next():\n    torch.ones(10)\n"
+    )
+    result = project.run(separate=True)
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (*cut short*(in fixture profiled)), 1 recorded*"])
+
+
 def test_a_budget_that_matches_only_unmeasured_tests_is_pointed_out(project):
     project.settings("[[tool.gpumem.budget]]\ntests = 'test_it.py'\nmax_gb = 1\n")
     project.write("def test_it(): ...\n")
