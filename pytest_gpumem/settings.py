@@ -116,9 +116,12 @@ def read_table(path: Path) -> dict[str, Any] | None:
     if "gpumem" not in text:
         return None
     try:
-        table = tomllib.loads(text).get("tool", {}).get("gpumem")
+        tools = tomllib.loads(text).get("tool", {})
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path.name}: not TOML: {error}") from None
+    if not isinstance(tools, dict):
+        raise SettingsError(f"{path.name}: tool is {tools!r}, expected a table: [tool.gpumem]")
+    table = tools.get("gpumem")
     if table is not None and not isinstance(table, dict):
         raise SettingsError(f"{path.name}: [tool.gpumem] is {table!r}, expected a table")
     return table

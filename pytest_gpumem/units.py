@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from decimal import Decimal
 from typing import Literal
 
 UnitSystem = Literal["si", "iec"]
@@ -77,7 +78,7 @@ def parse_ratio(text: str) -> float:
         raise ValueError(f"{text!r} is not a percentage; write it like '2 %'")
     if match["number"].startswith("-"):
         raise ValueError(f"{text!r} is negative; a percentage here is zero or more")
-    return float(match["number"]) / 100
+    return float(Decimal(match["number"]) / 100)
 
 
 def format_bytes(count: int, system: UnitSystem = "si") -> str:

@@ -25,6 +25,7 @@ One file holds the baselines of one test file on one device::
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -56,7 +57,7 @@ class FormatError(ValueError):
 
 def parse(text: str, file: str) -> dict[Key, Entry]:
     """The entries in the text of the baselines of test file ``file``. Raises `FormatError`."""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.startswith(_CONFLICT_MARKS):
             raise FormatError(f"line {number} is a merge-conflict mark; keep one side of the conflict")
     try:
@@ -134,6 +135,8 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
         metrics[key] = _typed(value, kinds, f"{where}.{key}")
         if metrics[key] < 0:
             raise FormatError(f"{where}.{key} is {value!r}; no {METRICS[key].title} is negative")
+        if not math.isfinite(metrics[key]):
+            raise FormatError(f"{where}.{key} is {value!r}, expected a finite number")
     return Entry(workload, environments[name], metrics, recorded, commit)
 
 

@@ -78,11 +78,14 @@ class Folder:
             raise PlaceError(f"{self.shown(path)}: cannot be written: {error}") from error
 
     def remove(self, path: str) -> None:
-        (self.root / path).unlink()
-        for folder in (self.root / path).parents:
-            if folder == self.root or any(folder.iterdir()):
-                break
-            folder.rmdir()
+        try:
+            (self.root / path).unlink(missing_ok=True)
+            for folder in (self.root / path).parents:
+                if folder == self.root or any(folder.iterdir()):
+                    break
+                folder.rmdir()
+        except OSError as error:
+            raise PlaceError(f"{self.shown(path)}: cannot be removed: {error}") from error
 
     @contextmanager
     def locked(self) -> Iterator[None]:

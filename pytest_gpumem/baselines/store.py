@@ -11,6 +11,8 @@ from pytest_gpumem.baselines.place import SUFFIX, Place
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_UP = "__up__"
+
 
 class StoreError(Exception):
     """A file of the store is not what it should be; the message names file and key. The file is left as it was."""
@@ -85,12 +87,18 @@ class Store:
         if text is None:
             return {}
         try:
-            return parse(text, path.partition("/")[2].removesuffix(SUFFIX))
+            return parse(text, _file(path))
         except FormatError as error:
             raise StoreError(f"{self._place.shown(path)}: {error}") from None
 
 
 def _path(slug: str, file: str) -> str:
     # A test file outside of the root directory has a path that climbs out of it, and the store must not.
-    inside = "/".join("__up__" if part == ".." else part for part in file.split("/"))
+    inside = "/".join(_UP if part == ".." else part for part in file.split("/"))
     return f"{slug}/{inside}{SUFFIX}" if slug else f"{inside}{SUFFIX}"
+
+
+def _file(path: str) -> str:
+    """The test file whose baselines lie at ``path``: the way back of `_path`."""
+    inside = path.partition("/")[2].removesuffix(SUFFIX)
+    return "/".join(".." if part == _UP else part for part in inside.split("/"))

@@ -42,7 +42,6 @@ def entries_to_write(
             better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
             if better:
                 kept = {name: value for name, value in earlier.metrics.items() if name not in better}
-                taken = {name: entry.metrics[name] for name in entry.metrics if name in better or name not in kept}
-                metrics = {name: (taken | kept)[name] for name in entry.metrics}
+                metrics = {**entry.metrics, **kept}
                 wanted[key] = Entry(entry.workload, entry.environment, metrics, entry.recorded, entry.commit)
     return wanted

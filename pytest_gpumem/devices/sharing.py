@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import tempfile
@@ -66,6 +65,8 @@ def exclusive_gpu(uuid: str) -> Callable[[], AbstractContextManager[object]] | N
         return None
     from filelock import FileLock
 
-    folder = Path(tempfile.gettempdir()) / f"pytest-gpumem-{getpass.getuser()}"
+    # A user's number and not a name: in a container it may have none.
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    folder = Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
     folder.mkdir(exist_ok=True)
     return lambda: FileLock(folder / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.lock").acquire()

@@ -54,7 +54,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
         lines[0] = f"{verdict.measurement.name}: {lines[0]}"
     lines += ["", *(f"  {line}" for line in _metric_table(verdict, units))]
     reasons = [f"{METRICS[metric.metric].title}: {metric.reason}" for metric in verdict.metrics if metric.reason]
-    notes = [*reasons, *verdict.measurement.notes]
+    notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
     if notes:
         lines += ["", *(f"  note: {note}" for note in notes)]
     if verdict.origin is not None:
@@ -71,27 +71,30 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) 
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in failing)
     first = next((metric for metric in verdict.metrics if metric.outcome is outcome), None)
     if first is not None and outcome is Outcome.OVER_BUDGET:
-        return f"{memory} over budget: {_short(first)} {_against(first, first.budget, 'budget', units)}"
+        return f"{_subject(first, memory, 'over budget')} {_against(first, first.budget, 'budget', units)}"
     if first is not None and outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN):
-        what = f"{memory} regressed" if outcome is Outcome.REGRESSED else f"{memory} may have regressed"
+        what = "regressed" if outcome is Outcome.REGRESSED else "may have regressed"
         against = _against(first, first.baseline, "baseline", units)
-        return f"{what}: {_short(first)} {against}, allowed {allowance(first, units)}"
+        return f"{_subject(first, memory, what)} {against}, allowed {allowance(first, units)}"
     reason = verdict.reason or "it has no budget, and --gpumem-baseline was not given"
     return f"Not compared, which --gpumem-strict does not let pass ({outcome.words}): {reason}"
 
 
-def _short(verdict: MetricVerdict) -> str:
-    return "peak" if verdict.metric == "peak_allocated" else METRICS[verdict.metric].title
+def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
+    """``"GPU memory regressed: peak"``, ``"Step time regressed:"``."""
+    metric = METRICS[verdict.metric]
+    if metric.unit != "bytes":
+        return f"{metric.title.capitalize()} {what}:"
+    return f"{memory} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}"
 
 
 def _against(verdict: MetricVerdict, other: float | None, what: str, units: UnitSystem) -> str:
     assert other is not None, "only what was compared is told with what it was compared with"
-    difference = format_bytes_change(int(verdict.value - other), units)
-    ratio = f" ({format_ratio(verdict.value / other - 1)})" if other else ""
-    return (
-        f"{shown(verdict.metric, verdict.value, units)}, {what} {shown(verdict.metric, other, units)}: "
-        f"{difference}{ratio}"
-    )
+    ratio = format_ratio(verdict.value / other - 1) if other else ""
+    if METRICS[verdict.metric].unit == "bytes":
+        difference = format_bytes_change(int(verdict.value - other), units)
+        ratio = f"{difference} ({ratio})" if ratio else difference
+    return f"{shown(verdict.metric, verdict.value, units)}, {what} {shown(verdict.metric, other, units)}: {ratio}"
 
 
 def _metric_table(verdict: Verdict, units: UnitSystem) -> list[str]:
