@@ -114,3 +114,24 @@ def test_the_bytes_are_those_that_the_code_asks_for(project):
     }
     assert figures["test_leaves_cycles"]["call.cyclic_garbage"] == 1_600_000
     assert figures["test_leaks"]["call.retained"] == 2_400_000
+
+
+def test_timing_a_step_leaves_no_trace_in_what_is_measured_next(project):
+    project.write(
+        """
+def test_it(gpumem):
+    model = torch.nn.Linear(500, 500)
+
+    def step():
+        model.zero_grad()
+        model(torch.ones(8, 500)).sum().backward()
+
+    first = gpumem.measure(step, name="first")
+    second = gpumem.measure(step, name="second")
+    assert first.metrics.keys() >= {"step_time"}
+    with gpumem.track() as region:
+        step()
+    assert second.peak_allocated == first.peak_allocated == region.measurement.peak_allocated
+"""
+    )
+    project.run().assert_outcomes(passed=1)

@@ -69,17 +69,22 @@ class Device(Protocol):
         """The peak since the last call of this (or `open`), and start the next one from what is live now."""
 
     def adopt(self, blocks: Blocks) -> None:
-        """Learn of blocks that were allocated before `open`, so that their being freed is noticed."""
+        """Learn of blocks that were allocated before `open`, so that their being freed is noticed.
+
+        That of a block that was never counted, while no device was open, may go unnoticed.
+        """
 
     def known(self) -> frozenset[int]:
         """Addresses of the blocks that the device knows one by one; empty where it only knows sums."""
 
-    def paused(self, since: frozenset[int], keep: Callable[[], Blocks]) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """A stretch in which nothing is recorded or slowed down, for taking times.
 
-        Frees go unnoticed in it. At its end, of the blocks that are not in ``since`` (what was `known` when the measuring
-        began) only those that ``keep`` returns are believed to be live.
+        Allocations and frees may go unnoticed in it; `believe` sets that right.
         """
+
+    def believe(self, since: frozenset[int], blocks: Blocks) -> None:
+        """Of the blocks that are not in ``since`` (what was `known` at some moment) only ``blocks`` are still live."""
 
     def time(self, run: Callable[[], None]) -> float:
         """Seconds that the device needed for ``run``."""

@@ -117,13 +117,16 @@ class CpuDevice:
         return self._ledger.addresses
 
     @contextmanager
-    def paused(self, since: frozenset[int], keep: Callable[[], Blocks]) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         self._ledger.apply(self._stop())
         try:
             yield
         finally:
-            self._ledger.restrict(since, keep())
             self._start()
+
+    def believe(self, since: frozenset[int], blocks: Blocks) -> None:
+        self._flush()
+        self._ledger.restrict(since, blocks)
 
     def time(self, run: Callable[[], None]) -> float:
         began = time.perf_counter()
