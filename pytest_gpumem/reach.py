@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import parts_of_coo
@@ -45,7 +46,7 @@ def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
 
 def _held_by(value: Any) -> Iterator[object]:
     """What ``value`` refers to directly."""
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         yield from list(value.keys())
         yield from list(value.values())
     elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
@@ -101,13 +102,21 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
             continue
         for dense in _dense_parts(tensor):
             storage = dense.untyped_storage()
-            try:
-                address = storage.data_ptr()
-            except RuntimeError:  # a fake tensor: it stands for memory that is not there
-                continue
-            if address:
+            address = _address(storage)
+            if address is not None:
                 blocks[address] = storage.nbytes()
     return blocks
+
+
+def _address(storage: torch.UntypedStorage) -> int | None:
+    """Where a storage lies; ``None`` when there is no memory behind it, as with fake tensors and empty ones."""
+    with warnings.catch_warnings():
+        # Depending on the release, torch warns or raises when a fake tensor is asked.
+        warnings.simplefilter("error")
+        try:
+            return storage.data_ptr() or None
+        except (RuntimeError, UserWarning):
+            return None
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -110,7 +110,17 @@ class Residency:
         )
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
-        return {fixturedef: note for fixturedef, note in self._notes.items() if _serves(fixturedef, item)}
+        """The fixtures that ``item`` uses. One that is overridden counts only if the one that overrides it asks for it."""
+        visible = {fixturedef: note for fixturedef, note in self._notes.items() if _serves(fixturedef, item)}
+        overridden = {
+            fixturedef
+            for fixturedef in visible
+            for other in visible
+            if other.argname == fixturedef.argname
+            and len(other.baseid) > len(fixturedef.baseid)
+            and other.argname not in other.argnames
+        }
+        return {fixturedef: note for fixturedef, note in visible.items() if fixturedef not in overridden}
 
     def _blocks(self, values: Iterable[object]) -> Blocks:
         return self._of(reachable_tensors(values))
@@ -131,7 +141,8 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:
     """Whether ``item`` uses the fixture: by name (arguments, autouse, ``usefixtures``), from its own file or above."""
     names: list[str] = getattr(item, "fixturenames", [])
-    return fixturedef.argname in names and item.nodeid.startswith(fixturedef.baseid)
+    above = item.nodeid.removeprefix(fixturedef.baseid) if fixturedef.baseid else f"/{item.nodeid}"
+    return fixturedef.argname in names and above != item.nodeid and above.startswith(("/", "::"))
 
 
 def _values_of(item: pytest.Item) -> list[object]:

@@ -136,6 +136,8 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
         if not isinstance(value, _KEYS[key]):
             raise SettingsError(f"{where}: {key} is {value!r}, expected {_KIND_NAMES[_KEYS[key]]}")
         values[key] = value
+    if values.get("store") == "":
+        raise SettingsError(f"{where}: store is empty, expected a folder or a URL")
     _one_of(values, "update", list(UPDATE_MODES), where)
     _one_of(values, "units", ["si", "iec"], where)
     tolerances = values.pop("tolerance", {})

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from decimal import Decimal
 from typing import Literal
@@ -54,18 +53,23 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r}: unknown unit {unit!r}; {nearest(unit, list(SIZES))}")
     if number.startswith("-"):
         raise ValueError(f"{text!r} is negative; a size is zero or more")
-    return round(float(number) * size)
+    return _whole(float(number) * size, repr(text), "size")
 
 
 def parse_gigabytes(number: float) -> int:
     """Bytes in a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"{number!r} is not a number of GB; write 6.5, or use max_memory='6.5 GiB'")
-    if not math.isfinite(number):
-        raise ValueError(f"{number!r} is not a finite number of GB")
     if number < 0:
         raise ValueError(f"{number!r} is negative; a number of GB is zero or more")
-    return round(number * 10**9)
+    return _whole(number * 10**9, repr(number), "number of GB")
+
+
+def _whole(count: float, said: str, what: str) -> int:
+    # No memory has 2**63 bytes, and TOML cannot hold more.
+    if not count < 2**63:
+        raise ValueError(f"{said} is not a finite {what}")
+    return round(count)
 
 
 def parse_ratio(text: str) -> float:
@@ -105,8 +109,8 @@ def format_ratio(ratio: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``"12.31 ms"``, ``"2.05 s"``, ``"840.00 µs"``."""
-    for limit, scale, name in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if seconds < limit:
+    for scale, name in ((1e6, "µs"), (1e3, "ms")):
+        if round(seconds * scale, 2) < 1000:
             return f"{seconds * scale:.2f} {name}"
     return f"{seconds:.2f} s"
 

@@ -81,11 +81,10 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) 
 
 
 def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
-    """``"GPU memory regressed: peak"``, ``"Step time regressed:"``."""
+    """``"GPU memory regressed: peak"``, ``"Time regressed: step time"``."""
     metric = METRICS[verdict.metric]
-    if metric.unit != "bytes":
-        return f"{metric.title.capitalize()} {what}:"
-    return f"{memory} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}"
+    kind = {"bytes": memory, "seconds": "Time", "items/s": "Throughput"}[metric.unit]
+    return f"{kind} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}"
 
 
 def _against(verdict: MetricVerdict, other: float | None, what: str, units: UnitSystem) -> str:
