@@ -169,6 +169,15 @@ def test_several_tests_that_failed_by_themselves_are_counted_and_their_reason_is
     assert accounting(results(failed, failed)) == "gpumem: 0 gated, 2 failed by themselves"
 
 
+def test_of_many_reasons_two_are_told():
+    line = accounting(results(*(unmeasured(f"reason {letter}") for letter in "cabd")))
+    assert line == "gpumem: 0 gated, 4 unmeasured (reason a; reason b; ...)"
+
+
+def test_tests_that_did_not_run_to_their_end_are_counted():
+    assert accounting(results(OK), not_run=3) == "gpumem: 1 gated, 3 not run to the end"
+
+
 def test_a_test_within_its_budget_that_has_no_baseline_counts_as_gated_and_as_new():
     assert accounting(results(verdict_of(Outcome.NEW, budget=1))) == "gpumem: 1 gated, 1 new"
 

@@ -1,0 +1,56 @@
+# How a stranger tries, tests and checks this project: needs only make, and Python 3.10 or newer with pip.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TEST_READY := $(VENV)/.test-installed
+DEV_READY := $(VENV)/.dev-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help example test gpu lint clean
+
+help:
+	@echo "make example   gate the example project against its committed baselines, and show the table"
+	@echo "make test      run the whole suite"
+	@echo "make gpu       run the tests that need a GPU, in the environment that is active (torch with CUDA, pytest)"
+	@echo "make lint      check format, style and types"
+	@echo "make clean     remove the virtual environment, caches and builds"
+	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest"
+
+example: $(TEST_READY)
+	$(BIN)/python -m pytest example_project --gpumem-baseline $(ARGS)
+
+# The suite gates a copy of the example project, too: tests/test_example_project.py.
+test: $(TEST_READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+# Installs nothing. A plugin that is installed must not be named again, and one that is not has to be.
+gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu:
+	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make gpu: torch finds no CUDA device')"
+	plugin=$$($(PYTHON) -c "from importlib.metadata import entry_points as e; \
+		print('' if any(p.name == 'gpumem' for p in e(group='pytest11')) else '-p pytest_gpumem.plugin')") && \
+	$(PYTHON) -m pytest $$plugin tests/gpu $(ARGS)
+
+lint: $(DEV_READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	find . -type d \( -name __pycache__ -o -name .pytest_cache \) -prune -exec rm -rf {} +
+
+# Made anew whenever pyproject.toml changes. Where Python comes without ensurepip, as on Debian, its own pip fills the
+# environment; a pip older than 22.3 cannot, or cannot install a project in place, and is brought up to date.
+$(TEST_READY): pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV) || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -c "import pip, sys; sys.exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" || \
+		$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install --editable '.[test]'
+	touch $@
+
+$(DEV_READY): $(TEST_READY)
+	$(BIN)/python -m pip install --editable '.[dev]'
+	touch $@

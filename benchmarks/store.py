@@ -1,0 +1,127 @@
+"""What the store costs a session: reading, comparing and writing 10,000 baselines.
+
+As with `--gpumem-baseline` (read, compare) and `--gpumem-update` (write, which reads again what others may have written).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from claims import Claim, conclude, parser_of, print_table
+
+from pytest_gpumem.baselines.entry import Entry, Key, entry_of
+from pytest_gpumem.baselines.place import Folder
+from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.judge import judge
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.settings import DEFAULT_TOLERANCES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FILES, TESTS_A_FILE = 100, 100
+LIMIT = 2.0
+HERE = Environment(
+    "some-gpu",
+    "Some GPU",
+    {"total_memory": 80 * 10**9, "torch": "2.13.0", "cuda": "13.0", "driver": "1.2", "allocator": "default"},
+)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one part of a session."""
+
+    cpu: float
+    wall: float
+
+
+def made_up_measurements() -> dict[Key, Measurement]:
+    """A measurement with every metric that a training step on a GPU has, for each of the tests."""
+    peaks = ("peak_allocated", "peak_forward", "peak_backward", "peak_optimizer", "peak_reserved")
+    return {
+        Key(f"tests/models/test_model_{file}.py", f"TestModel::test_step[amp-bf16-{test}]", "train_step"): Measurement(
+            name="train_step",
+            workload=Workload("train_step", "fp32", 124_439_808 + file, f"int64[8, {test + 1}]"),
+            environment=HERE,
+            metrics={
+                **{metric: 10**9 + 10**6 * file + 10**3 * test + number for number, metric in enumerate(peaks)},
+                "retained": 0,
+                "cyclic_garbage": 0,
+                "step_time": 0.123456 + test / 1000,
+                "throughput": 66_355.2 - test,
+            },
+        )
+        for file in range(FILES)
+        for test in range(TESTS_A_FILE)
+    }
+
+
+def timed(action: Callable[[], object]) -> Seconds:
+    """Seconds that ``action`` takes."""
+    cpu, began = time.process_time(), time.perf_counter()
+    action()
+    return Seconds(time.process_time() - cpu, time.perf_counter() - began)
+
+
+def one_round(folder: Path, measured: dict[Key, Measurement]) -> dict[str, Seconds]:
+    """Write everything; then, with one store as a session has it, read when it starts, compare, and write it all again."""
+    entries: dict[Key, Entry] = {key: entry_of(one, "2026-01-01", "abc123456") for key, one in measured.items()}
+    Store(Folder(folder)).change(entries)
+    changed = {key: replace(entry, recorded="2026-01-02") for key, entry in entries.items()}
+    store = Store(Folder(folder))
+
+    def compare() -> None:
+        for key, one in measured.items():
+            verdict = judge(one, Budget(), store.find(key, HERE.slug), DEFAULT_TOLERANCES)
+            if verdict.outcome is not Outcome.OK:
+                raise AssertionError(f"{key} is {verdict.outcome.words}")
+
+    return {
+        "reading": timed(store.check),
+        "comparing": timed(compare),
+        "writing": timed(lambda: store.change(changed)),
+    }
+
+
+def main() -> int:
+    """Run the rounds, print what each part took, and tell whether the claim holds."""
+    options = parser_of(__doc__, rounds=5).parse_args()
+    measured = made_up_measurements()
+    rounds = []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as name:
+            rounds.append(one_round(Path(name), measured))
+    parts = {part: [taken[part] for taken in rounds] for part in rounds[0]}
+    parts["all"] = [
+        Seconds(sum(one.cpu for one in taken.values()), sum(one.wall for one in taken.values())) for taken in rounds
+    ]
+    print(f"{len(measured)} baselines in {FILES} files, {options.rounds} rounds\n")
+    print_table(
+        ("part", "CPU, median", "CPU, least", "wall, median", "wall, least"),
+        [
+            (
+                part,
+                *(
+                    f"{reduce([getattr(one, clock) for one in taken]):.3f} s"
+                    for clock in ("cpu", "wall")
+                    for reduce in (statistics.median, min)
+                ),
+            )
+            for part, taken in parts.items()
+        ],
+    )
+    seconds = statistics.median([one.cpu for one in parts["all"]])
+    return conclude([Claim("CPU seconds of reading, comparing and writing", seconds, LIMIT)], check=options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""A baseline, and what accepting a measurement makes of it."""
+
+from __future__ import annotations
+
+from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+
+ENVIRONMENT = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
+WORKLOAD = Workload("train_step", "fp32", 1000, "int64[4, 256]")
+
+
+def entry(workload=WORKLOAD, environment=ENVIRONMENT, recorded="2026-11-02", commit="abc1234", **metrics) -> Entry:
+    return Entry(workload, environment, metrics, recorded, commit)
+
+
+def test_a_key_reads_as_a_test_id_with_the_name_of_the_measurement():
+    key = Key("tests/test_gpt.py", "TestTrain::test_step[fp32]", "train_step")
+    assert str(key) == "tests/test_gpt.py::TestTrain::test_step[fp32] (train_step)"
+
+
+def test_keys_sort_by_file_then_test_then_name():
+    keys = [Key("b", "a", "a"), Key("a", "b", "a"), Key("a", "a", "b"), Key("a", "a", "a")]
+    assert sorted(keys) == [Key("a", "a", "a"), Key("a", "a", "b"), Key("a", "b", "a"), Key("b", "a", "a")]
+
+
+def test_an_accepted_measurement_keeps_its_bytes_and_four_digits_of_its_times():
+    metrics = {"peak_allocated": 8_120_345_678, "step_time": 0.0123456789, "throughput": 1234.5678}
+    measurement = Measurement("train_step", WORKLOAD, ENVIRONMENT, metrics, settled=False, notes=("a note",))
+    accepted = entry_of(measurement, "2026-11-02", "abc1234")
+    assert accepted == entry(peak_allocated=8_120_345_678, step_time=0.01235, throughput=1235.0)
+    assert isinstance(accepted.metrics["peak_allocated"], int)
+
+
+def test_a_measurement_outside_of_a_repository_is_accepted_without_a_commit():
+    measurement = Measurement("call", Workload("call"), ENVIRONMENT, {"peak_allocated": 1})
+    assert entry_of(measurement, "2026-11-02", None).commit is None
+
+
+def test_an_entry_with_other_times_date_and_commit_says_the_same():
+    earlier = entry(peak_allocated=5, step_time=0.5)
+    assert entry(peak_allocated=5, step_time=0.6, recorded="2027-01-01", commit=None).says_the_same(earlier)
+
+
+def test_an_entry_with_one_byte_more_says_something_else():
+    assert not entry(peak_allocated=6).says_the_same(entry(peak_allocated=5))
+
+
+def test_an_entry_with_a_metric_more_says_something_else():
+    assert not entry(peak_allocated=5, retained=0).says_the_same(entry(peak_allocated=5))
+
+
+def test_an_entry_of_another_workload_or_environment_says_something_else():
+    earlier = entry(peak_allocated=5)
+    assert not entry(workload=Workload("train_step", "fp32", 1001, "int64[4, 256]"), peak_allocated=5).says_the_same(
+        earlier
+    )
+    elsewhere = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.14.0"})
+    assert not entry(environment=elsewhere, peak_allocated=5).says_the_same(earlier)
+
+
+def test_what_is_absent_is_absent_everywhere_unless_told():
+    assert Absent() == Absent(elsewhere=())

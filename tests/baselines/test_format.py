@@ -1,0 +1,304 @@
+"""The text of a file of the store: it can be read back whole, looks the same for the same, and is refused when broken."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.baselines.entry import Entry, Key
+from pytest_gpumem.baselines.format import FORMAT, FormatError, parse, render
+from pytest_gpumem.measurement import Environment, Workload
+from pytest_gpumem.metrics import METRICS
+
+if TYPE_CHECKING:
+    import random
+
+unhurried = settings(deadline=None)
+FILE = "tests/test_gpt.py"
+
+H100 = Environment(
+    "nvidia-h100-80gb-hbm3",
+    "NVIDIA H100 80GB HBM3",
+    {"total_memory": 85_017_100_288, "torch": "2.11.0", "cuda": "13.0", "allocator": "default"},
+)
+TRAIN = Entry(
+    Workload("train_step", "fp32", 124_439_808, "int64[8, 1024]"),
+    H100,
+    {"peak_allocated": 8_120_000_000, "peak_reserved": 9_000_000_000, "step_time": 0.01231, "throughput": 649.9},
+    "2026-11-02",
+    "abc1234",
+)
+CALL = Entry(Workload("call"), H100, {"peak_allocated": 512, "retained": 0}, "2026-11-02")
+ENTRIES = {
+    Key(FILE, "test_generate", "call"): CALL,
+    Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step"): TRAIN,
+}
+TEXT = """\
+format = 1
+
+[environments."torch-2.11.0-23af2a"]
+device = "NVIDIA H100 80GB HBM3"
+slug = "nvidia-h100-80gb-hbm3"
+allocator = "default"
+cuda = "13.0"
+torch = "2.11.0"
+total_memory = 85017100288
+
+[tests."TestTrain::test_step[amp-bf16]".train_step]
+environment = "torch-2.11.0-23af2a"
+recorded = "2026-11-02"
+commit = "abc1234"
+step = "train_step"
+config = "fp32"
+parameters = 124439808
+batch = "int64[8, 1024]"
+peak_allocated = 8120000000
+peak_reserved = 9000000000
+step_time = 0.01231
+throughput = 649.9
+
+[tests.test_generate.call]
+environment = "torch-2.11.0-23af2a"
+recorded = "2026-11-02"
+step = "call"
+peak_allocated = 512
+retained = 0
+"""
+
+# Test ids: anything that pytest may make of a parameter, which is never a newline and never half of a character.
+TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\n\r"), max_size=12)
+IDS = TEXTS | st.sampled_from(
+    [
+        "test_a[b]",
+        'test_a["b"]',
+        "test_a['b']",
+        "test_a[b\\n]",
+        "test_é[日本]",
+        "a.b.c",
+        "TestA::test_b",
+        "[tests]",
+        "=",
+    ]
+)
+SIZES = st.integers(0, 2**50)
+TIMES = st.floats(0, 1e9, allow_nan=False)
+ENVIRONMENTS = st.builds(
+    Environment,
+    slug=st.sampled_from(["cpu-x86_64", "nvidia-h100-80gb-hbm3"]),
+    device=TEXTS,
+    details=st.dictionaries(
+        st.sampled_from(["torch", "cuda", "driver"]) | TEXTS.filter(lambda name: name not in ("device", "slug")),
+        TEXTS | st.integers(-(2**63), 2**63 - 1),
+        max_size=4,
+    ),
+)
+WORKLOADS = st.builds(
+    Workload,
+    step=TEXTS,
+    config=st.none() | TEXTS,
+    parameters=st.none() | SIZES,
+    batch=st.none() | TEXTS,
+)
+METRIC_VALUES = st.fixed_dictionaries(
+    {}, optional={name: SIZES if metric.unit == "bytes" else TIMES for name, metric in METRICS.items()}
+)
+FILES_ENTRIES = st.dictionaries(
+    st.builds(Key, st.just(FILE), IDS, IDS),
+    st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS),
+    max_size=5,
+)
+
+
+@unhurried
+@given(FILES_ENTRIES)
+@example({Key(FILE, "test_a[\u2028<<<<<<< ours]", "call"): CALL})
+def test_what_was_written_is_read_back_whole(entries):
+    assert parse(render(entries), FILE) == entries
+
+
+@unhurried
+@given(FILES_ENTRIES, st.randoms(use_true_random=False))
+def test_the_order_of_entries_does_not_show(entries, random_order: random.Random):
+    shuffled = list(entries.items())
+    random_order.shuffle(shuffled)
+    assert render(dict(shuffled)) == render(entries)
+
+
+@unhurried
+@given(FILES_ENTRIES)
+def test_tests_stand_in_sorted_order(entries):
+    assert list(parse(render(entries), FILE)) == sorted(entries)
+
+
+def test_a_file_is_made_to_be_read_in_a_diff():
+    assert render(ENTRIES) == TEXT
+
+
+def test_the_text_of_a_file_is_read_into_entries_of_its_test_file():
+    assert parse(TEXT, FILE) == ENTRIES
+
+
+def test_an_environment_that_entries_share_stands_once():
+    assert TEXT.count("NVIDIA H100 80GB HBM3") == 1
+    other = Environment(H100.slug, H100.device, {**H100.details, "driver": "580"})
+    mixed = {**ENTRIES, Key(FILE, "test_z", "call"): Entry(CALL.workload, other, CALL.metrics, CALL.recorded)}
+    assert render(mixed).count("NVIDIA H100 80GB HBM3") == 2
+
+
+def test_one_entry_more_changes_only_its_own_lines():
+    more = {**ENTRIES, Key(FILE, "test_z", "call"): CALL}
+    assert render(more).startswith(TEXT)
+
+
+def test_an_empty_file_of_this_format_has_no_entries():
+    assert parse(f"format = {FORMAT}\n", FILE) == {}
+
+
+def test_a_file_with_the_line_ends_of_windows_is_read_alike():
+    assert parse(TEXT.replace("\n", "\r\n"), FILE) == ENTRIES
+
+
+@pytest.mark.parametrize(
+    "details", [{"compiled": True}, {"ratio": 0.5}, {"nothing": None}, {"device": "another"}, {"slug": "another"}]
+)
+def test_an_environment_that_could_not_be_read_back_is_not_written(details):
+    with pytest.raises((TypeError, ValueError)):
+        render({Key(FILE, "test_a", "call"): Entry(Workload("call"), Environment("slug", "GPU", details), {}, "")})
+
+
+# Broken texts
+
+NAME = "torch-2.11.0-23af2a"
+STEP = "tests.TestTrain::test_step[amp-bf16].train_step"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("format = 1", "format = 2", "format is 2, this version of pytest-gpumem reads format 1"),
+        ("format = 1", "", "format is None, this version of pytest-gpumem reads format 1"),
+        ("format = 1", "format = true", "format is True, this version of pytest-gpumem reads format 1"),
+        ("format = 1", "format = '1'", "format is '1', this version of pytest-gpumem reads format 1"),
+        ("format = 1", "format = 1\nenvironment = 5", "unknown key 'environment'; did you mean 'environments'?"),
+        ("format = 1", "format = 1\nzebra = 5", "unknown key 'zebra'; valid: format, environments, tests"),
+        ("total_memory = 85017100288", "total_memory = 1.5", f"environments.{NAME}.total_memory is 1.5, "),
+        ('cuda = "13.0"', "cuda = true", f"environments.{NAME}.cuda is True, expected str or int"),
+        ('cuda = "13.0"', "cuda = []", f"environments.{NAME}.cuda is [], expected str or int"),
+        ('device = "NVIDIA H100 80GB HBM3"\n', "", f"environments.{NAME} has no device"),
+        ('slug = "nvidia-h100-80gb-hbm3"\n', "", f"environments.{NAME} has no slug"),
+        ('slug = "nvidia-h100-80gb-hbm3"', "slug = 100", f"environments.{NAME}.slug is 100, expected str"),
+        (f'environment = "{NAME}"\n', "", f"{STEP} has no environment"),
+        (
+            f'environment = "{NAME}"',
+            'environment = "torch-2"',
+            f"{STEP}.environment is 'torch-2', which [environments] does not have",
+        ),
+        ('recorded = "2026-11-02"\n', "", f"{STEP} has no recorded"),
+        ('recorded = "2026-11-02"', "recorded = 2026-11-02", f"{STEP}.recorded is datetime.date(2026, 11, 2), "),
+        ('commit = "abc1234"', "commit = 1234567", f"{STEP}.commit is 1234567, expected str"),
+        ('step = "train_step"\n', "", f"{STEP} has no step"),
+        ("parameters = 124439808", 'parameters = "124M"', f"{STEP}.parameters is '124M', expected int"),
+        ("parameters = 124439808", "parameters = true", f"{STEP}.parameters is True, expected int"),
+        ("peak_allocated = 8120000000", "peak_allocated = 8.12", f"{STEP}.peak_allocated is 8.12, expected int"),
+        ("peak_allocated = 8120000000", 'peak_allocated = "8 GB"', f"{STEP}.peak_allocated is '8 GB', expected int"),
+        ("peak_allocated = 8120000000", "peak_allocated = true", f"{STEP}.peak_allocated is True, expected int"),
+        (
+            "peak_allocated = 8120000000",
+            "peak_allocated = -1",
+            f"{STEP}.peak_allocated is -1; no peak allocated is negative",
+        ),
+        ("step_time = 0.01231", "step_time = -0.5", f"{STEP}.step_time is -0.5; no step time is negative"),
+        ("step_time = 0.01231", 'step_time = "12 ms"', f"{STEP}.step_time is '12 ms', expected int or float"),
+        (
+            "peak_allocated = 8120000000",
+            "peak_alocated = 8120000000",
+            f"{STEP}.peak_alocated: unknown key; did you mean 'peak_allocated'?",
+        ),
+        ("peak_allocated = 8120000000", "zebra = 5", f"{STEP}.zebra: unknown key; valid: peak_allocated, "),
+    ],
+)
+def test_a_broken_entry_is_told_by_its_key(old, new, message):
+    assert old in TEXT
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}"):
+        parse(TEXT.replace(old, new, 1), FILE)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("format = 1\ntests = 5\n", "tests is 5, expected a table"),
+        ("format = 1\nenvironments = []\n", "environments is [], expected a table"),
+        ("format = 1\n[tests]\ntest_a = 5\n", "tests.test_a is 5, expected a table"),
+        ("format = 1\n[tests.test_a]\ncall = 5\n", "tests.test_a.call is 5, expected a table"),
+        ("format = 1\n[environments]\ncpu = 5\n", "environments.cpu is 5, expected a table"),
+        ("", "format is None, this version of pytest-gpumem reads format 1"),
+        ("format = 1\nformat = 1\n", "not TOML: "),
+        ("{}", "not TOML: "),
+    ],
+)
+def test_a_text_of_another_shape_is_told_by_its_key(text, message):
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}"):
+        parse(text, FILE)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_time_that_is_no_number_is_told_by_its_key(value):
+    with pytest.raises(FormatError, match=re.escape(f"{STEP}.step_time")):
+        parse(TEXT.replace("step_time = 0.01231", f"step_time = {value}"), FILE)
+
+
+def test_a_merge_conflict_is_told_by_its_line():
+    ours, theirs = "peak_allocated = 512", "peak_allocated = 1024"
+    conflict = f"<<<<<<< HEAD\n{ours}\n=======\n{theirs}\n>>>>>>> feature\n"
+    text = TEXT.replace(f"{ours}\n", conflict)
+    line = text.splitlines().index("<<<<<<< HEAD") + 1
+    with pytest.raises(FormatError, match=f"^line {line} is a merge-conflict mark; keep one side of the conflict$"):
+        parse(text, FILE)
+
+
+@pytest.mark.parametrize("mark", ["<<<<<<< HEAD", ">>>>>>> feature", "||||||| base"])
+def test_what_a_careless_merge_leaves_behind_is_told_by_its_line(mark):
+    with pytest.raises(FormatError, match=r"^line 1 is a merge-conflict mark"):
+        parse(f"{mark}\n{TEXT}", FILE)
+
+
+def read_or_message(text):
+    """The entries in a text, or the message of the `FormatError`; anything else goes up."""
+    try:
+        return parse(text, FILE)
+    except FormatError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "cut", ['recorded = "2026', "peak_allocated =", "[tests.test_generate", 'device = "NVIDIA H100 80GB HBM3"']
+)
+def test_a_file_that_was_cut_off_is_refused(cut):
+    with pytest.raises(FormatError):
+        parse(TEXT[: TEXT.index(cut) + len(cut)], FILE)
+
+
+@unhurried
+@given(st.integers(0, len(TEXT) - 1))
+def test_a_file_that_was_cut_off_has_no_entries_that_nobody_wrote(length):
+    result = read_or_message(TEXT[:length])
+    assert isinstance(result, str) or result.keys() <= ENTRIES.keys()
+
+
+@unhurried
+@given(st.integers(0, len(TEXT) - 1), st.sampled_from(string.printable))
+def test_a_file_with_one_wrong_character_is_refused_or_means_what_it_says(position, character):
+    result = read_or_message(TEXT[:position] + character + TEXT[position + 1 :])
+    assert isinstance(result, str) or parse(render(result), FILE) == result
+
+
+@unhurried
+@given(st.text() | st.from_regex(r"(\[[a-z.\"]*\]\n([a-z]+ = [0-9\"a-z.\[\]{}-]*\n){0,3}){0,4}"))
+def test_any_text_is_entries_or_a_format_error(text):
+    result = read_or_message(f"format = {FORMAT}\n{text}")
+    assert isinstance(result, dict) or len(result) > 0

@@ -1,0 +1,332 @@
+"""The store: what is found in it, what a change leaves of it, and what becomes of files that nobody understands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.baselines.entry import Absent, Entry, Key
+from pytest_gpumem.baselines.place import Folder, PlaceError, Url
+from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.measurement import Environment, Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE = "tests/test_gpt.py"
+CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
+H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
+A100 = Environment("nvidia-a100", "NVIDIA A100", {"torch": "2.11.0"})
+
+
+def entry(peak: int, environment: Environment = CPU) -> Entry:
+    return Entry(Workload("call"), environment, {"peak_allocated": peak}, "2026-11-02")
+
+
+def key(test: str = "test_a", file: str = FILE, name: str = "call") -> Key:
+    return Key(file, test, name)
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "store"
+
+
+def stored_tests(root: Path) -> list[str]:
+    """The tests that a session reading the store finds in it."""
+    listed = Store(Folder(root)).keys()
+    return [one.test for _, one in listed]
+
+
+def toml_files(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*.toml"))}
+
+
+# Finding
+
+
+def test_what_was_stored_is_found_by_another_session(root):
+    Store(Folder(root)).change({key(): entry(5)})
+    assert Store(Folder(root)).find(key(), CPU.slug) == entry(5)
+
+
+def test_what_was_stored_is_found_by_the_same_session(root):
+    store = Store(Folder(root))
+    assert store.find(key(), CPU.slug) == Absent()
+    store.change({key(): entry(5)})
+    assert store.find(key(), CPU.slug) == entry(5)
+
+
+def test_nothing_is_found_in_an_empty_store(root):
+    assert Store(Folder(root)).find(key(), CPU.slug) == Absent()
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("other", [key("test_b"), key(file="tests/test_other.py"), key(name="call-2")])
+def test_a_baseline_belongs_to_one_test_of_one_file_and_one_measurement(root, other):
+    Store(Folder(root)).change({key(): entry(5)})
+    assert Store(Folder(root)).find(other, CPU.slug) == Absent()
+
+
+def test_what_is_only_stored_for_other_devices_is_absent_and_names_them(root):
+    Store(Folder(root)).change({key(): entry(5, H100)})
+    Store(Folder(root)).change({key(): entry(6, A100), key("test_b"): entry(7, H100)})
+    assert Store(Folder(root)).find(key(), CPU.slug) == Absent(("NVIDIA A100", "NVIDIA H100 80GB HBM3"))
+    assert Store(Folder(root)).find(key("test_b"), CPU.slug) == Absent(("NVIDIA H100 80GB HBM3",))
+
+
+def test_a_file_of_the_same_name_in_another_folder_is_not_elsewhere(root):
+    Store(Folder(root)).change({key(file="sub/test_gpt.py"): entry(5, H100)})
+    assert Store(Folder(root)).find(key(file="test_gpt.py"), CPU.slug) == Absent()
+
+
+@pytest.mark.parametrize("file", ["../outside/test_gpt.py", "../../test_gpt.py"])
+def test_a_test_file_outside_of_the_root_directory_is_stored_inside_and_found_again(root, file):
+    outside = key(file=file)
+    Store(Folder(root)).change({outside: entry(5)})
+    assert [path for path in toml_files(root.parent) if not path.startswith("store/")] == []
+    assert Store(Folder(root)).find(outside, CPU.slug) == entry(5)
+    Store(Folder(root)).change({outside: entry(6)})
+    assert Store(Folder(root)).find(outside, CPU.slug) == entry(6)
+    assert Store(Folder(root)).keys() == [(CPU.slug, outside)]
+
+
+def test_every_baseline_is_listed_by_device_and_key(root):
+    store = Store(Folder(root))
+    store.change({key("test_b"): entry(5), key("test_a"): entry(6, H100), key(file="a.py"): entry(7)})
+    assert store.keys() == [
+        (CPU.slug, key(file="a.py")),
+        (CPU.slug, key("test_b")),
+        (H100.slug, key("test_a")),
+    ]
+    assert store.keys(H100.slug) == [(H100.slug, key("test_a"))]
+    assert store.keys("nvidia-b200") == []
+
+
+# Changing
+
+
+def test_a_change_leaves_other_entries_as_they_were(root):
+    Store(Folder(root)).change({key("test_a"): entry(5), key("test_b"): entry(6)})
+    Store(Folder(root)).change({key("test_b"): entry(7), key("test_c"): entry(8)})
+    store = Store(Folder(root))
+    assert [store.find(key(test), CPU.slug) for test in ("test_a", "test_b", "test_c")] == [
+        entry(5),
+        entry(7),
+        entry(8),
+    ]
+
+
+def test_a_change_for_one_device_leaves_the_files_of_others_as_they_were(root):
+    Store(Folder(root)).change({key(): entry(5, H100)})
+    before = toml_files(root)
+    Store(Folder(root)).change({key(): entry(6, CPU)})
+    after = toml_files(root)
+    assert before.items() <= after.items()
+    assert set(after) - set(before) == {"cpu-x86_64/tests/test_gpt.py.toml"}
+
+
+def test_entries_of_several_files_and_devices_are_changed_at_once(root):
+    Store(Folder(root)).change({key(): entry(5), key(file="tests/test_b.py"): entry(6, H100)})
+    assert list(toml_files(root)) == [
+        "cpu-x86_64/tests/test_gpt.py.toml",
+        "nvidia-h100-80gb-hbm3/tests/test_b.py.toml",
+    ]
+
+
+def test_an_empty_change_writes_nothing(root):
+    Store(Folder(root)).change({})
+    assert toml_files(root) == {}
+
+
+def test_the_same_entries_give_the_same_bytes_in_any_order(root, tmp_path):
+    entries = {key(test): entry(number) for number, test in enumerate(("test_b", "test_a", "test_c"))}
+    Store(Folder(root)).change(entries)
+    for one in reversed(entries):
+        Store(Folder(tmp_path / "other")).change({one: entries[one]})
+    assert toml_files(root) == toml_files(tmp_path / "other")
+
+
+def test_entries_that_are_gone_are_taken_out(root):
+    Store(Folder(root)).change({key("test_a"): entry(5), key("test_b"): entry(6)})
+    store = Store(Folder(root))
+    store.change({}, gone=[(CPU.slug, key("test_a"))])
+    assert store.find(key("test_a"), CPU.slug) == Absent()
+    assert store.find(key("test_b"), CPU.slug) == entry(6)
+
+
+def test_an_entry_that_is_gone_for_one_device_stays_for_others(root):
+    Store(Folder(root)).change({key(): entry(5)})
+    Store(Folder(root)).change({key(): entry(6, H100)})
+    Store(Folder(root)).change({}, gone=[(CPU.slug, key())])
+    assert Store(Folder(root)).keys() == [(H100.slug, key())]
+
+
+def test_the_file_goes_with_its_last_entry(root):
+    Store(Folder(root)).change({key(): entry(5)})
+    Store(Folder(root)).change({}, gone=[(CPU.slug, key())])
+    assert toml_files(root) == {}
+    assert not (root / "cpu-x86_64").exists()
+
+
+def test_taking_out_what_is_not_there_changes_nothing(root):
+    Store(Folder(root)).change({key(): entry(5)})
+    before = toml_files(root)
+    Store(Folder(root)).change({}, gone=[(CPU.slug, key("test_b")), (H100.slug, key())])
+    assert toml_files(root) == before
+
+
+def test_a_renamed_measurement_goes_and_comes_in_one_change(root):
+    Store(Folder(root)).change({key(name="call"): entry(5)})
+    store = Store(Folder(root))
+    store.change({key(name="generate"): entry(6)}, gone=[(CPU.slug, key(name="call"))])
+    assert store.keys() == [(CPU.slug, key(name="generate"))]
+
+
+def test_a_change_merges_with_what_another_session_wrote_since_it_was_read(root):
+    Store(Folder(root)).change({key("test_a"): entry(5)})
+    mine, theirs = Store(Folder(root)), Store(Folder(root))
+    mine.check()
+    theirs.check()
+    theirs.change({key("test_b"): entry(6)})
+    mine.change({key("test_c"): entry(7)})
+    assert stored_tests(root) == ["test_a", "test_b", "test_c"]
+    assert mine.find(key("test_b"), CPU.slug) == entry(6)
+
+
+def test_sessions_that_write_at_the_same_time_lose_nothing(root):
+    processes, entries = 3, 8
+    writer = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+
+        from pytest_gpumem.baselines.entry import Entry, Key
+        from pytest_gpumem.baselines.place import Folder
+        from pytest_gpumem.baselines.store import Store
+        from pytest_gpumem.measurement import Environment, Workload
+
+        root, mine, entries = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+        environment = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for number in range(entries):
+            entry = Entry(Workload("call"), environment, {"peak_allocated": number}, "2026-11-02")
+            Store(Folder(root)).change({Key("tests/test_gpt.py", f"test_{mine}_{number}", "call"): entry})
+        """
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", writer, str(root), str(number), str(entries)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
+    ]
+    for process in started:
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in started:
+        process.communicate()
+        assert process.returncode == 0
+    assert stored_tests(root) == [f"test_{mine}_{number}" for mine in range(processes) for number in range(entries)]
+
+
+def test_a_store_behind_a_url_works_alike():
+    url = f"memory://{uuid.uuid4().hex}"
+    Store(Url(url)).change({key("test_a"): entry(5), key("test_b"): entry(6, H100)})
+    Store(Url(url)).change({key("test_a"): entry(7)}, gone=[(H100.slug, key("test_b"))])
+    store = Store(Url(url))
+    store.check()
+    assert store.keys() == [(CPU.slug, key("test_a"))]
+    assert store.find(key("test_a"), CPU.slug) == entry(7)
+
+
+# Broken files
+
+BROKEN = {
+    "truncated": lambda text: text[: text.index("recorded") + 12],
+    "of another format": lambda text: text.replace("format = 1", "format = 99"),
+    "with a wrong type": lambda text: text.replace("peak_allocated = 5", "peak_allocated = '5'"),
+    "with a negative size": lambda text: text.replace("peak_allocated = 5", "peak_allocated = -5"),
+    "with an unknown key": lambda text: text.replace("peak_allocated = 5", "peak_alocated = 5"),
+    "with a merge conflict": lambda text: f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> feature\n",
+    "empty": lambda _text: "",
+}
+
+
+@pytest.fixture(params=BROKEN.values(), ids=BROKEN)
+def broken(request, root) -> Path:
+    """A file of the store that was fine once."""
+    Store(Folder(root)).change({key(): entry(5)})
+    path = root / "cpu-x86_64/tests/test_gpt.py.toml"
+    path.write_text(request.param(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return path
+
+
+ACTIONS = {
+    "checking": lambda store: store.check(),
+    "finding": lambda store: store.find(key(), CPU.slug),
+    "finding on another device": lambda store: store.find(key(), H100.slug),
+    "listing": lambda store: store.keys(),
+    "changing": lambda store: store.change({key("test_b"): entry(6)}),
+    "taking out": lambda store: store.change({}, gone=[(CPU.slug, key())]),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_a_file_that_cannot_be_understood_is_named_and_left_as_it_was(root, broken, action):
+    before = broken.read_bytes()
+    with pytest.raises(StoreError) as caught:
+        action(Store(Folder(root)))
+    assert str(caught.value).startswith(f"{broken}: ")
+    assert len(str(caught.value)) > len(f"{broken}: ")
+    assert broken.read_bytes() == before
+    assert toml_files(root).keys() == {"cpu-x86_64/tests/test_gpt.py.toml"}
+
+
+def test_a_broken_file_of_another_test_file_does_not_stand_in_the_way(root, broken):
+    other = key(file="tests/test_other.py")
+    Store(Folder(root)).change({other: entry(6)})
+    assert Store(Folder(root)).find(other, CPU.slug) == entry(6)
+    assert broken.exists()
+
+
+def test_a_change_that_cannot_be_written_leaves_the_store_as_it_was(root, monkeypatch):
+    def full_disk(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    Store(Folder(root)).change({key(): entry(5)})
+    before = toml_files(root)
+    store = Store(Folder(root))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full_disk)
+        with pytest.raises(PlaceError, match="No space left on device"):
+            store.change({key(): entry(6)})
+    assert toml_files(root) == before
+    assert Store(Folder(root)).find(key(), CPU.slug) == entry(5)
+
+
+def test_the_lock_is_given_back_when_a_change_fails(root):
+    Store(Folder(root)).change({key(): entry(5)})
+    (root / "cpu-x86_64/tests/test_gpt.py.toml").write_text("broken", encoding="utf-8")
+    with pytest.raises(StoreError):
+        Store(Folder(root)).change({key(): entry(6)})
+    Store(Folder(root)).change({key(file="tests/test_other.py"): entry(7)})
+    assert Store(Folder(root)).find(key(file="tests/test_other.py"), CPU.slug) == entry(7)
+
+
+def test_other_toml_files_beside_the_devices_folders_are_not_baselines(root):
+    Store(Folder(root)).change({key(): entry(5)})
+    (root / "notes.toml").write_text("anything = 'else'\n", encoding="utf-8")
+    store = Store(Folder(root))
+    store.check()
+    assert store.keys() == [(CPU.slug, key())]

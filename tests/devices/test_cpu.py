@@ -1,0 +1,384 @@
+"""The CPU as a device: exact bytes of tensors, from torch's own allocator events."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.reach import blocks_of
+
+KB = 1000
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def device():
+    """An open device that has just begun to count."""
+    device = CpuDevice()
+    device.open()
+    yield device
+    device.close()
+
+
+# Counting
+
+
+def test_nothing_is_live_and_nothing_was_when_the_device_is_opened(device):
+    assert device.live() == 0
+    assert device.take_peak() == Peak(0)
+
+
+def test_a_tensor_is_as_many_bytes_as_it_asked_for(device):
+    kept = [tensor(1), tensor(4097), torch.empty(3, 5, dtype=torch.float64)]
+    assert device.live() == 1 + 4097 + 3 * 5 * 8
+    del kept
+    assert device.live() == 0
+
+
+def test_a_known_pattern_of_allocations_has_a_known_peak(device):
+    first = tensor(100 * KB)
+    second = tensor(50 * KB)
+    del first
+    third = tensor(20 * KB)
+    del second
+    assert device.live() == 20 * KB
+    assert device.take_peak() == Peak(150 * KB)
+    del third
+    assert device.take_peak() == Peak(20 * KB)
+    assert device.take_peak() == Peak(0)
+
+
+def test_what_an_operator_needs_for_a_moment_is_in_the_peak(device):
+    left, right = torch.ones(1000), torch.ones(1000)
+    device.take_peak()
+    total = (left + right).square().sum()
+    # The sum of the two, then its square beside it; both are gone when the total is there.
+    assert device.take_peak() == Peak(2 * 4000 + 2 * 4000)
+    assert device.live() == 2 * 4000 + 4
+    assert float(total) == 4 * 1000
+
+
+def test_a_view_and_a_write_in_place_cost_nothing(device):
+    base = torch.zeros(1000)
+    device.take_peak()
+    view = base[10:20]
+    view.neg_()
+    assert device.take_peak() == Peak(4000)
+
+
+def test_the_same_work_is_the_same_bytes_every_time(device):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 1))
+    peaks = []
+    for _ in range(3):
+        device.take_peak()
+        model(torch.ones(16, 64)).sum().backward()
+        model.zero_grad(set_to_none=True)
+        peaks.append(device.take_peak())
+    assert len(set(peaks)) == 1
+
+
+def test_readings_take_no_memory(device):
+    before = device.live()
+    for _ in range(3):
+        device.live()
+        device.take_peak()
+        device.known()
+    assert device.live() == before
+    assert device.take_peak() == Peak(before)
+
+
+def test_the_known_blocks_are_those_that_are_live(device):
+    kept = tensor(KB)
+    assert device.known() == blocks_of([kept], device.torch_device).keys()
+
+
+def test_a_device_opened_again_begins_anew():
+    device = CpuDevice()
+    device.open()
+    kept = tensor(KB)
+    assert device.live() == KB
+    device.close()
+    device.open()
+    try:
+        assert device.live() == 0
+        assert kept.numel() == KB
+    finally:
+        device.close()
+
+
+# Blocks from before
+
+
+def test_the_free_of_a_block_from_before_is_not_seen_unless_it_was_adopted():
+    before = tensor(100 * KB)
+    device = CpuDevice()
+    device.open()
+    try:
+        del before
+        assert device.live() == 0
+    finally:
+        device.close()
+
+
+def test_the_free_of_an_adopted_block_is_seen():
+    device = CpuDevice()
+    device.open()
+    # As tensors of shared fixtures, they are made while the device is open an earlier time.
+    tensors = [tensor(100 * KB), tensor(30 * KB)]
+    device.close()
+    device.open()
+    try:
+        device.adopt(blocks_of(tensors[:1], device.torch_device))
+        assert device.live() == 100 * KB
+        tensors.pop(0)
+        assert device.live() == 0
+        tensors.pop(0)
+        assert device.live() == 0
+    finally:
+        device.close()
+
+
+def test_adopted_blocks_are_part_of_the_peak_since_the_device_was_opened():
+    adopted = tensor(100 * KB)
+    device = CpuDevice()
+    device.open()
+    try:
+        temporary = tensor(10 * KB)
+        del temporary
+        device.adopt(blocks_of([adopted], device.torch_device))
+        assert device.take_peak() == Peak(110 * KB)
+    finally:
+        device.close()
+
+
+def test_a_block_that_the_device_saw_itself_is_not_adopted_twice(device):
+    seen = tensor(100 * KB)
+    device.adopt(blocks_of([seen], device.torch_device))
+    assert device.live() == 100 * KB
+
+
+# Settling
+
+
+def test_settling_frees_what_only_cycles_hold(device):
+    gc.disable()
+    try:
+        cycle = [tensor(100 * KB)]
+        cycle.append(cycle)
+        del cycle
+        assert device.live() == 100 * KB
+        device.settle()
+        assert device.live() == 0
+    finally:
+        gc.enable()
+
+
+def test_there_are_no_workspaces_to_release(device):
+    kept = tensor(KB)
+    device.release_workspaces()
+    assert device.live() == kept.numel()
+
+
+def test_the_cpu_reserves_nothing(device):
+    assert device.reserved() is None
+    assert device.take_peak().reserved is None
+
+
+# Threads
+
+
+def test_torch_runs_on_one_thread_while_the_device_is_open():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        device = CpuDevice()
+        device.open()
+        assert torch.get_num_threads() == 1
+        device.close()
+        assert torch.get_num_threads() == 3
+        device.close()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_threads_are_given_back_when_the_device_cannot_be_used(monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("pytest_gpumem.devices.cpu.allocation_events", lambda _profiler: [])
+    torch.set_num_threads(3)
+    try:
+        device = CpuDevice()
+        with pytest.raises(DeviceUnavailable, match="does not report host allocations"):
+            device.open()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.undo()
+    device.open()
+    device.close()
+
+
+# Misuse
+
+
+def test_a_device_cannot_be_opened_twice(device):
+    with pytest.raises(RuntimeError, match="the cpu device is already open"):
+        device.open()
+    kept = tensor(KB)
+    assert device.live() == kept.numel()
+
+
+def test_closing_a_device_twice_does_nothing():
+    device = CpuDevice()
+    device.close()
+    device.open()
+    device.close()
+    device.close()
+    with pytest.raises(RuntimeError, match="the cpu device is not open"):
+        device.live()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        CpuDevice.live,
+        CpuDevice.take_peak,
+        CpuDevice.known,
+        lambda device: device.adopt({}),
+        lambda device: device.paused().__enter__(),
+        lambda device: device.believe(frozenset(), {}),
+    ],
+    ids=["live", "take_peak", "known", "adopt", "paused", "believe"],
+)
+def test_nothing_can_be_read_from_a_closed_device(read):
+    with pytest.raises(RuntimeError, match="the cpu device is not open"):
+        read(CpuDevice())
+
+
+def test_a_profiler_within_makes_the_next_reading_an_error_and_the_one_after_it_works(device):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        kept = tensor(KB)
+    with pytest.raises(MeasuringError, match="only one profiler can run at a time"):
+        device.live()
+    more = tensor(KB)
+    assert device.live() == more.numel()
+    assert kept.numel() == KB
+
+
+def test_a_device_can_be_closed_after_a_profiler_was_within():
+    device = CpuDevice()
+    device.open()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass
+    device.close()
+    device.open()
+    try:
+        kept = tensor(KB)
+        assert device.live() == kept.numel()
+    finally:
+        device.close()
+
+
+# Pausing
+
+
+def test_a_pause_records_nothing_and_keeps_what_was_there(device):
+    before = tensor(100 * KB)
+    device.take_peak()
+    with device.paused():
+        temporary = tensor(500 * KB)
+        del temporary
+    assert device.live() == before.numel()
+    assert device.take_peak() == Peak(100 * KB)
+
+
+def test_what_came_before_a_pause_is_not_lost_in_it(device):
+    first = tensor(100 * KB)
+    del first
+    kept = tensor(30 * KB)
+    with device.paused():
+        pass
+    assert device.live() == kept.numel()
+    assert device.take_peak() == Peak(100 * KB)
+
+
+def test_of_what_a_pause_left_only_what_is_believed_is_live(device):
+    since = device.known()
+    with device.paused():
+        left = [tensor(30 * KB), tensor(70 * KB)]
+    device.believe(since, blocks_of(left[:1], device.torch_device))
+    assert device.live() == 30 * KB
+    assert device.take_peak() == Peak(30 * KB)
+
+
+def test_what_was_freed_in_a_pause_is_not_believed_to_be_live(device):
+    since = device.known()
+    freed = tensor(100 * KB)
+    with device.paused():
+        del freed
+    device.believe(since, {})
+    assert device.live() == 0
+
+
+def test_what_was_known_before_is_believed_whatever_is_told(device):
+    before = tensor(100 * KB)
+    since = device.known()
+    with device.paused():
+        pass
+    device.believe(since, {})
+    assert device.live() == before.numel()
+    del before
+    assert device.live() == 0
+
+
+def test_counting_goes_on_after_an_error_in_a_pause(device):
+    with pytest.raises(ZeroDivisionError), device.paused():
+        raise ZeroDivisionError
+    kept = tensor(KB)
+    assert device.live() == kept.numel()
+
+
+def test_no_profiler_slows_a_pause_down(device):
+    with device.paused():
+        assert not torch.autograd._profiler_enabled()
+    assert torch.autograd._profiler_enabled()
+
+
+# Time and place
+
+
+def test_time_is_that_of_the_monotonic_clock(device, monkeypatch):
+    readings = iter([10.0, 12.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(readings))
+    ran = []
+    assert device.time(lambda: ran.append(True)) == 2.5
+    assert ran == [True]
+
+
+def test_tensors_go_to_the_cpu():
+    assert CpuDevice().torch_device == torch.device("cpu")
+
+
+def test_the_environment_names_what_moves_the_figures(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "AMD64")
+    environment = CpuDevice().environment()
+    assert (environment.slug, environment.device) == ("cpu-amd64", "CPU (AMD64)")
+    assert dict(environment.details) == {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def test_nothing_is_left_in_the_environment_variables(device):
+    device.live()
+    device.close()
+    assert os.environ.get("KINETO_LOG_LEVEL") != "99"

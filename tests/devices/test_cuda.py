@@ -1,0 +1,440 @@
+"""The CUDA device over a made-up allocator: which statistics are read, and what may happen to them meanwhile.
+
+`SyntheticCuda` is written by hand and imitates what the caching allocator's statistics do. No figure here was measured on
+a GPU; recordings of real ones are played back elsewhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
+from pytest_gpumem.devices.cuda_runtime import GpuProperties
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.steps.figures import Figures
+
+MIB = 2**20
+ROUNDING = 512
+SEGMENT = 2 * MIB
+
+
+class Block:
+    """Memory that is given back when nobody holds it any more, as a tensor's."""
+
+
+class SyntheticCuda:
+    """An allocator that rounds blocks up to 512 bytes and takes segments of 2 MiB, which it keeps until told otherwise.
+
+    ``counters`` are the statistics that it keeps; the real one keeps all three.
+    """
+
+    def __init__(self, counters=("requested_bytes", "allocated_bytes", "reserved_bytes"), counts=True):
+        self._counters = counters
+        self._counts = counts
+        self._current = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes"), 0)
+        self._peak = dict(self._current)
+        self._workspace: Block | None = None
+        self.calls: list[str] = []
+
+    def torch_device(self):
+        return torch.device("cuda", 0)
+
+    def properties(self):
+        return GpuProperties("NVIDIA H100 80GB HBM3", 85_017_100_288, "580.95.05", "GPU-0")
+
+    def statistics(self):
+        values = {}
+        for counter in self._counters:
+            values[f"{counter}.all.current"] = self._current[counter]
+            values[f"{counter}.all.peak"] = self._peak[counter]
+        return values
+
+    def reset_peaks(self):
+        # As torch does it: our own resets go through the function that measured code calls, too.
+        torch.cuda.reset_peak_memory_stats()
+
+    def really_reset_peaks(self, _device=None):
+        self._peak = dict(self._current)
+
+    def clear_workspaces(self):
+        self.calls.append("clear_workspaces")
+        self._workspace = None
+
+    def empty_cache(self):
+        self.calls.append("empty_cache")
+        self._current["reserved_bytes"] = _up(self._current["allocated_bytes"], SEGMENT)
+
+    def synchronize(self):
+        self.calls.append("synchronize")
+
+    def allocate(self, nbytes):
+        block = Block()
+        if self._counts:
+            self._change(nbytes)
+            weakref.finalize(block, self._change, -nbytes)
+        return block
+
+    def make_workspace(self, nbytes):
+        self._workspace = self.allocate(nbytes)
+
+    def time(self, run):
+        run()
+        return 0.25
+
+    def _change(self, nbytes):
+        sign = 1 if nbytes > 0 else -1
+        self._current["requested_bytes"] += nbytes
+        self._current["allocated_bytes"] += sign * _up(abs(nbytes), ROUNDING)
+        reserved = _up(self._current["allocated_bytes"], SEGMENT)
+        self._current["reserved_bytes"] = max(self._current["reserved_bytes"], reserved)
+        for counter, value in self._current.items():
+            self._peak[counter] = max(self._peak[counter], value)
+
+
+def _up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    made = SyntheticCuda()
+    for module in ("torch.cuda", "torch.cuda.memory"):
+        monkeypatch.setattr(f"{module}.reset_peak_memory_stats", made.really_reset_peaks)
+    return made
+
+
+@pytest.fixture
+def device(cuda):
+    device = CudaDevice(cuda)
+    device.open()
+    yield device
+    device.close()
+
+
+# Counting
+
+
+def test_bytes_are_counted_as_they_were_asked_for_and_not_as_they_were_rounded(cuda, device):
+    before = device.live()
+    kept = [cuda.allocate(1), cuda.allocate(1000)]
+    assert device.live() - before == 1001
+    assert len(kept) == 2
+
+
+def test_the_peak_is_that_since_the_last_was_taken(cuda, device):
+    device.take_peak()
+    first = cuda.allocate(100 * MIB)
+    del first
+    second = cuda.allocate(30 * MIB)
+    assert device.take_peak() == Peak(100 * MIB, 100 * MIB)
+    assert device.take_peak().allocated == 30 * MIB
+    del second
+    assert device.take_peak().allocated == 30 * MIB
+    assert device.take_peak().allocated == 0
+
+
+def test_the_first_peak_does_not_reach_back_before_the_device_was_opened(cuda):
+    before = cuda.allocate(100 * MIB)
+    del before
+    device = CudaDevice(cuda)
+    device.open()
+    assert device.take_peak().allocated == 0
+    device.close()
+
+
+def test_the_allocation_that_finds_the_statistics_is_in_no_peak(device):
+    assert device.take_peak().allocated == 0
+    assert device.live() == 0
+
+
+def test_reserved_memory_is_what_the_allocator_holds(cuda, device):
+    block = cuda.allocate(1)
+    assert device.reserved() == SEGMENT
+    del block
+    assert device.reserved() == SEGMENT
+    device.settle()
+    assert device.reserved() == 0
+
+
+def test_foreign_bytes_cancel_out(cuda):
+    foreign = cuda.allocate(70 * MIB)
+    device = CudaDevice(cuda)
+    device.open()
+    windows = Windows(device)
+    own = cuda.allocate(10 * MIB)
+    live_before, reserved_before = device.live(), device.reserved()
+    window = windows.open()
+    temporary = cuda.allocate(4 * MIB)
+    del temporary
+    peak = windows.close(window)
+    figures = Figures(10 * MIB, live_before, reserved_before, peak, device.live(), device.live())
+    assert figures.memory_metrics() == {
+        "peak_allocated": 14 * MIB,
+        "peak_reserved": 14 * MIB,
+        "retained": 0,
+        "cyclic_garbage": 0,
+    }
+    device.close()
+    assert own is not foreign
+
+
+# Statistics that are not what they should be
+
+
+@pytest.mark.parametrize(
+    "made",
+    [SyntheticCuda(counts=False), SyntheticCuda(counters=("reserved_bytes",)), SyntheticCuda(counters=())],
+    ids=["never move", "of no tensors", "none at all"],
+)
+def test_an_allocator_without_statistics_is_not_believed(made):
+    device = CudaDevice(made)
+    with pytest.raises(DeviceUnavailable, match="the CUDA allocator keeps no statistics") as caught:
+        device.open()
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in str(caught.value)
+    with pytest.raises(RuntimeError, match="not open"):
+        device.live()
+
+
+def test_an_allocator_that_does_not_count_requests_is_read_as_rounded(monkeypatch):
+    made = SyntheticCuda(counters=("allocated_bytes", "reserved_bytes"))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", made.really_reset_peaks)
+    device = CudaDevice(made)
+    device.open()
+    before = device.live()
+    kept = made.allocate(1)
+    assert device.live() - before == ROUNDING
+    assert device.take_peak().allocated == ROUNDING
+    device.close()
+    assert kept is not None
+
+
+def test_an_allocator_whose_count_of_requests_stands_still_is_read_as_rounded(monkeypatch):
+    made = SyntheticCuda()
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", made.really_reset_peaks)
+    really = made.statistics
+    made.statistics = lambda: {**really(), "requested_bytes.all.current": 0, "requested_bytes.all.peak": 0}
+    device = CudaDevice(made)
+    device.open()
+    kept = made.allocate(1)
+    assert device.live() == ROUNDING
+    device.close()
+    assert kept is not None
+
+
+# Resets by measured code
+
+
+def test_a_reset_by_measured_code_does_not_hide_the_peak_before_it(cuda, device):
+    first = cuda.allocate(100 * MIB)
+    del first
+    torch.cuda.reset_peak_memory_stats()
+    second = cuda.allocate(30 * MIB)
+    del second
+    assert device.take_peak() == Peak(100 * MIB, 100 * MIB)
+    assert device.take_peak().allocated == 0
+
+
+def test_the_peak_after_a_reset_by_measured_code_counts_as_well(cuda, device):
+    first = cuda.allocate(30 * MIB)
+    del first
+    torch.cuda.memory.reset_peak_memory_stats()
+    second = cuda.allocate(100 * MIB)
+    del second
+    torch.cuda.reset_peak_memory_stats(0)
+    assert device.take_peak().allocated == 100 * MIB
+
+
+def test_what_measured_code_reads_after_its_own_reset_is_what_it_would_read_without_us(cuda, device):
+    first = cuda.allocate(100 * MIB)
+    del first
+    torch.cuda.reset_peak_memory_stats()
+    second = cuda.allocate(30 * MIB)
+    assert cuda.statistics()["requested_bytes.all.peak"] == 30 * MIB
+    assert device.take_peak().allocated == 100 * MIB
+    del second
+
+
+def test_a_closed_device_leaves_resets_alone(cuda):
+    before = torch.cuda.reset_peak_memory_stats
+    device = CudaDevice(cuda)
+    device.open()
+    assert torch.cuda.reset_peak_memory_stats is not before
+    device.close()
+    assert torch.cuda.reset_peak_memory_stats == before
+
+
+def test_a_peak_that_measured_code_reset_is_not_carried_into_the_next_stretch(cuda):
+    device = CudaDevice(cuda)
+    device.open()
+    first = cuda.allocate(100 * MIB)
+    del first
+    torch.cuda.reset_peak_memory_stats()
+    device.close()
+    device.open()
+    assert device.take_peak().allocated == 0
+    device.close()
+
+
+# Pausing
+
+
+def test_what_happens_in_a_pause_is_not_in_the_peak(cuda, device):
+    device.take_peak()
+    with device.paused():
+        temporary = cuda.allocate(100 * MIB)
+        del temporary
+        torch.cuda.reset_peak_memory_stats()
+    assert device.take_peak().allocated == 0
+
+
+def test_a_pause_keeps_the_peak_before_it(cuda, device):
+    device.take_peak()
+    first = cuda.allocate(30 * MIB)
+    del first
+    with device.paused():
+        temporary = cuda.allocate(100 * MIB)
+        del temporary
+    assert device.take_peak().allocated == 30 * MIB
+
+
+def test_what_a_pause_left_behind_is_live(cuda, device):
+    with device.paused():
+        kept = cuda.allocate(MIB)
+    assert device.live() == MIB
+    assert kept is not None
+
+
+def test_the_allocator_knows_every_block_so_that_there_is_none_to_adopt_or_believe(device):
+    device.adopt({0: 100})
+    device.believe(frozenset(), {0: 100})
+    assert device.live() == 0
+    assert device.known() == frozenset()
+
+
+# Opening and closing
+
+
+def test_a_device_cannot_be_opened_twice(device):
+    with pytest.raises(RuntimeError, match="the cuda device is already open"):
+        device.open()
+    assert device.live() == 0
+
+
+def test_closing_twice_does_nothing(cuda):
+    device = CudaDevice(cuda)
+    device.close()
+    device.open()
+    device.close()
+    device.close()
+    device.open()
+    assert device.live() == 0
+    device.close()
+
+
+@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.reserved, CudaDevice.take_peak])
+def test_nothing_can_be_read_from_a_closed_device(cuda, read):
+    with pytest.raises(RuntimeError, match="the cuda device is not open"):
+        read(CudaDevice(cuda))
+
+
+def locks_of(log: list[str]):
+    @contextmanager
+    def lock():
+        log.append("locked")
+        try:
+            yield
+        finally:
+            log.append("unlocked")
+
+    return lock
+
+
+def test_the_gpu_is_ours_while_the_device_is_open(cuda):
+    log: list[str] = []
+    device = CudaDevice(cuda, locks_of(log))
+    assert log == []
+    device.open()
+    assert log == ["locked"]
+    device.close()
+    assert log == ["locked", "unlocked"]
+    device.open()
+    device.close()
+    assert log == ["locked", "unlocked"] * 2
+
+
+def test_the_gpu_is_given_back_when_the_device_cannot_be_used():
+    log: list[str] = []
+    device = CudaDevice(SyntheticCuda(counts=False), locks_of(log))
+    with pytest.raises(DeviceUnavailable):
+        device.open()
+    assert log == ["locked", "unlocked"]
+
+
+# Settling, time and place
+
+
+def test_settling_drops_workspaces_before_the_cache_and_then_waits(cuda, device):
+    cuda.make_workspace(32 * MIB)
+    assert device.live() == 32 * MIB
+    cuda.calls.clear()
+    device.settle()
+    assert cuda.calls == ["clear_workspaces", "empty_cache", "synchronize"]
+    assert (device.live(), device.reserved()) == (0, 0)
+
+
+def test_workspaces_can_be_released_without_emptying_the_cache(cuda, device):
+    cuda.make_workspace(32 * MIB)
+    device.release_workspaces()
+    assert (device.live(), device.reserved()) == (0, 32 * MIB)
+
+
+def test_time_is_that_of_the_runtime(device):
+    ran = []
+    assert device.time(lambda: ran.append(True)) == 0.25
+    assert ran == [True]
+
+
+def test_tensors_go_to_the_gpu_of_the_runtime(cuda):
+    assert CudaDevice(cuda).torch_device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "allocator"),
+    [
+        ({}, "default"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
+        ({"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": ""}, "default"),
+    ],
+)
+def test_the_environment_names_what_moves_the_figures(cuda, monkeypatch, variables, allocator):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment = CudaDevice(cuda).environment()
+    assert (environment.slug, environment.device) == ("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3")
+    assert dict(environment.details) == {
+        "total_memory": 85_017_100_288,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "driver": "580.95.05",
+        "allocator": allocator,
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "nvidia-a100-sxm4-40gb-mig-1g-5gb"),
+        ("AMD Instinct MI300X (XCD)", "amd-instinct-mi300x-xcd"),
+    ],
+)
+def test_a_gpus_name_becomes_the_name_of_a_folder(device, slug):
+    assert cuda_slug(device) == slug

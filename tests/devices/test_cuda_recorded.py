@@ -1,0 +1,261 @@
+"""The cuda device against statistics that were recorded on real GPUs, played back where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.devices.cuda import CudaDevice
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.steps.runner import Phase, measure_step
+from tests.gpu.recording import (
+    ACTIVATIONS,
+    COUNTERS,
+    END,
+    PARAMETERS,
+    STEP,
+    TEMPORARY,
+    TENSORS,
+    Action,
+    Recording,
+    ReplayedCuda,
+    Seen,
+    record,
+    seen_by_device,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pytest_gpumem.devices.cuda_runtime import CudaRuntime, GpuProperties
+
+RECORDINGS = sorted((Path(__file__).parents[1] / "data").glob("cuda-statistics-*.json"))
+MADE_UP = {"total_memory": 8 * 10**9, "driver": "1.2"}
+
+
+@pytest.fixture(params=RECORDINGS or [None], ids=lambda path: path.stem if path else "none")
+def recording(request: pytest.FixtureRequest) -> Recording:
+    if request.param is None:
+        pytest.skip("there is no recording of a GPU in tests/data; `make gpu` makes one where there is a GPU")
+    return Recording.from_json(request.param.read_text(encoding="utf-8"))
+
+
+def by_hand(recording: Recording) -> list[Seen]:
+    return [Seen(moment.name, moment.held, moment.peak) for moment in recording.moments if moment.peak is not None]
+
+
+def test_live_bytes_and_peaks_of_a_recorded_gpu_are_those_made_by_hand(recording: Recording) -> None:
+    seen = seen_by_device(recording)
+    assert [one.held for one in seen] == [moment.held for moment in recording.moments]
+    known = {one.name for one in by_hand(recording)}
+    assert [one for one in seen if one.name in known] == by_hand(recording)
+
+
+def test_the_recorded_gpu_rounds_what_the_device_reports_unrounded(recording: Recording) -> None:
+    first = recording.moments[0]
+    counted = {
+        counter: first.after[f"{counter}.current"] - recording.start[f"{counter}.current"] for counter in COUNTERS
+    }
+    assert counted["requested_bytes.all"] == first.held
+    assert counted["allocated_bytes.all"] > first.held
+    assert counted["reserved_bytes.all"] >= counted["allocated_bytes.all"]
+
+
+def test_workspaces_of_a_recorded_gpu_are_in_the_peak_and_not_left_over(recording: Recording) -> None:
+    seen = {one.name: one for one in seen_by_device(recording)}
+    product = seen["matmul"].held
+    assert seen["matmul"].peak >= 2 * product
+    assert seen["no more product"].held == -product
+
+
+def test_a_step_of_a_recorded_gpu_measures_as_made_by_hand(recording: Recording) -> None:
+    assert measured_step(recording) == STEP_BY_HAND
+
+
+# The same, against a GPU that is made up: so that what plays recordings back is known to work while there are none.
+
+
+def test_a_made_up_gpu_is_recorded_and_played_back_to_the_byte() -> None:
+    recording = record(MadeUpCuda(), (*TENSORS, *END), "a made-up GPU", MADE_UP)
+    assert len(by_hand(recording)) == len(TENSORS) + len(END)
+    assert seen_by_device(recording) == by_hand(recording)
+
+
+def test_a_step_of_a_made_up_gpu_measures_as_made_by_hand() -> None:
+    recording = record(MadeUpCuda(), (*TENSORS, *END), "a made-up GPU", MADE_UP)
+    assert measured_step(recording) == STEP_BY_HAND
+
+
+def test_workspaces_of_a_made_up_gpu_are_in_the_peak_and_not_left_over() -> None:
+    workload = (
+        Action("matmul", multiply, held=1000, peak=None),
+        Action("no more product", lambda runtime, held: held.clear(), held=-1000, peak=0),
+    )
+    seen = seen_by_device(record(MadeUpCuda(), workload, "a made-up GPU", MADE_UP))
+    assert seen == [Seen("matmul", 1000, 1000 + WORKSPACE), Seen("no more product", -1000, 0)]
+
+
+def test_an_allocator_that_counts_no_requests_is_played_back_as_rounded() -> None:
+    recording = record(MadeUpCuda(counts_requests=False), (*TENSORS, *END), "a made-up GPU", MADE_UP)
+    assert "requested_bytes.all.current" not in recording.start
+    assert [one.held for one in seen_by_device(recording)] == [
+        rounded(PARAMETERS),
+        rounded(ACTIVATIONS),
+        rounded(PARAMETERS) - rounded(ACTIVATIONS),
+        -rounded(PARAMETERS),
+        -rounded(PARAMETERS),
+    ]
+
+
+def test_a_recording_survives_its_file() -> None:
+    recording = record(MadeUpCuda(), TENSORS, "a made-up GPU", MADE_UP)
+    assert Recording.from_json(recording.to_json()) == recording
+
+
+def test_a_recording_of_another_format_is_refused() -> None:
+    text = record(MadeUpCuda(), TENSORS, "a made-up GPU", MADE_UP).to_json().replace('"format": 1', '"format": 0')
+    with pytest.raises(ValueError, match="not a recording of format 1"):
+        Recording.from_json(text)
+
+
+def test_a_replay_reads_the_names_of_its_gpu() -> None:
+    runtime = ReplayedCuda(record(MadeUpCuda(), TENSORS, "a made-up GPU", MADE_UP))
+    environment = CudaDevice(runtime).environment()
+    assert (environment.device, environment.slug) == ("a made-up GPU", "a-made-up-gpu")
+    assert environment.details["total_memory"] == MADE_UP["total_memory"]
+    assert environment.details["driver"] == "1.2"
+
+
+def test_a_replay_keeps_the_cache_until_it_is_emptied() -> None:
+    recording = record(MadeUpCuda(), TENSORS, "a made-up GPU", MADE_UP)
+    device = CudaDevice(runtime := ReplayedCuda(recording))
+    device.open()
+    for name in ("parameters", *STEP):
+        runtime.play(name)
+    cached = device.reserved()
+    device.settle()
+    rest = device.reserved()
+    device.close()
+    assert cached is not None
+    assert rest is not None
+    assert rest < cached
+    assert rest >= PARAMETERS
+
+
+STEP_BY_HAND = {
+    "peak_allocated": PARAMETERS + ACTIVATIONS + PARAMETERS + TEMPORARY,
+    "peak_forward": PARAMETERS + ACTIVATIONS + TEMPORARY,
+    "peak_backward": PARAMETERS + ACTIVATIONS + PARAMETERS + TEMPORARY,
+    "peak_optimizer": PARAMETERS + PARAMETERS + PARAMETERS,
+    "retained": 0,
+    "cyclic_garbage": 0,
+}
+
+
+def measured_step(recording: Recording) -> dict[str, int]:
+    """What measuring makes of the recorded training step, with the parameters as the step's own."""
+    runtime = ReplayedCuda(recording)
+    device = CudaDevice(runtime)
+    device.open()
+    try:
+        runtime.play("parameters")
+        device.settle()
+        figures = measure_step(
+            [Phase(name, playing(runtime, name)) for name in STEP],
+            device,
+            Windows(device),
+            own=dict,
+            own_before=PARAMETERS,
+            live_before=device.live(),
+            timed=False,
+        )
+        metrics = figures.memory.memory_metrics()
+        assert figures.settled
+        assert metrics.pop("peak_reserved") >= metrics["peak_allocated"]
+        return metrics
+    finally:
+        device.close()
+
+
+def playing(runtime: ReplayedCuda, name: str) -> Callable[[], None]:
+    return lambda: runtime.play(name)
+
+
+WORKSPACE = 8_519_680
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
+
+
+class Block:
+    """Memory of the made-up GPU, freed when it is dropped."""
+
+    def __init__(self, gpu: MadeUpCuda, nbytes: int) -> None:
+        self._gpu, self._nbytes = gpu, nbytes
+        gpu.count(nbytes)
+
+    def __del__(self) -> None:
+        self._gpu.count(-self._nbytes)
+
+
+@dataclass
+class MadeUpCuda:
+    """A GPU whose allocator rounds to 512 bytes, and reserves what it ever needed until its cache is emptied."""
+
+    counts_requests: bool = True
+    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    peaks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    workspace: Block | None = None
+
+    def count(self, nbytes: int) -> None:
+        requested, allocated, reserved = COUNTERS
+        self.now[requested] += nbytes
+        self.now[allocated] += rounded(nbytes) if nbytes > 0 else -rounded(-nbytes)
+        self.now[reserved] = max(self.now[reserved], self.now[allocated])
+        for counter in COUNTERS:
+            self.peaks[counter] = max(self.peaks[counter], self.now[counter])
+
+    def torch_device(self) -> torch.device:
+        raise AssertionError("nothing runs on it")
+
+    def properties(self) -> GpuProperties:
+        raise AssertionError("it has none")
+
+    def statistics(self) -> dict[str, int]:
+        counters = COUNTERS if self.counts_requests else COUNTERS[1:]
+        return {
+            f"{counter}.{which}": values[counter]
+            for which, values in (("current", self.now), ("peak", self.peaks))
+            for counter in counters
+        }
+
+    def reset_peaks(self) -> None:
+        self.peaks = dict(self.now)
+
+    def clear_workspaces(self) -> None:
+        self.workspace = None
+
+    def empty_cache(self) -> None:
+        _, allocated, reserved = COUNTERS
+        self.now[reserved] = self.now[allocated]
+
+    def synchronize(self) -> None:
+        return
+
+    def allocate(self, nbytes: int) -> object:
+        return Block(self, nbytes)
+
+    def time(self, run: Callable[[], None]) -> float:
+        raise AssertionError("nothing is timed")
+
+
+def multiply(runtime: CudaRuntime, held: dict[str, object]) -> None:
+    assert isinstance(runtime, MadeUpCuda)
+    runtime.workspace = Block(runtime, WORKSPACE)
+    held["product"] = runtime.allocate(1000)

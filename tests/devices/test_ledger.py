@@ -1,0 +1,167 @@
+"""Live bytes and their peak from allocation events."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.devices.ledger import Ledger
+from pytest_gpumem.devices.torch_internals import AllocationEvent
+
+unhurried = settings(deadline=None)
+
+
+def alloc(address: int, nbytes: int) -> AllocationEvent:
+    return AllocationEvent(0, address, nbytes)
+
+
+def free(address: int, nbytes: int) -> AllocationEvent:
+    return AllocationEvent(0, address, -nbytes)
+
+
+def test_nothing_is_live_in_the_beginning():
+    ledger = Ledger()
+    assert (ledger.live, ledger.take_peak(), ledger.addresses) == (0, 0, frozenset())
+
+
+def test_the_peak_is_the_most_that_was_live_at_once():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100), alloc(2, 50), free(1, 100), alloc(3, 20), free(2, 50)])
+    assert ledger.live == 20
+    assert ledger.take_peak() == 150
+
+
+def test_the_next_peak_begins_with_what_is_live():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100), alloc(2, 50), free(2, 50)])
+    assert ledger.take_peak() == 150
+    assert ledger.take_peak() == 100
+    ledger.apply([alloc(3, 1)])
+    assert ledger.take_peak() == 101
+
+
+def test_a_free_of_somebody_elses_block_changes_nothing():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100), free(2, 70)])
+    assert ledger.live == 100
+
+
+def test_a_block_at_a_known_address_replaces_the_earlier_one():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100), alloc(1, 30)])
+    assert ledger.live == 30
+    assert ledger.take_peak() == 100
+
+
+def test_a_block_is_freed_whole_whatever_the_event_says_of_its_size():
+    ledger = Ledger()
+    ledger.adopt({1: 100})
+    ledger.apply([free(1, 64)])
+    assert ledger.live == 0
+
+
+def test_adopted_blocks_were_live_during_the_peak():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100), free(1, 100)])
+    ledger.adopt({2: 50})
+    assert ledger.live == 50
+    assert ledger.take_peak() == 150
+
+
+def test_a_known_block_is_not_adopted_twice():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100)])
+    ledger.adopt({1: 100})
+    ledger.adopt({1: 100})
+    assert (ledger.live, ledger.take_peak()) == (100, 100)
+
+
+def test_the_free_of_an_adopted_block_is_seen():
+    ledger = Ledger()
+    ledger.adopt({1: 100, 2: 50})
+    ledger.apply([free(1, 100)])
+    assert (ledger.live, ledger.addresses) == (50, {2})
+
+
+def test_restricting_forgets_what_is_neither_old_nor_kept():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100), alloc(2, 50), alloc(3, 20)])
+    ledger.restrict(frozenset({1}), {2: 50})
+    assert (ledger.live, ledger.addresses, ledger.take_peak()) == (150, {1, 2}, 150)
+
+
+def test_restricting_learns_of_what_is_kept():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100)])
+    ledger.restrict(frozenset({1}), {2: 50})
+    assert (ledger.live, ledger.addresses) == (150, {1, 2})
+
+
+class Naive:
+    """The same in the plainest way: every number of live bytes since the last peak is kept."""
+
+    def __init__(self):
+        self.blocks = {}
+        self.history = [0]
+
+    def live(self):
+        return sum(self.blocks.values())
+
+    def apply(self, address, nbytes):
+        self.blocks.pop(address, None)
+        if nbytes > 0:
+            self.blocks[address] = nbytes
+        self.history.append(self.live())
+
+    def adopt(self, blocks):
+        before = self.live()
+        self.blocks = {**blocks, **self.blocks}
+        self.history = [value + self.live() - before for value in self.history]
+
+    def restrict(self, addresses, blocks):
+        self.blocks = {address: n for address, n in self.blocks.items() if address in addresses} | blocks
+        self.history = [self.live()]
+
+    def take_peak(self):
+        peak = max(self.history)
+        self.history = [self.live()]
+        return peak
+
+
+ADDRESSES = st.integers(1, 6)
+BLOCKS = st.dictionaries(ADDRESSES, st.integers(1, 100), max_size=3)
+ACTIONS = st.lists(
+    st.tuples(st.just("apply"), ADDRESSES, st.integers(-100, 100).filter(bool))
+    | st.tuples(st.just("adopt"), BLOCKS)
+    | st.tuples(st.just("restrict"), st.frozensets(ADDRESSES), BLOCKS)
+    | st.tuples(st.just("take_peak")),
+    max_size=25,
+)
+
+
+@settings(unhurried, max_examples=300)
+@given(ACTIONS)
+def test_the_ledger_counts_as_one_would_by_hand(actions):
+    ledger, naive = Ledger(), Naive()
+    for action, *arguments in actions:
+        if action == "apply":
+            ledger.apply([AllocationEvent(0, *arguments)])
+        elif action != "take_peak":
+            getattr(ledger, action)(*arguments)
+        if action == "take_peak":
+            assert ledger.take_peak() == naive.take_peak()
+        else:
+            getattr(naive, action)(*arguments)
+        assert (ledger.live, ledger.addresses) == (naive.live(), naive.blocks.keys())
+    assert ledger.take_peak() == naive.take_peak()
+
+
+@unhurried
+@given(st.lists(st.tuples(ADDRESSES, st.integers(-100, 100).filter(bool)), max_size=25), st.integers(0, 25))
+def test_it_does_not_matter_in_how_many_pieces_events_are_applied(events, cut):
+    made = [AllocationEvent(0, address, nbytes) for address, nbytes in events]
+    whole, pieces = Ledger(), Ledger()
+    whole.apply(made)
+    pieces.apply(made[:cut])
+    pieces.apply(made[cut:])
+    assert (whole.live, whole.addresses, whole.take_peak()) == (pieces.live, pieces.addresses, pieces.take_peak())

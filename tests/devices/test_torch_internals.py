@@ -1,0 +1,118 @@
+"""The private names of torch: that they do what measuring needs of them, whichever torch it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pytest_gpumem.devices.torch_internals import (
+    PEAK_RESETS,
+    AllocationEvent,
+    allocation_events,
+    clear_cublas_workspaces,
+    parts_of_coo,
+)
+
+
+def recorded(run) -> list[AllocationEvent]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    return allocation_events(profiler)
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_an_allocation_is_an_event_with_its_address_and_as_many_bytes_as_were_asked_for():
+    kept = []
+    (event,) = recorded(lambda: kept.append(tensor(1001)))
+    assert (event.address, event.nbytes) == (kept[0].untyped_storage().data_ptr(), 1001)
+
+
+def test_a_free_is_an_event_with_the_same_address_and_the_bytes_negative():
+    allocation, free = recorded(lambda: tensor(1001))
+    assert free == AllocationEvent(free.time_ns, allocation.address, -1001)
+    assert free.time_ns >= allocation.time_ns
+
+
+def test_events_come_in_the_order_in_which_they_happened():
+    def run():
+        first = tensor(10)
+        second = tensor(20)
+        del first
+        third = tensor(30)
+        del second, third
+
+    assert [event.nbytes for event in recorded(run)] == [10, 20, -10, 30, -20, -30]
+
+
+def test_many_events_come_in_the_order_in_which_they_happened():
+    sizes = [64 + 8 * number for number in range(300)]
+
+    def run():
+        for size in sizes:
+            tensor(size)
+
+    assert [event.nbytes for event in recorded(run)] == [signed for size in sizes for signed in (size, -size)]
+
+
+def test_events_within_operators_are_found_at_any_depth():
+    left = torch.ones(1000)
+
+    def run():
+        with torch.profiler.record_function("outer"), torch.profiler.record_function("inner"):
+            (left + left).square()
+
+    assert [event.nbytes for event in recorded(run)] == [4000, 4000, -4000, -4000]
+
+
+def test_events_of_a_backward_pass_are_found():
+    weight = torch.ones(1000, requires_grad=True)
+    loss = weight.sum()
+    events = recorded(loss.backward)
+    assert weight.grad.untyped_storage().data_ptr() in {event.address for event in events if event.nbytes == 4000}
+
+
+def test_without_allocations_there_are_no_events():
+    assert recorded(lambda: None) == []
+
+
+def test_indices_and_values_of_a_sparse_tensor_are_found_also_when_they_are_not_coalesced():
+    indices, values = torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0])
+    uncoalesced = torch.sparse_coo_tensor(indices, values, (2, 2), check_invariants=False)
+    assert not uncoalesced.is_coalesced()
+    for sparse, count in ((uncoalesced, 2), (uncoalesced.coalesce(), 1)):
+        found_indices, found_values = parts_of_coo(sparse)
+        assert (found_indices.shape, found_values.shape) == ((2, count), (count,))
+
+
+def test_finding_the_parts_of_a_sparse_tensor_copies_nothing():
+    sparse = torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=False)
+    first, second = parts_of_coo(sparse), parts_of_coo(sparse)
+    assert [part.data_ptr() for part in first] == [part.data_ptr() for part in second]
+
+
+def test_the_workspaces_of_cublas_are_cleared(monkeypatch):
+    cleared = []
+    monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", lambda: cleared.append(True), raising=False)
+    clear_cublas_workspaces()
+    assert cleared == [True]
+
+
+def test_a_torch_that_cannot_clear_workspaces_says_so(monkeypatch):
+    monkeypatch.delattr("torch._C._cuda_clearCublasWorkspaces", raising=False)
+    with pytest.raises(AttributeError, match="_cuda_clearCublasWorkspaces"):
+        clear_cublas_workspaces()
+
+
+def test_what_public_resets_end_in_is_among_the_names_that_are_guarded():
+    import inspect
+
+    public = [torch.cuda.reset_peak_memory_stats]
+    if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "reset_peak_memory_stats"):
+        public.append(torch.accelerator.reset_peak_memory_stats)
+    for reset in public:
+        source = inspect.getsource(reset)
+        assert any(f"{module}.{name}(" in source for module, name in PEAK_RESETS), reset

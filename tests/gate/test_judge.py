@@ -1,0 +1,423 @@
+"""The judge: every outcome, the borders of tolerances, and for which outcomes a test fails."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.judge import failing_outcomes, judge
+from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.units import parse_ratio
+
+unhurried = settings(deadline=None)
+GB = 10**9
+H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0", "allocator": "default"})
+TRAIN = Workload("train_step", "fp32", 1000, "int64[4, 256]")
+
+
+def measured(environment=H100, workload=TRAIN, settled=True, notes=(), **metrics) -> Measurement:
+    return Measurement("train_step", workload, environment, metrics, settled, notes)
+
+
+def stored(environment=H100, workload=TRAIN, **metrics) -> Entry:
+    return Entry(workload, environment, metrics, "2026-11-02", "abc1234")
+
+
+def outcome_of(measurement, budget=None, baseline=None, tolerances=DEFAULT_TOLERANCES, metric="peak_allocated"):
+    return judge(measurement, budget or Budget(), baseline, tolerances).of(metric).outcome
+
+
+# Nothing to judge by
+
+
+def test_what_nobody_compares_and_nothing_limits_is_recorded():
+    verdict = judge(measured(peak_allocated=GB), Budget(), None, DEFAULT_TOLERANCES)
+    assert verdict.outcome is Outcome.RECORDED
+    assert not verdict.gated
+    assert (verdict.reason, verdict.origin, verdict.elsewhere) == (None, None, ())
+
+
+def test_a_metric_without_a_tolerance_is_recorded_beside_its_baseline():
+    verdict = judge(measured(peak_forward=2 * GB), Budget(), stored(peak_forward=GB), DEFAULT_TOLERANCES)
+    assert verdict.metrics == (MetricVerdict("peak_forward", Outcome.RECORDED, 2 * GB, GB),)
+    assert not verdict.gated
+
+
+def test_every_metric_of_a_measurement_gets_a_verdict_in_the_order_of_the_table_of_metrics():
+    values = dict.fromkeys(reversed(METRICS), 1)
+    verdict = judge(measured(**values), Budget(), stored(**values), DEFAULT_TOLERANCES)
+    assert [metric.metric for metric in verdict.metrics] == list(METRICS)
+
+
+# Budgets
+
+
+@pytest.mark.parametrize(("value", "outcome"), [(GB - 1, Outcome.OK), (GB, Outcome.OK), (GB + 1, Outcome.OVER_BUDGET)])
+def test_a_budget_may_be_used_up_to_its_last_byte(value, outcome):
+    verdict = judge(measured(peak_allocated=value), Budget(peak_allocated=GB), None, DEFAULT_TOLERANCES)
+    assert verdict.metrics == (MetricVerdict("peak_allocated", outcome, value, budget=GB),)
+    assert verdict.gated
+
+
+@pytest.mark.parametrize("metric", ["peak_allocated", "peak_reserved", "retained"])
+def test_each_budget_is_its_own_metrics(metric):
+    values = {"peak_allocated": 6, "peak_reserved": 6, "retained": 6}
+    verdict = judge(measured(**values), Budget(**{metric: 5}), None, DEFAULT_TOLERANCES)
+    assert {one.metric: one.outcome for one in verdict.metrics if one.outcome is not Outcome.RECORDED} == {
+        metric: Outcome.OVER_BUDGET
+    }
+
+
+def test_a_budget_of_zero_bytes_is_a_budget():
+    assert outcome_of(measured(retained=1), Budget(retained=0), metric="retained") is Outcome.OVER_BUDGET
+    assert outcome_of(measured(retained=0), Budget(retained=0), metric="retained") is Outcome.OK
+
+
+# Baselines
+
+
+@pytest.mark.parametrize(
+    ("now", "outcome"),
+    [
+        (8 * GB + 40_000_001, Outcome.REGRESSED),
+        (8 * GB + 40_000_000, Outcome.OK),
+        (8 * GB, Outcome.OK),
+        (8 * GB - 40_000_000, Outcome.OK),
+        (8 * GB - 40_000_001, Outcome.IMPROVED),
+    ],
+)
+def test_the_default_tolerance_of_a_large_peak_is_half_a_percent_to_the_byte(now, outcome):
+    assert outcome_of(measured(peak_allocated=now), baseline=stored(peak_allocated=8 * GB)) is outcome
+
+
+@pytest.mark.parametrize(
+    ("now", "outcome"),
+    [
+        (11_000_001, Outcome.REGRESSED),
+        (11_000_000, Outcome.OK),
+        (9_000_000, Outcome.OK),
+        (8_999_999, Outcome.IMPROVED),
+    ],
+)
+def test_the_default_tolerance_of_a_small_peak_is_a_megabyte_to_the_byte(now, outcome):
+    assert outcome_of(measured(peak_allocated=now), baseline=stored(peak_allocated=10_000_000)) is outcome
+
+
+@pytest.mark.parametrize(("now", "outcome"), [(0, Outcome.OK), (1_000_000, Outcome.OK), (1_000_001, Outcome.REGRESSED)])
+def test_a_baseline_of_zero_has_the_absolute_tolerance(now, outcome):
+    assert outcome_of(measured(retained=now), baseline=stored(retained=0), metric="retained") is outcome
+
+
+def test_a_relative_tolerance_of_a_baseline_of_zero_is_no_byte():
+    tolerances = {"retained": Tolerance(0.5)}
+    now = measured(retained=1)
+    assert outcome_of(now, baseline=stored(retained=0), tolerances=tolerances, metric="retained") is Outcome.REGRESSED
+
+
+def test_a_leak_that_is_gone_is_an_improvement():
+    verdict = judge(measured(retained=0), Budget(), stored(retained=5 * 10**6), DEFAULT_TOLERANCES)
+    assert verdict.of("retained").outcome is Outcome.IMPROVED
+
+
+def test_a_compared_metric_tells_its_baseline_and_what_was_allowed():
+    verdict = judge(measured(peak_allocated=9 * GB), Budget(), stored(peak_allocated=8 * GB), DEFAULT_TOLERANCES)
+    assert verdict.metrics == (MetricVerdict("peak_allocated", Outcome.REGRESSED, 9 * GB, 8 * GB, 40_000_000),)
+    assert verdict.origin == Origin("2026-11-02", "NVIDIA H100 80GB HBM3", "2.11.0", "abc1234")
+    assert verdict.gated
+
+
+@unhurried
+@given(
+    tenths=st.integers(0, 1000).map(lambda tenths: f"{tenths / 10} %"),
+    thousands=st.integers(0, 10**8),
+    change=st.integers(-5, 5),
+)
+def test_exactly_the_tolerated_growth_is_ok_and_a_byte_more_is_not(tenths, thousands, change):
+    # A tenth of a percent of a multiple of 1000 bytes is whole, so that there is no rounding to argue about.
+    baseline = thousands * 1000
+    allowed = round(float(tenths.removesuffix(" %")) * 10) * thousands
+    tolerances = {"peak_allocated": Tolerance(parse_ratio(tenths))}
+    now = measured(peak_allocated=baseline + allowed + change)
+    outcome = outcome_of(now, baseline=stored(peak_allocated=baseline), tolerances=tolerances)
+    assert (outcome is Outcome.REGRESSED) == (change > 0)
+
+
+@unhurried
+@given(
+    value=st.integers(0, 2**50),
+    earlier=st.integers(0, 2**50),
+    relative=st.floats(0, 1),
+    absolute=st.integers(0, 2**30),
+    larger_is_better=st.booleans(),
+)
+def test_a_change_beyond_the_tolerance_has_a_direction_and_one_within_has_none(
+    value, earlier, relative, absolute, larger_is_better
+):
+    name = "throughput" if larger_is_better else "peak_allocated"
+    tolerance = Tolerance(relative, absolute)
+    outcome = outcome_of(
+        measured(**{name: value}), baseline=stored(**{name: earlier}), tolerances={name: tolerance}, metric=name
+    )
+    change, allowed = abs(value - earlier), max(relative * earlier, absolute)
+    assume(abs(change - allowed) > 0.001)
+    if change > allowed:
+        assert outcome is (Outcome.IMPROVED if (value > earlier) == larger_is_better else Outcome.REGRESSED)
+    else:
+        assert outcome is Outcome.OK
+
+
+def test_a_tolerance_of_less_than_a_microsecond_is_one():
+    tolerances = {"step_time": Tolerance(0.1)}
+    baseline = stored(step_time=4e-6)
+    for now, outcome in ((4.3e-6, Outcome.OK), (3.7e-6, Outcome.OK), (4.5e-6, Outcome.REGRESSED)):
+        assert outcome_of(measured(step_time=now), None, baseline, tolerances, "step_time") is outcome
+
+
+def test_more_throughput_is_better_and_less_is_worse():
+    tolerances = {"throughput": Tolerance(0.1)}
+    baseline = stored(throughput=100.0)
+    for now, outcome in ((89.0, Outcome.REGRESSED), (100.0, Outcome.OK), (111.0, Outcome.IMPROVED)):
+        compared = outcome_of(measured(throughput=now), None, baseline, tolerances, "throughput")
+        assert compared is outcome
+
+
+def test_a_metric_that_the_baseline_lacks_is_new_and_the_rest_is_compared():
+    verdict = judge(measured(peak_allocated=GB, retained=0), Budget(), stored(peak_allocated=GB), DEFAULT_TOLERANCES)
+    assert verdict.of("peak_allocated").outcome is Outcome.OK
+    assert verdict.of("retained") == MetricVerdict("retained", Outcome.NEW, 0, reason="the baseline has no such metric")
+
+
+# Budget and baseline together
+
+
+@pytest.mark.parametrize(
+    ("now", "outcome"),
+    [(7 * GB, Outcome.IMPROVED), (8 * GB, Outcome.OK), (9 * GB, Outcome.REGRESSED), (11 * GB, Outcome.OVER_BUDGET)],
+)
+def test_a_metric_is_held_to_its_budget_first_and_then_to_its_baseline(now, outcome):
+    verdict = judge(
+        measured(peak_allocated=now), Budget(peak_allocated=10 * GB), stored(peak_allocated=8 * GB), DEFAULT_TOLERANCES
+    )
+    metric = verdict.of("peak_allocated")
+    assert (metric.outcome, metric.baseline, metric.budget) == (outcome, 8 * GB, 10 * GB)
+
+
+def test_a_budget_is_held_where_there_is_no_baseline():
+    verdict = judge(measured(peak_allocated=2), Budget(peak_allocated=1), Absent(), DEFAULT_TOLERANCES)
+    assert verdict.outcome is Outcome.OVER_BUDGET
+
+
+def test_a_test_within_its_budget_and_without_a_baseline_is_new_but_gated():
+    verdict = judge(measured(peak_allocated=1), Budget(peak_allocated=1), Absent(), DEFAULT_TOLERANCES)
+    assert verdict.outcome is Outcome.NEW
+    assert verdict.gated
+
+
+def test_a_stale_baseline_does_not_lift_the_budget():
+    other = stored(workload=Workload("train_step", "fp32", 999, "int64[4, 256]"), peak_allocated=GB)
+    verdict = judge(measured(peak_allocated=2), Budget(peak_allocated=1), other, DEFAULT_TOLERANCES)
+    assert verdict.outcome is Outcome.OVER_BUDGET
+
+
+# What cannot be compared
+
+
+def test_a_measurement_without_a_baseline_is_new_and_says_so():
+    verdict = judge(measured(peak_allocated=GB, peak_forward=GB), Budget(), Absent(), DEFAULT_TOLERANCES)
+    assert [metric.outcome for metric in verdict.metrics] == [Outcome.NEW, Outcome.RECORDED]
+    assert verdict.reason == "there is no baseline for NVIDIA H100 80GB HBM3 yet"
+    assert not verdict.gated
+
+
+def test_a_measurement_with_baselines_on_other_devices_is_foreign_and_names_them():
+    elsewhere = ("NVIDIA A100", "NVIDIA B200")
+    verdict = judge(measured(peak_allocated=GB), Budget(), Absent(elsewhere), DEFAULT_TOLERANCES)
+    assert verdict.outcome is Outcome.FOREIGN
+    assert verdict.reason == "there are baselines for NVIDIA A100, NVIDIA B200, this is NVIDIA H100 80GB HBM3"
+    assert verdict.elsewhere == elsewhere
+    assert not verdict.gated
+
+
+@pytest.mark.parametrize(
+    ("earlier", "sentence"),
+    [
+        (Workload("train_step", "fp32", 1000, "int64[8, 256]"), "batch was int64[8, 256], now int64[4, 256]"),
+        (Workload("train_step", "fp32", 999, "int64[4, 256]"), "parameters was 999, now 1000"),
+        (Workload("train_step", "amp-bf16", 1000, "int64[4, 256]"), "config was amp-bf16, now fp32"),
+        (Workload("infer_step", "fp32", 1000, "int64[4, 256]"), "step was infer_step, now train_step"),
+        (Workload("train_step", "fp32", 1000, None), "batch was None, now int64[4, 256]"),
+        (
+            Workload("train_step", "fp32", 999, "int64[8, 256]"),
+            "parameters was 999, now 1000; batch was int64[8, 256], now int64[4, 256]",
+        ),
+    ],
+)
+def test_another_workload_is_stale_with_a_sentence_and_never_regressed(earlier, sentence):
+    verdict = judge(
+        measured(peak_allocated=9 * GB), Budget(), stored(workload=earlier, peak_allocated=GB), DEFAULT_TOLERANCES
+    )
+    assert verdict.outcome is Outcome.STALE
+    assert verdict.reason == sentence
+    assert not verdict.gated
+    assert verdict.origin is not None
+
+
+# Doubt
+
+
+def on(**details) -> Environment:
+    return Environment(H100.slug, H100.device, details)
+
+
+def test_a_peak_that_grew_on_another_kind_of_cpu_is_uncertain():
+    verdict = judge(
+        measured(environment=on(cpu_capability="AVX512"), peak_allocated=2 * GB),
+        Budget(),
+        stored(environment=on(cpu_capability="AVX2"), peak_allocated=GB),
+        DEFAULT_TOLERANCES,
+    )
+    metric = verdict.of("peak_allocated")
+    assert metric.outcome is Outcome.UNCERTAIN
+    assert metric.reason == "cpu_capability was AVX2, now AVX512, which moves peak allocated by itself"
+    assert metric.gated
+
+
+def test_reserved_memory_that_grew_under_another_allocator_is_uncertain_and_the_peak_is_not():
+    verdict = judge(
+        measured(environment=on(allocator="expandable_segments:True"), peak_allocated=2 * GB, peak_reserved=2 * GB),
+        Budget(),
+        stored(environment=on(allocator="default"), peak_allocated=GB, peak_reserved=GB),
+        DEFAULT_TOLERANCES,
+    )
+    assert verdict.of("peak_allocated").outcome is Outcome.REGRESSED
+    assert verdict.of("peak_reserved").outcome is Outcome.UNCERTAIN
+    assert verdict.outcome is Outcome.REGRESSED
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [({"cpu_capability": "AVX2"}, {"cpu_capability": "AVX2"}), ({"cpu_capability": "AVX2"}, {}), ({}, {"torch": "1"})],
+)
+def test_growth_is_not_excused_by_what_is_the_same_or_unknown(here, there):
+    now = measured(environment=on(**here), peak_allocated=2 * GB)
+    assert outcome_of(now, baseline=stored(environment=on(**there), peak_allocated=GB)) is Outcome.REGRESSED
+
+
+def test_a_newer_torch_is_no_excuse_for_growth():
+    now = measured(environment=on(torch="2.13.0"), peak_allocated=2 * GB)
+    assert outcome_of(now, baseline=stored(environment=on(torch="2.11.0"), peak_allocated=GB)) is Outcome.REGRESSED
+
+
+def test_a_peak_that_did_not_settle_is_uncertain_when_it_grew():
+    note = "peaks of 6 warm-up steps moved from 1 to 6 bytes"
+    verdict = judge(
+        measured(settled=False, notes=(note,), peak_allocated=2 * GB),
+        Budget(),
+        stored(peak_allocated=GB),
+        DEFAULT_TOLERANCES,
+    )
+    metric = verdict.of("peak_allocated")
+    assert metric.outcome is Outcome.UNCERTAIN
+    assert metric.reason == f"the step's peak did not settle: {note}"
+
+
+def test_a_leak_is_a_leak_also_when_the_peak_did_not_settle():
+    now = measured(settled=False, notes=("it moved",), retained=GB)
+    assert outcome_of(now, baseline=stored(retained=0), metric="retained") is Outcome.REGRESSED
+
+
+@pytest.mark.parametrize(("now", "outcome"), [(GB, Outcome.OK), (GB // 2, Outcome.IMPROVED)])
+def test_doubt_is_only_about_changes_for_the_worse(now, outcome):
+    measurement = measured(environment=on(cpu_capability="AVX512"), settled=False, peak_allocated=now)
+    baseline = stored(environment=on(cpu_capability="AVX2"), peak_allocated=GB)
+    assert outcome_of(measurement, baseline=baseline) is outcome
+
+
+def test_a_budget_knows_no_doubt():
+    now = measured(settled=False, peak_allocated=2 * GB)
+    assert outcome_of(now, Budget(peak_allocated=GB), stored(peak_allocated=GB)) is Outcome.OVER_BUDGET
+
+
+# For which outcomes a test fails
+
+
+def verdict_with(*outcomes: Outcome) -> TestVerdict:
+    """A test with one measurement that has a metric of each outcome."""
+    metrics = tuple(MetricVerdict(name, outcome, 1) for name, outcome in zip(METRICS, outcomes, strict=False))
+    return TestVerdict("tests/test_gpt.py", "test_a", (Verdict(measured(peak_allocated=1), metrics),))
+
+
+NOT_MEASURED = TestVerdict("tests/test_gpt.py", "test_a", unmeasured="no CUDA device")
+NOTHING = frozenset()
+SEEN = [outcome for outcome in Outcome if outcome is not Outcome.UNMEASURED]
+
+
+@pytest.mark.parametrize("outcome", SEEN)
+def test_with_the_gate_a_test_fails_when_it_regressed_or_is_over_budget(outcome):
+    failing = failing_outcomes(verdict_with(outcome), strict=False, compares=True, accepts=NOTHING)
+    assert failing == ({outcome} if outcome in (Outcome.REGRESSED, Outcome.OVER_BUDGET) else NOTHING)
+
+
+@pytest.mark.parametrize("outcome", SEEN)
+def test_without_the_gate_a_test_fails_only_when_it_is_over_budget(outcome):
+    failing = failing_outcomes(verdict_with(outcome), strict=False, compares=False, accepts=NOTHING)
+    assert failing == ({outcome} if outcome is Outcome.OVER_BUDGET else NOTHING)
+
+
+@pytest.mark.parametrize("outcome", SEEN)
+@pytest.mark.parametrize("compares", [True, False])
+def test_strictly_a_test_fails_on_everything_but_ok_and_improved(outcome, compares):
+    failing = failing_outcomes(verdict_with(outcome), strict=True, compares=compares, accepts=NOTHING)
+    assert failing == (NOTHING if outcome in (Outcome.OK, Outcome.IMPROVED) else {outcome})
+
+
+def test_strictly_a_metric_that_is_only_recorded_beside_a_gated_one_is_fine():
+    verdict = verdict_with(Outcome.OK, Outcome.RECORDED)
+    assert failing_outcomes(verdict, strict=True, compares=True, accepts=NOTHING) == NOTHING
+
+
+def test_strictly_a_test_that_was_not_measured_fails():
+    assert failing_outcomes(NOT_MEASURED, strict=True, compares=True, accepts=NOTHING) == {Outcome.UNMEASURED}
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_otherwise_a_test_that_was_not_measured_does_not_fail(compares):
+    assert failing_outcomes(NOT_MEASURED, strict=False, compares=compares, accepts=NOTHING) == NOTHING
+
+
+def test_strictly_a_test_without_any_measurement_fails():
+    verdict = TestVerdict("tests/test_gpt.py", "test_a")
+    assert failing_outcomes(verdict, strict=True, compares=True, accepts=NOTHING)
+
+
+@unhurried
+@given(
+    outcomes=st.lists(st.sampled_from(SEEN), min_size=1, max_size=5),
+    strict=st.booleans(),
+    compares=st.booleans(),
+    accepts=st.frozensets(st.sampled_from(SEEN)),
+)
+def test_what_an_update_accepts_never_fails_and_takes_nothing_else_with_it(outcomes, strict, compares, accepts):
+    verdict = verdict_with(*outcomes)
+    without = failing_outcomes(verdict, strict=strict, compares=compares, accepts=NOTHING)
+    assert failing_outcomes(verdict, strict=strict, compares=compares, accepts=accepts) == without - accepts
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("compares", [True, False])
+def test_no_flag_lets_a_test_over_its_budget_pass(strict, compares):
+    verdict = verdict_with(Outcome.OK, Outcome.OVER_BUDGET)
+    failing = failing_outcomes(verdict, strict=strict, compares=compares, accepts=NOTHING)
+    assert failing == {Outcome.OVER_BUDGET}
+
+
+def test_every_outcome_of_any_measurement_of_a_test_counts():
+    fine, bad = verdict_with(Outcome.OK).verdicts, verdict_with(Outcome.REGRESSED).verdicts
+    verdict = TestVerdict("tests/test_gpt.py", "test_a", (*fine, *bad, *fine))
+    assert failing_outcomes(verdict, strict=False, compares=True, accepts=NOTHING) == {Outcome.REGRESSED}

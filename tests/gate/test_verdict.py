@@ -1,0 +1,162 @@
+"""Verdicts: which outcome stands for several, what counts as gated, and the way through JSON."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.metrics import METRICS
+
+unhurried = settings(deadline=None)
+CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
+
+
+def verdict_of(*metrics: MetricVerdict) -> Verdict:
+    return Verdict(Measurement("call", Workload("call"), CPU, {"peak_allocated": 1}), metrics)
+
+
+# Order
+
+
+def test_the_worst_outcome_stands_for_several():
+    order = [
+        Outcome.RECORDED,
+        Outcome.OK,
+        Outcome.IMPROVED,
+        Outcome.NEW,
+        Outcome.FOREIGN,
+        Outcome.STALE,
+        Outcome.UNMEASURED,
+        Outcome.UNCERTAIN,
+        Outcome.REGRESSED,
+        Outcome.OVER_BUDGET,
+    ]
+    assert order == list(Outcome)
+    for number, outcome in enumerate(order, start=1):
+        assert worst(reversed(order[:number])) is outcome
+
+
+def test_of_no_outcomes_the_worst_is_that_something_was_recorded():
+    assert worst([]) is Outcome.RECORDED
+
+
+def test_an_outcome_is_written_as_a_person_would():
+    assert Outcome.OVER_BUDGET.words == "over budget"
+    assert Outcome.OK.words == "ok"
+
+
+def test_a_test_is_as_bad_as_its_worst_measurement():
+    fine = verdict_of(MetricVerdict("peak_allocated", Outcome.OK, 1))
+    bad = verdict_of(MetricVerdict("peak_allocated", Outcome.OK, 1), MetricVerdict("retained", Outcome.REGRESSED, 1))
+    assert TestVerdict("a.py", "test_a", (fine, bad, fine)).outcome is Outcome.REGRESSED
+
+
+def test_a_test_that_was_not_measured_is_unmeasured():
+    assert TestVerdict("a.py", "test_a", unmeasured="no CUDA device").outcome is Outcome.UNMEASURED
+
+
+# Gated
+
+COMPARED = {Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN}
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_only_what_was_compared_is_gated(outcome):
+    assert MetricVerdict("peak_allocated", outcome, 1).gated == (outcome in COMPARED)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NEW, Outcome.STALE, Outcome.FOREIGN])
+def test_what_was_held_to_a_budget_is_gated_without_a_baseline(outcome):
+    assert MetricVerdict("peak_allocated", outcome, 1, budget=0).gated
+
+
+def test_one_gated_metric_makes_a_test_gated():
+    new = verdict_of(MetricVerdict("retained", Outcome.NEW, 1))
+    ok = verdict_of(MetricVerdict("retained", Outcome.NEW, 1), MetricVerdict("peak_allocated", Outcome.OK, 1))
+    assert not TestVerdict("a.py", "test_a", (new,)).gated
+    assert TestVerdict("a.py", "test_a", (new, ok)).gated
+
+
+def test_a_test_that_was_not_measured_is_never_gated():
+    ok = verdict_of(MetricVerdict("peak_allocated", Outcome.OK, 1))
+    assert not TestVerdict("a.py", "test_a", unmeasured="no CUDA device").gated
+    assert not TestVerdict("a.py", "test_a", (ok,), unmeasured="it failed by itself").gated
+
+
+def test_a_test_without_verdicts_is_not_gated():
+    assert not TestVerdict("a.py", "test_a").gated
+
+
+def test_the_verdict_on_a_metric_is_found_by_name():
+    retained = MetricVerdict("retained", Outcome.OK, 1)
+    verdict = verdict_of(MetricVerdict("peak_allocated", Outcome.OK, 1), retained)
+    assert verdict.of("retained") is retained
+    assert verdict.of("peak_reserved") is None
+
+
+# Through JSON, and between processes
+
+TEXTS = st.text(max_size=10)
+NUMBERS = st.integers(0, 2**53) | st.floats(0, allow_nan=False, allow_infinity=False)
+MEASUREMENTS = st.builds(
+    Measurement,
+    name=TEXTS,
+    workload=st.builds(Workload, TEXTS, st.none() | TEXTS, st.none() | st.integers(0), st.none() | TEXTS),
+    environment=st.builds(Environment, TEXTS, TEXTS, st.dictionaries(TEXTS, TEXTS | st.integers(), max_size=3)),
+    metrics=st.dictionaries(st.sampled_from(list(METRICS)), NUMBERS, max_size=4),
+    settled=st.booleans(),
+    notes=st.lists(TEXTS, max_size=2).map(tuple),
+)
+METRIC_VERDICTS = st.builds(
+    MetricVerdict,
+    metric=st.sampled_from(list(METRICS)),
+    outcome=st.sampled_from(Outcome),
+    value=NUMBERS,
+    baseline=st.none() | NUMBERS,
+    allowed=st.none() | NUMBERS,
+    budget=st.none() | NUMBERS,
+    reason=st.none() | TEXTS,
+)
+VERDICTS = st.builds(
+    Verdict,
+    measurement=MEASUREMENTS,
+    metrics=st.lists(METRIC_VERDICTS, max_size=3).map(tuple),
+    origin=st.none() | st.builds(Origin, TEXTS, TEXTS, TEXTS, st.none() | TEXTS),
+    reason=st.none() | TEXTS,
+    elsewhere=st.lists(TEXTS, max_size=2).map(tuple),
+)
+TEST_VERDICTS = st.builds(
+    TestVerdict,
+    file=TEXTS,
+    test=TEXTS,
+    verdicts=st.lists(VERDICTS, max_size=2).map(tuple),
+    unmeasured=st.none() | TEXTS,
+    failed_by_itself=st.booleans(),
+)
+
+
+@settings(unhurried, max_examples=60)
+@given(TEST_VERDICTS)
+def test_a_verdict_comes_back_from_json_as_it_was(verdict):
+    back = TestVerdict.from_plain(json.loads(json.dumps(verdict.to_plain())))
+    assert back == verdict
+    assert (back.outcome, back.gated) == (verdict.outcome, verdict.gated)
+
+
+@settings(unhurried, max_examples=60)
+@given(MEASUREMENTS)
+def test_a_measurement_comes_back_from_another_process_as_it_was(measurement):
+    assert pickle.loads(pickle.dumps(measurement)) == measurement
+
+
+@settings(unhurried, max_examples=60)
+@given(TEST_VERDICTS)
+def test_the_plain_form_of_a_verdict_is_the_same_for_the_same_verdict(verdict):
+    again = TestVerdict.from_plain(verdict.to_plain())
+    assert json.dumps(again.to_plain(), sort_keys=True) == json.dumps(verdict.to_plain(), sort_keys=True)

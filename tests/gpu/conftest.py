@@ -1,0 +1,95 @@
+"""Tests that need a GPU: skipped where there is none, and what they measured is kept where there is one."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.registry import make_cuda
+from tests.gpu.figures import Figures
+from tests.gpu.project import REPOSITORY, GpuProject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.measurement import Measurement
+
+HERE = Path(__file__).parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+FIGURES: pytest.StashKey[Figures] = pytest.StashKey()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # torch itself warns once when a backward pass is the first to use cuBLAS on its thread.
+    item.add_marker(pytest.mark.filterwarnings("default:Attempting to run cuBLAS"))
+
+
+# A wrapper, and registered before the plugin's own, so that this is the reason and not that of who touches the device;
+# but inside of pytest's, which expect to be torn down only when they were set up.
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    if not has_cuda():
+        pytest.skip("needs a CUDA device")
+    return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_gpumem_measurement(item: pytest.Item, measurement: Measurement) -> None:
+    if HERE in item.path.parents and "cuda" in measurement.environment.details:
+        figures_of(item.config).add(item.nodeid, measurement.name, measurement.metrics)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        figures_of(item.config).forget(item.nodeid)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    figures = figures_of(session.config)
+    if figures.tests and not hasattr(session.config, "workerinput"):
+        figures.write(RESULTS, make_cuda().environment())
+
+
+def figures_of(config: pytest.Config) -> Figures:
+    return config.stash.setdefault(FIGURES, Figures())
+
+
+@functools.cache
+def has_cuda() -> bool:
+    with warnings.catch_warnings():
+        # A missing driver is told by a warning.
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """The cuda device, open and at rest. Not for tests that are measured: theirs is open already."""
+    device = make_cuda()
+    device.open()
+    device.settle()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def gpu_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> GpuProject:
+    # What this process caches is lent to the others.
+    torch.cuda.empty_cache()
+    return GpuProject(pytester, monkeypatch)
+
+
+@pytest.fixture
+def keep(request: pytest.FixtureRequest) -> Callable[[str, Mapping[str, float]], None]:
+    """Keep figures that a test took in other processes: ``keep("alone", {"call.peak_allocated": 4096})``."""
+    figures = figures_of(request.config)
+    return lambda name, metrics: figures.add(request.node.nodeid, name, metrics)

@@ -1,0 +1,124 @@
+"""The cuda device counts what tensors hold, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.cuda import cuda_slug
+from pytest_gpumem.devices.registry import BUILT_IN, Devices
+
+if TYPE_CHECKING:
+    from pytest_gpumem.devices.contract import Device
+
+# Around the sizes at which the allocator rounds, and changes from small segments to large ones.
+SIZES = (1, 511, 512, 513, 2**20 - 1, 2**20 + 1, 10 * 2**20 - 1, 10_000_001, 20 * 2**20 + 3)
+TEMPORARY = 5_000_001
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_live_bytes_are_those_that_were_asked_for(device: Device, nbytes: int) -> None:
+    before = device.live()
+    held = tensor(nbytes)
+    assert device.live() - before == nbytes
+    del held
+    assert device.live() == before
+
+
+def test_a_peak_holds_what_lived_at_once(device: Device) -> None:
+    before = device.live()
+    device.take_peak()
+    held = [tensor(nbytes) for nbytes in SIZES]
+    temporary = tensor(TEMPORARY)
+    del temporary
+    assert device.take_peak().allocated - before == sum(SIZES) + TEMPORARY
+    del held
+
+
+def test_a_peak_begins_with_what_is_live(device: Device) -> None:
+    before = device.live()
+    held = [tensor(nbytes) for nbytes in SIZES]
+    device.take_peak()
+    del held
+    assert device.take_peak().allocated - before == sum(SIZES)
+    assert device.take_peak().allocated == before
+
+
+def test_what_was_cut_out_of_a_cached_block_counts_as_what_was_asked_for(device: Device) -> None:
+    # The allocator hands out a whole block where cutting it would leave too little; then the rounded figure jumps.
+    before = device.live()
+    whole = tensor(30 * 2**20)
+    del whole
+    part = tensor(30 * 2**20 - 1000)
+    assert device.live() - before == 30 * 2**20 - 1000
+    del part
+
+
+def test_the_allocator_holds_at_least_what_tensors_hold(device: Device) -> None:
+    held = tensor(100_000_001)
+    reserved = device.reserved()
+    assert reserved is not None
+    assert reserved >= device.live() >= held.nbytes
+
+
+def test_rest_gives_back_garbage_workspaces_and_cache(device: Device) -> None:
+    live, reserved = device.live(), device.reserved()
+    matrix = torch.ones(1024, 1024, device="cuda")
+    cycle: list[object] = [matrix @ matrix]
+    cycle.append(cycle)
+    del matrix, cycle
+    device.settle()
+    assert device.live() == live
+    assert device.reserved() == reserved
+
+
+def test_workspaces_are_gone_once_released(device: Device) -> None:
+    matrix = torch.ones(1024, 1024, device="cuda")
+    before = device.live()
+    product = matrix @ matrix
+    device.release_workspaces()
+    assert device.live() - before == product.nbytes
+
+
+def test_a_block_that_another_stream_still_uses_is_free_at_rest(device: Device) -> None:
+    before = device.live()
+    used = tensor(10_000_001)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        used.record_stream(side)
+    del used
+    device.settle()
+    assert device.live() == before
+
+
+def test_times_are_the_devices_own(device: Device) -> None:
+    assert device.time(lambda: torch.cuda._sleep(10_000_000)) > 0
+
+
+def test_the_environment_says_which_gpu_and_software_gave_the_figures(device: Device) -> None:
+    environment = device.environment()
+    name = torch.cuda.get_device_name()
+    assert (environment.device, environment.slug) == (name, cuda_slug(name))
+    assert environment.details["torch"] == torch.__version__
+    assert environment.details["cuda"] == torch.version.cuda
+    assert environment.details["total_memory"] == torch.cuda.get_device_properties().total_memory
+    assert environment.details.keys() >= {"driver", "allocator"}
+
+
+def test_auto_is_cuda_where_there_is_a_gpu() -> None:
+    assert Devices(BUILT_IN).get("auto").name == "cuda"
+
+
+def test_closing_gives_back_the_functions_that_reset_peaks(device: Device) -> None:
+    while_open = torch.cuda.reset_peak_memory_stats
+    device.close()
+    assert torch.cuda.reset_peak_memory_stats is not while_open
+    gc.collect()

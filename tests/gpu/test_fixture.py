@@ -1,0 +1,144 @@
+"""What the gpumem fixture measures on a GPU: leaks, cycles, somebody else's bytes, resets in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.gpu.project import without_chance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.fixture import Gpumem
+
+RESET_KEPT_BEFORE = torch.cuda.reset_peak_memory_stats
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+
+def reset_through(module: object) -> Callable[[], None]:
+    if not hasattr(module, "reset_peak_memory_stats"):
+        pytest.skip("this torch has no torch.accelerator.reset_peak_memory_stats")
+    return module.reset_peak_memory_stats
+
+
+RESETS: dict[str, Callable[[], Callable[[], None]]] = {
+    "torch.cuda": lambda: reset_through(torch.cuda),
+    "torch.cuda.memory": lambda: reset_through(torch.cuda.memory),
+    "torch.accelerator": lambda: reset_through(getattr(torch, "accelerator", None)),
+    "a reference that was kept": lambda: RESET_KEPT_BEFORE,
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+def test_a_reset_in_the_measured_code_does_not_hide_the_peak(gpumem: Gpumem, name: str) -> None:
+    reset = RESETS[name]()
+    with gpumem.track() as region:
+        tensor(100_000_001)
+        reset()
+        tensor(1_000_001)
+        reset()
+    assert region.measurement.peak_allocated == 100_000_001
+
+
+def test_a_step_that_resets_peaks_in_each_phase_measures_like_one_that_does_not(gpumem: Gpumem) -> None:
+    def step() -> None:
+        tensor(100_000_001)
+
+    def resetting() -> None:
+        step()
+        torch.cuda.reset_peak_memory_stats()
+
+    plain, reset = gpumem.measure(step), gpumem.measure(resetting)
+    assert plain.peak_allocated == 100_000_001
+    assert without_chance(reset.metrics) == without_chance(plain.metrics)
+
+
+def test_what_outlives_the_code_is_retained_to_the_byte(gpumem: Gpumem) -> None:
+    kept = []
+    with gpumem.track() as region:
+        kept.append(tensor(10_000_001))
+        tensor(20_000_001)
+    assert region.measurement.retained == 10_000_001
+    assert region.measurement.cyclic_garbage == 0
+    assert region.measurement.peak_allocated == 30_000_002
+
+
+def test_a_cycle_is_garbage_and_not_retained(gpumem: Gpumem) -> None:
+    with gpumem.track() as region:
+        cycle: list[object] = [tensor(10_000_001)]
+        cycle.append(cycle)
+        del cycle
+    assert region.measurement.cyclic_garbage == 10_000_001
+    assert region.measurement.retained == 0
+
+
+def test_a_tensor_that_is_held_elsewhere_does_not_move_a_step(gpumem: Gpumem) -> None:
+    def step() -> None:
+        matrix = torch.ones(1024, 1024, device="cuda")
+        product = matrix @ matrix
+        del matrix, product
+
+    without = gpumem.measure(step)
+    elsewhere = [tensor(300_000_001)]
+    with_it = gpumem.measure(step)
+    assert without_chance(with_it.metrics) == without_chance(without.metrics)
+    assert elsewhere
+
+
+def test_the_first_product_of_two_matrices_measures_like_the_second(gpumem: Gpumem) -> None:
+    def multiply() -> None:
+        matrix = torch.ones(1024, 1024, device="cuda")
+        product = matrix @ matrix
+        del matrix, product
+
+    measured = []
+    for _ in range(2):
+        with gpumem.track() as region:
+            multiply()
+        measured.append(without_chance(region.measurement.metrics))
+    assert measured[0] == measured[1]
+    assert measured[0]["retained"] == 0
+    assert measured[0]["peak_allocated"] >= 2 * 1024 * 1024 * 4
+
+
+def test_a_block_that_another_stream_still_uses_is_neither_garbage_nor_retained(gpumem: Gpumem) -> None:
+    side = torch.cuda.Stream()
+
+    def step() -> None:
+        used = tensor(10_000_001)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            used.zero_()
+        used.record_stream(side)
+
+    with gpumem.track() as region:
+        step()
+    assert region.measurement.peak_allocated == 10_000_001
+    assert region.measurement.cyclic_garbage == 0
+    assert region.measurement.retained == 0
+
+
+def test_the_allocator_takes_at_least_what_tensors_hold(gpumem: Gpumem) -> None:
+    weight = torch.ones(1000, device="cuda")
+
+    def step() -> None:
+        tensor(500_001)
+        assert weight.is_cuda
+
+    measured = gpumem.measure(step)
+    assert measured.peak_allocated == 500_001 + weight.nbytes
+    assert measured.peak_reserved >= measured.peak_allocated
+
+
+def test_a_step_is_timed(gpumem: Gpumem) -> None:
+    matrix = torch.ones(2048, 2048, device=gpumem.device)
+    measured = gpumem.measure(lambda: matrix @ matrix, items=2048)
+    assert measured.step_time > 0
+    assert measured.throughput == pytest.approx(2048 / measured.step_time)

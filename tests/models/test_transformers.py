@@ -1,0 +1,325 @@
+"""Models that nobody here wrote (GPT-2, Llama, BERT and ViT of transformers), measured on the CPU with the plugin itself.
+
+They are built from small configurations with random weights: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.measurement import Measurement
+
+# Not importorskip: loading transformers takes seconds, and collecting the suite need not wait for them.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="needs transformers: these are tests against its models",
+)
+
+ON_THE_CPU = pytest.mark.gpumem(device="cpu")
+
+FLOAT = 4
+VOCABULARY = 512
+SCALARS = 64
+"""Bytes: operators with a Python number put it into a tensor or two of one element for as long as they run."""
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of transformers and a batch for it. Both are random; their shapes are not."""
+
+    name: str
+    config: str
+    arguments: dict[str, Any]
+    batch: Callable[[], dict[str, torch.Tensor]]
+
+    def build(self) -> torch.nn.Module:
+        import transformers
+
+        config = getattr(transformers, self.config)(**self.arguments)
+        return getattr(transformers, self.name)(config)
+
+
+def token_batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(VOCABULARY, (4, 32)), "labels": torch.randint(VOCABULARY, (4, 32))}
+
+
+def image_batch() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
+
+
+GPT2 = Architecture("GPT2LMHeadModel", "GPT2Config", SIZES | TOKENS, token_batch)
+LLAMA = Architecture("LlamaForCausalLM", "LlamaConfig", {**SIZES, **TOKENS, "num_key_value_heads": 2}, token_batch)
+BERT = Architecture("BertForMaskedLM", "BertConfig", SIZES | TOKENS, token_batch)
+VIT = Architecture(
+    "ViTForImageClassification",
+    "ViTConfig",
+    {**SIZES, "image_size": 32, "patch_size": 8, "num_labels": 10},
+    image_batch,
+)
+
+
+@pytest.fixture(params=[GPT2, LLAMA, BERT, VIT], ids=["gpt2", "llama", "bert", "vit"])
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    return request.param
+
+
+def bytes_of(measurement: Measurement) -> dict[str, int]:
+    """The metrics that are bytes; times do not repeat."""
+    return {name: int(value) for name, value in measurement.metrics.items() if name not in ("step_time", "throughput")}
+
+
+def sizes_of(model: torch.nn.Module) -> list[int]:
+    """Bytes of each trainable parameter; tied ones count once."""
+    return [parameter.numel() * FLOAT for parameter in model.parameters() if parameter.requires_grad]
+
+
+def resident(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes of the parameters and buffers of a model, and of its batch."""
+    tensors = [*model.parameters(), *model.buffers(), *batch.values()]
+    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def adamw_state(sizes: list[int]) -> int:
+    """Bytes that AdamW keeps: two averages of each parameter's size, and a step counter of one float each."""
+    return sum(2 * size + FLOAT for size in sizes)
+
+
+def adamw_temporaries(sizes: list[int]) -> int:
+    """Bytes of a root and a quotient of one parameter's size, while the variable still holds the quotient before it.
+
+    ``denom`` in torch/optim/adam.py, ``_single_tensor_adam``.
+    """
+    return max(before + 2 * size for before, size in zip([0, *sizes], sizes, strict=False))
+
+
+@ON_THE_CPU
+def test_a_training_step_gives_the_same_bytes_again_with_other_weights_and_data(
+    gpumem: Gpumem, architecture: Architecture
+) -> None:
+    seen = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        seen.append(gpumem.train_step(architecture.build(), architecture.batch()))
+    assert seen[0].settled
+    assert seen[0].peak_allocated > 0
+    assert bytes_of(seen[0]) == bytes_of(seen[1])
+
+
+@ON_THE_CPU
+def test_an_inference_step_gives_the_same_bytes_again_with_other_weights_and_data(
+    gpumem: Gpumem, architecture: Architecture
+) -> None:
+    seen = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        seen.append(gpumem.infer_step(architecture.build(), architecture.batch()))
+    assert seen[0].settled
+    assert seen[0].retained == 0
+    assert seen[0].peak_allocated > 0
+    assert bytes_of(seen[0]) == bytes_of(seen[1])
+
+
+@ON_THE_CPU
+def test_a_training_step_holds_parameters_gradients_and_adamw_state(gpumem: Gpumem, architecture: Architecture) -> None:
+    model, batch = architecture.build(), architecture.batch()
+    sizes = sizes_of(model)
+    measured = gpumem.train_step(model, batch)
+    assert measured.workload.parameters == sum(sizes) // FLOAT
+    kept = resident(model, batch) + adamw_state(sizes)
+    assert measured.peak_forward >= kept
+    assert measured.peak_backward >= kept + sum(sizes)
+    assert measured.peak_optimizer >= kept + sum(sizes)
+    assert measured.peak_allocated == max(measured.peak_forward, measured.peak_backward, measured.peak_optimizer)
+
+
+@ON_THE_CPU
+def test_gradients_and_optimizer_state_add_up_to_the_byte(gpumem: Gpumem, architecture: Architecture) -> None:
+    model, batch = architecture.build(), architecture.batch()
+    sizes = sizes_of(model)
+    loss = FLOAT
+    without_state = resident(model, batch) + sum(sizes) + loss
+
+    sgd = gpumem.train_step(model, batch, optimizer=torch.optim.SGD)
+    assert sgd.peak_optimizer == without_state
+
+    momentum = gpumem.train_step(model, batch, optimizer=lambda parameters: torch.optim.SGD(parameters, momentum=0.9))
+    assert 0 <= momentum.peak_optimizer - without_state - sum(sizes) < SCALARS
+
+    adamw = gpumem.train_step(model, batch, optimizer=torch.optim.AdamW)
+    expected = without_state + adamw_state(sizes) + adamw_temporaries(sizes)
+    assert 0 <= adamw.peak_optimizer - expected < SCALARS
+
+
+@ON_THE_CPU
+def test_frozen_parameters_have_no_gradient_and_no_state(gpumem: Gpumem) -> None:
+    model, batch = BERT.build(), BERT.batch()
+    model.requires_grad_(False)
+    model.cls.predictions.transform.dense.requires_grad_(True)
+    sizes = sizes_of(model)
+    assert len(sizes) == 2
+    measured = gpumem.train_step(model, batch, optimizer=torch.optim.SGD)
+    assert measured.peak_optimizer == resident(model, batch) + sum(sizes) + FLOAT
+
+
+@ON_THE_CPU
+def test_inference_needs_less_than_training(gpumem: Gpumem, architecture: Architecture) -> None:
+    model, batch = architecture.build(), architecture.batch()
+    inference = gpumem.infer_step(model, batch)
+    training = gpumem.train_step(model, batch)
+    assert resident(model, batch) < inference.peak_allocated < training.peak_allocated
+
+
+@ON_THE_CPU
+def test_a_mapping_with_labels_is_trained_by_the_loss_of_its_output(gpumem: Gpumem, architecture: Architecture) -> None:
+    model, batch = architecture.build(), architecture.batch()
+    implicit = gpumem.train_step(model, batch)
+    explicit = gpumem.train_step(model, batch, loss=lambda output, _: output.loss)
+    assert bytes_of(implicit) == bytes_of(explicit)
+
+
+@ON_THE_CPU
+def test_a_tokenizers_encoding_is_a_batch_like_a_dict(gpumem: Gpumem) -> None:
+    from transformers import BatchEncoding
+
+    model, batch = BERT.build(), BERT.batch()
+    plain = gpumem.train_step(model, batch)
+    encoded = gpumem.train_step(model, BatchEncoding(dict(batch)))
+    assert encoded.workload == plain.workload
+    assert bytes_of(encoded) == bytes_of(plain)
+
+
+@ON_THE_CPU
+def test_without_labels_there_is_nothing_to_train_by(gpumem: Gpumem, architecture: Architecture) -> None:
+    model, batch = architecture.build(), architecture.batch()
+    del batch["labels"]
+    gpumem.infer_step(model, batch)
+    with pytest.raises(ValueError, match="there is no scalar loss"):
+        gpumem.train_step(model, batch)
+
+
+@ON_THE_CPU
+def test_a_model_and_a_function_that_builds_it_give_the_same_bytes(gpumem: Gpumem, architecture: Architecture) -> None:
+    batch = architecture.batch()
+    built = gpumem.train_step(architecture.build, batch)
+    given = gpumem.train_step(architecture.build(), batch)
+    assert bytes_of(built) == bytes_of(given)
+    built_for_inference = gpumem.infer_step(architecture.build, batch)
+    given_for_inference = gpumem.infer_step(architecture.build(), batch)
+    assert bytes_of(built_for_inference) == bytes_of(given_for_inference)
+
+
+@ON_THE_CPU
+def test_a_model_leaves_the_measuring_as_it_came(gpumem: Gpumem) -> None:
+    model, batch = GPT2.build().eval(), GPT2.batch()
+    gpumem.train_step(model, batch)
+    assert not any(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@ON_THE_CPU
+def test_gradient_checkpointing_of_the_library_shows_in_the_peak(gpumem: Gpumem) -> None:
+    model, batch = GPT2.build(), GPT2.batch()
+    plain = gpumem.train_step(model, batch)
+    # The old name warns since transformers 5, and the new one is not in 4.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    checkpointed = gpumem.train_step(model, batch)
+    assert checkpointed.peak_forward < plain.peak_forward
+    assert checkpointed.peak_optimizer == plain.peak_optimizer
+
+
+@ON_THE_CPU
+def test_generating_text_gives_the_same_bytes_when_repeated(gpumem: Gpumem) -> None:
+    model, prompt = GPT2.build().eval(), torch.randint(3, VOCABULARY, (2, 8))
+
+    def generate() -> None:
+        model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=8, max_new_tokens=8, do_sample=False
+        )
+
+    measured = [gpumem.measure(generate, name=name) for name in ("first", "second")]
+    assert bytes_of(measured[0]) == bytes_of(measured[1])
+    with gpumem.track("region") as region:
+        generate()
+    assert region.measurement.peak_allocated > 0
+    assert region.measurement.retained == 0
+
+
+# Both orders are hard: training leaves gradients on the model that the inference after it has no use for.
+SHARED = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+@pytest.fixture(scope="module")
+def model():
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=512, bos_token_id=0, eos_token_id=1)
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(512, (4, 32))
+
+
+@pytest.mark.gpumem
+def test_trains(model, tokens):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.train()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.gpumem
+def test_infers(model, tokens):
+    model.eval()
+    with torch.inference_mode():
+        model(input_ids=tokens)
+
+
+def test_train_step(gpumem, model, tokens):
+    gpumem.train_step(model, {"input_ids": tokens, "labels": tokens})
+"""
+TESTS = ["test_trains", "test_infers", "test_train_step"]
+
+
+@pytest.fixture
+def shared(project: Any) -> Any:
+    project.write(SHARED)
+    return project
+
+
+def figures(project: Any, *arguments: str, separate: bool = False) -> dict[str, dict[str, int]]:
+    return project.figures("--gpumem-no-time", *arguments, separate=separate)
+
+
+def test_tests_that_share_a_model_measure_the_same_alone_and_in_every_order(shared: Any) -> None:
+    expected = {test: figures(shared, f"test_it.py::{test}")[test] for test in TESTS}
+    assert all(expected.values())
+    for order in (TESTS, TESTS[::-1], ["test_infers", "test_trains", "test_train_step"]):
+        assert figures(shared, *(f"test_it.py::{test}" for test in order)) == expected, order
+
+
+def test_tests_that_share_a_model_measure_the_same_on_two_workers(shared: Any) -> None:
+    pytest.importorskip("xdist", reason="needs pytest-xdist: this is a test of several workers")
+    together = figures(shared)
+    assert sorted(together) == sorted(TESTS)
+    assert figures(shared, "-p", "xdist", "-n", "2", separate=True) == together

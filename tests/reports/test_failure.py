@@ -1,0 +1,344 @@
+"""The text of a failure, literally: what happened, with numbers and units, and the command or edit that mends it."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.judge import failing_outcomes, judge
+from pytest_gpumem.gate.verdict import TestVerdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.reports.failure import failure_text, measured_section
+from pytest_gpumem.settings import DEFAULT_TOLERANCES
+
+unhurried = settings(deadline=None)
+
+GB = 10**9
+PATH = "tests/test_gpt.py::test_train[amp-bf16]"
+# No such GPU was measured for these tests: the figures are made up.
+H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
+CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.11.0", "cpu_capability": "AVX2"})
+TRAIN = Workload("train_step", "fp32", 1000, "int64[8, 1024]")
+
+
+def measured(name="train_step", environment=H100, settled=True, notes=(), **metrics) -> Measurement:
+    return Measurement(name, TRAIN, environment, metrics, settled, notes)
+
+
+def stored(environment=H100, workload=TRAIN, commit="abc1234", **metrics) -> Entry:
+    return Entry(workload, environment, metrics, "2026-11-02", commit)
+
+
+def text_of(*compared, strict=False, units="si", path=PATH, options=(), tolerances=DEFAULT_TOLERANCES) -> str:
+    """The failure of a test with these measurements, each given with its budget and its baseline."""
+    verdicts = tuple(judge(one, budget, baseline, tolerances) for one, budget, baseline in compared)
+    verdict = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", verdicts)
+    failing = failing_outcomes(verdict, strict=strict, compares=True, accepts=frozenset())
+    assert failing, "a test that does not fail has no such text"
+    return failure_text(verdict, failing, units, path=path, options=options)
+
+
+def literal(text: str) -> str:
+    return textwrap.dedent(text).strip("\n")
+
+
+def test_a_regression():
+    now = measured(peak_allocated=9_310_000_000, peak_forward=5 * GB, retained=0, step_time=0.01238, throughput=646.2)
+    earlier = stored(peak_allocated=8_120_000_000, retained=0, step_time=0.01231, throughput=649.9)
+    assert text_of((now, Budget(), earlier)) == literal(
+        """
+        GPU memory regressed: peak 9.31 GB, baseline 8.12 GB: +1.19 GB (+14.7 %), allowed +0.5 %
+
+          metric          baseline       now   change   allowed
+          peak allocated   8.12 GB   9.31 GB  +14.7 %    +0.5 %  regressed
+          peak forward               5.00 GB
+          retained             0 B       0 B   +0.0 %  +1.00 MB  ok
+          step time       12.31 ms  12.38 ms   +0.6 %
+          throughput        650 /s    646 /s   -0.6 %
+
+          baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_regression_on_the_cpu_is_not_of_gpu_memory():
+    now, earlier = measured(environment=CPU, peak_allocated=2 * GB), stored(environment=CPU, peak_allocated=GB)
+    assert text_of((now, Budget(), earlier)) == literal(
+        """
+        Memory regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %
+
+          metric          baseline      now    change  allowed
+          peak allocated   1.00 GB  2.00 GB  +100.0 %   +0.5 %  regressed
+
+          baseline: 2026-11-02, CPU (x86_64), torch 2.11.0, commit abc1234
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_regression_in_binary_units():
+    now, earlier = measured(peak_allocated=3 * 2**30), stored(peak_allocated=2 * 2**30, commit=None)
+    assert text_of((now, Budget(), earlier), units="iec") == literal(
+        """
+        GPU memory regressed: peak 3.00 GiB, baseline 2.00 GiB: +1.00 GiB (+50.0 %), allowed +0.5 %
+
+          metric          baseline       now   change  allowed
+          peak allocated  2.00 GiB  3.00 GiB  +50.0 %   +0.5 %  regressed
+
+          baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_leak_where_there_was_none():
+    now, earlier = measured(peak_allocated=GB, retained=2_000_000), stored(peak_allocated=GB, retained=0)
+    assert text_of((now, Budget(), earlier)) == literal(
+        """
+        GPU memory regressed: retained 2.00 MB, baseline 0 B: +2.00 MB, allowed +1.00 MB
+
+          metric          baseline      now    change   allowed
+          peak allocated   1.00 GB  1.00 GB    +0.0 %    +0.5 %  ok
+          retained             0 B  2.00 MB  +2.00 MB  +1.00 MB  regressed
+
+          baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_peak_over_budget_that_nobody_compared():
+    now = measured(peak_allocated=9_310_000_000, retained=0)
+    assert text_of((now, Budget(peak_allocated=8 * GB), None)) == literal(
+        """
+        GPU memory over budget: peak 9.31 GB, budget 8.00 GB: +1.31 GB (+16.4 %)
+
+          metric              now   budget
+          peak allocated  9.31 GB  8.00 GB  over budget
+          retained            0 B
+
+          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+        """
+    )
+
+
+def test_a_leak_over_a_budget_of_nothing():
+    assert text_of((measured(retained=512), Budget(retained=0), None)) == literal(
+        """
+        GPU memory over budget: retained 512 B, budget 0 B: +512 B
+
+          metric      now  budget
+          retained  512 B     0 B  over budget
+
+          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+        """
+    )
+
+
+def test_over_budget_and_regressed_is_told_as_over_budget_with_both_ways_out():
+    now = measured(peak_allocated=9_310_000_000, retained=3_000_000)
+    earlier = stored(peak_allocated=8_120_000_000, retained=0)
+    assert text_of((now, Budget(peak_allocated=9 * GB), earlier)) == literal(
+        """
+        GPU memory over budget: peak 9.31 GB, budget 9.00 GB: +310.00 MB (+3.4 %)
+
+          metric          baseline      now    change   allowed   budget
+          peak allocated   8.12 GB  9.31 GB   +14.7 %            9.00 GB  over budget
+          retained             0 B  3.00 MB  +3.00 MB  +1.00 MB           regressed
+
+          baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
+
+          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_new_test_under_strict():
+    now = measured(peak_allocated=9_310_000_000, peak_forward=5 * GB)
+    assert text_of((now, Budget(), Absent()), strict=True) == literal(
+        """
+        Not compared, which --gpumem-strict does not let pass (new): there is no baseline for NVIDIA H100 80GB HBM3 yet
+
+          metric              now
+          peak allocated  9.31 GB  new
+          peak forward    5.00 GB
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=new
+        """
+    )
+
+
+def test_a_foreign_test_under_strict():
+    now = measured(peak_allocated=9_310_000_000)
+    assert text_of((now, Budget(), Absent(("NVIDIA A100",))), strict=True) == literal(
+        """
+        Not compared, which --gpumem-strict does not let pass (foreign): there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3
+
+          metric              now
+          peak allocated  9.31 GB  foreign
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=new
+        """
+    )
+
+
+def test_a_stale_test_under_strict():
+    earlier = stored(workload=Workload("train_step", "fp32", 1000, "int64[4, 1024]"), peak_allocated=GB)
+    assert text_of((measured(peak_allocated=2 * GB), Budget(), earlier), strict=True) == literal(
+        """
+        Not compared, which --gpumem-strict does not let pass (stale): batch was int64[4, 1024], now int64[8, 1024]
+
+          metric              now
+          peak allocated  2.00 GB  stale
+
+          baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_test_without_anything_to_hold_it_to_under_strict():
+    assert text_of((measured(peak_allocated=GB), Budget(), None), strict=True) == literal(
+        """
+        Not compared, which --gpumem-strict does not let pass (recorded): it has no budget, and --gpumem-baseline was not given
+
+          metric              now
+          peak allocated  1.00 GB
+        """
+    )
+
+
+def test_an_uncertain_regression_under_strict():
+    now = measured(environment=Environment(CPU.slug, CPU.device, {"cpu_capability": "AVX512"}), peak_allocated=2 * GB)
+    earlier = stored(environment=CPU, peak_allocated=GB)
+    assert text_of((now, Budget(), earlier), strict=True) == literal(
+        """
+        Memory may have regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %
+
+          metric          baseline      now    change  allowed
+          peak allocated   1.00 GB  2.00 GB  +100.0 %   +0.5 %  uncertain
+
+          note: peak allocated: cpu_capability was AVX2, now AVX512, which moves peak allocated by itself
+
+          baseline: 2026-11-02, CPU (x86_64), torch 2.11.0, commit abc1234
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_test_that_was_not_measured_under_strict():
+    verdict = TestVerdict("a.py", "test_a", unmeasured="no CUDA device: torch 2.11.0 is built without CUDA")
+    failing = failing_outcomes(verdict, strict=True, compares=True, accepts=frozenset())
+    assert failure_text(verdict, failing, "si", path="a.py::test_a") == (
+        "Not measured, which --gpumem-strict does not let pass: no CUDA device: torch 2.11.0 is built without CUDA"
+    )
+
+
+def test_of_several_measurements_only_the_guilty_are_told_and_by_name():
+    fine = measured("plain", peak_allocated=GB), Budget(), stored(peak_allocated=GB)
+    bad = measured("checkpointed", peak_allocated=2 * GB), Budget(), stored(peak_allocated=GB)
+    over = measured("generate", peak_allocated=3 * GB), Budget(peak_allocated=2 * GB), None
+    assert text_of(fine, bad, over) == literal(
+        """
+        checkpointed: GPU memory regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %
+
+          metric          baseline      now    change  allowed
+          peak allocated   1.00 GB  2.00 GB  +100.0 %   +0.5 %  regressed
+
+          baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
+
+        generate: GPU memory over budget: peak 3.00 GB, budget 2.00 GB: +1.00 GB (+50.0 %)
+
+          metric              now   budget
+          peak allocated  3.00 GB  2.00 GB  over budget
+
+          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_note_of_the_measurement_is_told_once():
+    note = "peaks of 6 warm-up steps moved from 1 to 6 bytes"
+    now = measured(settled=False, notes=(note,), peak_allocated=2 * GB)
+    text = text_of((now, Budget(), stored(peak_allocated=GB)), strict=True)
+    assert text.count(note) == 1
+
+
+def test_a_slower_step_is_not_told_in_bytes():
+    now, earlier = measured(step_time=0.2), stored(step_time=0.1)
+    headline = text_of((now, Budget(), earlier), tolerances={"step_time": Tolerance(0.1)}).splitlines()[0]
+    assert headline == "Time regressed: step time 200.00 ms, baseline 100.00 ms: +100.0 %, allowed +10.0 %"
+
+
+# The command
+
+
+def accepting(**more) -> str:
+    text = text_of((measured(peak_allocated=2 * GB), Budget(), stored(peak_allocated=GB)), **more)
+    return text.splitlines()[-1].removeprefix("  accept:   ")
+
+
+def test_the_command_repeats_the_options_that_decide_what_is_measured():
+    assert accepting(path="a.py::test_a", options=["--gpumem-device=cpu", "--gpumem-store=my store"]) == (
+        'pytest a.py::test_a --gpumem-update=all --gpumem-device=cpu "--gpumem-store=my store"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "typed"),
+    [
+        ("a.py::test_a", "a.py::test_a"),
+        ("a.py::test_a[fp32]", '"a.py::test_a[fp32]"'),
+        ("my tests/a.py::test_a", '"my tests/a.py::test_a"'),
+        ("a.py::test_a['b']", "\"a.py::test_a['b']\""),
+        ("a.py::test_a[$HOME]", "'a.py::test_a[$HOME]'"),
+        ('a.py::test_a["b"]', "'a.py::test_a[\"b\"]'"),
+    ],
+)
+def test_the_id_of_the_test_is_quoted_as_people_do(path, typed):
+    assert accepting(path=path) == f"pytest {typed} --gpumem-update=all"
+
+
+@unhurried
+@given(st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=12))
+def test_a_shell_reads_the_id_of_the_test_as_it_is(parameter):
+    path = f"tests/a.py::test_a[{parameter}]"
+    assert shlex.split(accepting(path=path)) == ["pytest", path, "--gpumem-update=all"]
+
+
+# The section of a test that failed for a reason of its own
+
+
+def test_what_was_measured_before_a_test_failed_by_itself():
+    section = measured_section(
+        [
+            measured("plain", peak_allocated=5 * GB, retained=0, step_time=0.1),
+            measured("checkpointed", peak_allocated=1_024),
+        ],
+        "si",
+    )
+    assert section == literal(
+        """
+        measurement   metric                now
+        plain         peak allocated    5.00 GB
+        plain         retained              0 B
+        plain         step time       100.00 ms
+        checkpointed  peak allocated    1.02 kB
+        """
+    )

@@ -1,0 +1,483 @@
+"""A step is run until it repeats and then measured: the bytes by formula, what it leaves behind, and its times."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.contract import Peak
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.reach import blocks_of, reachable_tensors
+from pytest_gpumem.steps.collector import FrozenHeap, collect_everything, cyclic_collector_off
+from pytest_gpumem.steps.figures import Figures
+from pytest_gpumem.steps.model_step import infer_phases, train_phases
+from pytest_gpumem.steps.runner import MOST_WARM_UPS, Phase, StepFigures, live_at_rest, measure_step
+
+KB = 1000
+F32 = 4
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def frozen():
+    """As while a test is measured: what was there before is not looked through again and again."""
+    heap = FrozenHeap()
+    heap.freeze()
+    yield heap
+    heap.thaw()
+
+
+@pytest.fixture
+def device():
+    device = CpuDevice()
+    device.open()
+    yield device
+    device.close()
+
+
+def measured(device, phases, held: list, *, timed=False) -> StepFigures:
+    """Measure a step to which the tensors in ``held`` belong from the beginning."""
+
+    def own():
+        return blocks_of(reachable_tensors(held), device.torch_device)
+
+    device.settle()
+    blocks = own()
+    device.adopt(blocks)
+    return measure_step(
+        phases,
+        device,
+        Windows(device),
+        own=own,
+        own_before=sum(blocks.values()),
+        live_before=device.live(),
+        timed=timed,
+    )
+
+
+def metrics_of(device, run, held=(), **more) -> dict[str, int]:
+    return measured(device, [Phase("step", run)], list(held), **more).memory.memory_metrics()
+
+
+# A linear layer, by formula
+
+INPUTS, OUTPUTS, SAMPLES = 32, 64, 8
+WEIGHT, BIAS = F32 * INPUTS * OUTPUTS, F32 * OUTPUTS
+PARAMETERS = WEIGHT + BIAS
+BATCH, OUTPUT, LOSS = F32 * SAMPLES * INPUTS, F32 * SAMPLES * OUTPUTS, F32
+
+
+def linear_step(device, make_optimizer, **more) -> StepFigures:
+    model, batch = torch.nn.Linear(INPUTS, OUTPUTS), torch.ones(SAMPLES, INPUTS)
+    optimizer = make_optimizer(model.parameters())
+    phases = train_phases(model, batch, optimizer, lambda output, _batch: output.sum())
+    return measured(device, phases, [model, batch, optimizer], **more)
+
+
+def test_a_step_of_sgd_holds_parameters_gradients_and_one_output(device):
+    figures = linear_step(device, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    metrics = figures.memory.memory_metrics()
+    assert figures.memory.own == PARAMETERS + BATCH
+    assert metrics["peak_forward"] == PARAMETERS + BATCH + OUTPUT + LOSS
+    assert metrics["peak_optimizer"] == PARAMETERS + BATCH + PARAMETERS + LOSS
+    assert metrics["peak_allocated"] == max(value for name, value in metrics.items() if name.startswith("peak_"))
+    assert (metrics["retained"], metrics["cyclic_garbage"]) == (0, 0)
+    assert figures.settled
+
+
+def test_a_step_of_adamw_holds_two_moments_a_count_and_what_it_computes_with(device):
+    figures = linear_step(device, torch.optim.AdamW)
+    metrics = figures.memory.memory_metrics()
+    state = 2 * PARAMETERS + 2 * F32
+    own = PARAMETERS + BATCH + state
+    assert figures.memory.own == own
+    assert metrics["peak_forward"] == own + OUTPUT + LOSS
+    # Gradients, and twice the larger parameter for the denominator; Python's numbers become scalars of a few bytes.
+    scalars = metrics["peak_optimizer"] - (own + PARAMETERS + LOSS + 2 * WEIGHT)
+    assert 0 <= scalars <= 32
+    assert (metrics["retained"], metrics["cyclic_garbage"]) == (0, 0)
+    assert figures.settled
+
+
+def test_a_backward_pass_ends_with_all_gradients(device):
+    metrics = linear_step(device, lambda parameters: torch.optim.SGD(parameters, lr=0.1)).memory.memory_metrics()
+    assert metrics["peak_backward"] >= PARAMETERS + BATCH + PARAMETERS + LOSS
+
+
+def test_an_inference_step_holds_parameters_batch_and_output(device):
+    model, batch = torch.nn.Linear(INPUTS, OUTPUTS), torch.ones(SAMPLES, INPUTS)
+    figures = measured(device, infer_phases(model, batch), [model, batch])
+    assert figures.memory.memory_metrics() == {
+        "peak_allocated": PARAMETERS + BATCH + OUTPUT,
+        "retained": 0,
+        "cyclic_garbage": 0,
+    }
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_taking_times_does_not_change_the_memory(device, optimizer):
+    untimed, timed = linear_step(device, optimizer), linear_step(device, optimizer, timed=True)
+    assert untimed.memory.memory_metrics() == timed.memory.memory_metrics()
+    assert untimed.times is None
+    assert timed.times.median > 0
+
+
+def test_a_second_measurement_of_the_same_step_is_the_same_also_after_times_were_taken(device):
+    held: list = []
+
+    def replace():
+        held[:] = [tensor(100 * KB)]
+
+    first, second = (metrics_of(device, replace, [held], timed=True) for _ in range(2))
+    assert first["peak_allocated"] == 200 * KB
+    assert second == first
+
+
+def test_a_batch_that_was_made_before_the_device_was_opened_counts_alike():
+    def figures(make_first: bool) -> dict[str, int]:
+        device = CpuDevice()
+        batch = torch.ones(SAMPLES, INPUTS) if make_first else None
+        device.open()
+        try:
+            if batch is None:
+                batch = torch.ones(SAMPLES, INPUTS)
+            return metrics_of(device, batch.square, [batch])
+        finally:
+            device.close()
+
+    assert figures(make_first=True) == figures(make_first=False)
+
+
+def test_foreign_bytes_are_in_no_figure(device):
+    alone = linear_step(device, torch.optim.AdamW).memory.memory_metrics()
+    foreign = tensor(500 * KB)
+    assert linear_step(device, torch.optim.AdamW).memory.memory_metrics() == alone
+    assert foreign.numel() == 500 * KB
+
+
+# Phases
+
+
+def test_each_phase_has_its_peak_and_the_step_the_highest(device):
+    kept: list[torch.Tensor] = []
+
+    def first():
+        kept.append(tensor(100 * KB))
+
+    def second():
+        kept.append(tensor(30 * KB))
+        kept.clear()
+
+    figures = measured(device, [Phase("first", first), Phase("second", second)], [kept])
+    assert figures.memory.memory_metrics() == {
+        "peak_allocated": 130 * KB,
+        "peak_first": 100 * KB,
+        "peak_second": 130 * KB,
+        "retained": 0,
+        "cyclic_garbage": 0,
+    }
+
+
+def test_a_phase_does_not_see_the_peak_of_the_one_before(device):
+    phases = [Phase("first", lambda: tensor(100 * KB)), Phase("second", lambda: tensor(30 * KB))]
+    metrics = measured(device, phases, []).memory.memory_metrics()
+    assert (metrics["peak_first"], metrics["peak_second"], metrics["peak_allocated"]) == (100 * KB, 30 * KB, 100 * KB)
+
+
+def test_a_single_phase_is_the_step_and_not_told_apart(device):
+    assert metrics_of(device, lambda: tensor(KB)) == {"peak_allocated": KB, "retained": 0, "cyclic_garbage": 0}
+
+
+def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
+    def fail():
+        tensor(100 * KB)
+        raise ZeroDivisionError
+
+    windows = Windows(device)
+    with pytest.raises(ZeroDivisionError):
+        measure_step(
+            [Phase("fail", fail)], device, windows, own=dict, own_before=0, live_before=device.live(), timed=False
+        )
+    assert windows._open == []
+    assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
+
+
+# Settling
+
+
+def counting_step(sizes):
+    """A step whose peaks are these sizes, the last one again and again; and how often it ran."""
+    ran: list[int] = []
+
+    def run():
+        size = sizes[min(len(ran), len(sizes) - 1)]
+        ran.append(size)
+        tensor(size)
+
+    return run, ran
+
+
+@pytest.mark.parametrize(
+    ("sizes", "warm_ups"),
+    [
+        ([5 * KB], 2),
+        ([9 * KB, 5 * KB], 3),
+        ([1 * KB, 2 * KB, 3 * KB, 4 * KB], 5),
+        ([1 * KB, 2 * KB, 3 * KB, 4 * KB, 5 * KB], 6),
+    ],
+)
+def test_a_step_is_warmed_up_until_two_peaks_agree_and_then_measured_once(device, sizes, warm_ups):
+    run, ran = counting_step(sizes)
+    figures = measured(device, [Phase("step", run)], [])
+    assert figures.settled
+    assert len(figures.warm_up_peaks) == warm_ups
+    assert len(ran) == warm_ups + 1
+    assert figures.memory.memory_metrics()["peak_allocated"] == sizes[-1]
+
+
+def test_what_is_made_lazily_in_the_first_step_is_measured_in_the_state_that_repeats(device):
+    state: list[torch.Tensor] = []
+
+    def run():
+        if not state:
+            state.append(tensor(100 * KB))
+        tensor(10 * KB)
+
+    figures = measured(device, [Phase("step", run)], [state])
+    assert figures.settled
+    assert figures.memory.memory_metrics() == {"peak_allocated": 110 * KB, "retained": 0, "cyclic_garbage": 0}
+
+
+def test_a_step_that_grows_for_ever_is_measured_as_not_settled(device):
+    run, ran = counting_step([number * KB for number in range(1, 20)])
+    figures = measured(device, [Phase("step", run)], [])
+    assert not figures.settled
+    assert len(figures.warm_up_peaks) == MOST_WARM_UPS
+    assert len(ran) == MOST_WARM_UPS + 1
+    assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + 1) * KB
+
+
+def test_how_peaks_moved_is_said_from_the_first_to_the_last():
+    figures = StepFigures(Figures(0, 0, None, Peak(0), 0, 0), False, (100, 150, 130), None)
+    assert figures.unsettled_note() == "peaks of 3 warm-up steps moved from 100 to 130 bytes"
+
+
+def test_a_step_whose_phases_trade_bytes_has_not_settled(device):
+    turns: list[int] = []
+
+    def first():
+        turns.append(len(turns))
+        tensor((10 + turns[-1]) * KB)
+
+    figures = measured(device, [Phase("first", first), Phase("second", lambda: tensor(500 * KB))], [])
+    assert set(figures.warm_up_peaks) == {500 * KB}
+    assert not figures.settled
+
+
+# What a step leaves behind
+
+
+def test_a_step_that_keeps_a_tensor_each_time_retains_it_and_does_not_settle(device):
+    leaked: list[torch.Tensor] = []
+    figures = measured(device, [Phase("step", lambda: leaked.append(tensor(10 * KB)))], [])
+    metrics = figures.memory.memory_metrics()
+    assert metrics["retained"] == 10 * KB
+    assert metrics["cyclic_garbage"] == 0
+    assert not figures.settled
+
+
+def test_a_step_that_replaces_what_it_keeps_retains_nothing(device):
+    kept = [tensor(10 * KB)]
+
+    def run():
+        kept[0] = tensor(10 * KB)
+
+    metrics = metrics_of(device, run, [kept])
+    assert (metrics["peak_allocated"], metrics["retained"]) == (20 * KB, 0)
+
+
+def make_cycle(nbytes: int) -> None:
+    cycle: list = [tensor(nbytes)]
+    cycle.append(cycle)
+
+
+def test_what_only_the_collector_frees_is_reported_as_cyclic_garbage(device):
+    metrics = metrics_of(device, lambda: make_cycle(10 * KB))
+    assert metrics == {"peak_allocated": 10 * KB, "retained": 0, "cyclic_garbage": 10 * KB}
+
+
+def test_the_collector_does_not_run_of_its_own_accord_in_a_step(device):
+    def run():
+        for _ in range(50):
+            make_cycle(KB)
+        # Enough containers for the collector to set in, if it could.
+        _ = [[] for _ in range(100_000)]
+
+    assert gc.isenabled()
+    assert metrics_of(device, run) == {"peak_allocated": 50 * KB, "retained": 0, "cyclic_garbage": 50 * KB}
+    assert gc.isenabled()
+
+
+def test_garbage_of_objects_that_were_there_before_is_found(device, frozen):
+    frozen.thaw()
+    cycles: list[list] = [[] for _ in range(20)]
+    for number in range(20):
+        cycles[number].append(cycles[number])
+
+    def run():
+        cycles.pop().append(tensor(10 * KB))
+
+    frozen.freeze()
+    metrics = metrics_of(device, run)
+    assert metrics == {"peak_allocated": 10 * KB, "retained": 0, "cyclic_garbage": 10 * KB}
+
+
+def test_a_step_in_rest_costs_no_second_collection(device, monkeypatch):
+    collections = []
+    monkeypatch.setattr("pytest_gpumem.steps.runner.collect_everything", lambda: collections.append(True))
+    kept = tensor(KB)
+    assert live_at_rest(device, device.live()) == kept.numel()
+    assert collections == []
+    assert live_at_rest(device, 0) == kept.numel()
+    assert collections == [True]
+
+
+def test_collecting_everything_leaves_frozen_what_was_frozen(frozen):
+    collect_everything()
+    assert gc.get_freeze_count() > 0
+    frozen.thaw()
+    collect_everything()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_heap_that_somebody_else_froze_is_left_to_them(frozen):
+    ours = FrozenHeap()
+    ours.freeze()
+    ours.thaw()
+    assert gc.get_freeze_count() > 0
+    frozen.thaw()
+    assert gc.get_freeze_count() == 0
+
+
+def raise_without_collector():
+    with cyclic_collector_off():
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_left_as_it_was(on):
+    was_on = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            raise_without_collector()
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+# Figures
+
+
+def test_figures_are_differences_and_need_no_zero():
+    for zero in (0, 10**6):
+        figures = Figures(
+            own=100,
+            live_before=zero + 150,
+            reserved_before=zero + 400,
+            peak=Peak(zero + 250, zero + 600),
+            live_run=zero + 190,
+            live_after=zero + 170,
+            phases={"forward": Peak(zero + 200), "backward": Peak(zero + 250)},
+            held_change=5,
+        )
+        assert figures.memory_metrics() == {
+            "peak_allocated": 200,
+            "peak_forward": 150,
+            "peak_backward": 200,
+            "peak_reserved": 300,
+            "retained": 15,
+            "cyclic_garbage": 20,
+        }
+
+
+def test_a_step_that_frees_more_than_it_makes_retains_nothing():
+    metrics = Figures(100, 150, None, Peak(150), 50, 50).memory_metrics()
+    assert metrics == {"peak_allocated": 100, "retained": 0, "cyclic_garbage": 0}
+
+
+# Order of readings
+
+
+class Scripted:
+    """A device that only tells what it was asked, in order."""
+
+    def __init__(self):
+        self.asked: list[str] = []
+
+    def settle(self):
+        self.asked.append("settle")
+
+    def release_workspaces(self):
+        self.asked.append("release")
+
+    def live(self):
+        return 0
+
+    def reserved(self):
+        return None
+
+    def known(self):
+        return frozenset({7})
+
+    def take_peak(self):
+        return Peak(0)
+
+    @contextmanager
+    def paused(self):
+        self.asked.append("pause")
+        yield
+        self.asked.append("count")
+
+    def believe(self, since, blocks):
+        self.asked.append(f"believe {blocks} besides {set(since)}")
+
+    def time(self, run):
+        self.asked.append("time")
+        run()
+        return 10.0
+
+
+def run_scripted(timed: bool) -> list[str]:
+    device = Scripted()
+    measure_step(
+        [Phase("step", lambda: device.asked.append("run"))],
+        device,
+        Windows(device),
+        own=lambda: {1: 2},
+        own_before=0,
+        live_before=0,
+        timed=timed,
+    )
+    return device.asked
+
+
+STEP = ["run", "release", "settle"]
+
+
+def test_memory_is_measured_without_a_pause():
+    assert run_scripted(timed=False) == ["settle", *STEP, *STEP, *STEP]
+
+
+def test_times_are_taken_in_a_pause_after_the_memory_and_set_right_by_a_step_that_is_seen():
+    untimed, asked = run_scripted(timed=False), run_scripted(timed=True)
+    assert asked[: len(untimed)] == untimed
+    assert asked[len(untimed) :] == ["pause", "time", "run", "count", *STEP, "believe {1: 2} besides {7}"]

@@ -1,0 +1,251 @@
+"""The documentation is true: it names what there is and nothing else, and its examples run.
+
+A Python block whose fence has a ``title`` is a whole file, and the titled blocks of one section are one project.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import pytest_gpumem
+from pytest_gpumem import Measurement, hookspecs
+from pytest_gpumem.baselines.format import parse, render
+from pytest_gpumem.baselines.update_modes import UPDATE_MODES
+from pytest_gpumem.fixture import Gpumem
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.marker import _ARGUMENTS
+from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.options import add_options
+from pytest_gpumem.settings import _KEYS, _KIND_NAMES, Settings, read_table, settings_from_table
+from pytest_gpumem.units import parse_ratio, parse_size
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/guide.md", "docs/reference.md", "docs/architecture.md", "CHANGELOG.md"]
+FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and the heading that it stands under."""
+
+    page: str
+    section: str
+    language: str
+    title: str | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.section}"
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = read(page)
+        for match in FENCE.finditer(text):
+            if match["language"] == language:
+                section = HEADING.findall(FENCE.sub("", text[: match.start()]))[-1]
+                found.append(Block(page, section, language, match["title"], match["text"]))
+    return found
+
+
+def section_of(page: str, heading: str) -> str:
+    """The text under a second-level heading."""
+    return re.split(rf"^## {re.escape(heading)}$", read(page), flags=re.MULTILINE)[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in ``text``, row by row, headers included."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def named_rows(text: str) -> dict[str, list[str]]:
+    """The other cells of each row, by the name in backticks in its first cell."""
+    return {cells[0].strip("`"): cells[1:] for cells in rows(text) if cells[0].startswith("`")}
+
+
+class Parser:
+    """Stands in for pytest's parser and its group: keeps the options that are added."""
+
+    def __init__(self) -> None:
+        self.options: list[str] = []
+
+    def getgroup(self, *args):
+        return self
+
+    def addoption(self, name, **kwargs):
+        self.options.append(name)
+
+
+def options() -> list[str]:
+    parser = Parser()
+    add_options(parser)
+    return parser.options
+
+
+def test_the_reference_has_every_option_and_its_key():
+    table = named_rows(section_of("docs/reference.md", "Options"))
+    keys = {name.partition("=")[0]: cells[0] for name, cells in table.items() if name.startswith("--")}
+    assert keys == {option: f"`{option.removeprefix('--gpumem-').replace('-', '_')}`" for option in options()}
+
+
+def test_no_page_speaks_of_an_option_that_does_not_exist():
+    said = {option for page in PAGES for option in re.findall(r"--gpumem-[a-z]+(?:-[a-z]+)*", read(page))}
+    assert said <= set(options())
+
+
+def test_the_reference_has_every_update_mode():
+    header = next(cells for cells in rows(section_of("docs/reference.md", "Options")) if cells[0] == "")
+    assert header[1:] == [f"`{mode}`" for mode in UPDATE_MODES]
+
+
+def test_the_reference_has_every_setting_with_its_type_and_default():
+    defaults = Settings()
+    expected = {}
+    for key, kind in _KEYS.items():
+        default = getattr(defaults, key, None)
+        shown = {True: "`true`", False: "`false`", None: "none"}.get(default, f'`"{default}"`')
+        expected[key] = [_KIND_NAMES[kind].removeprefix("a ").removeprefix("an "), shown]
+    expected["tolerance"][1] = "see [Metrics](#metrics)"
+    table = named_rows(section_of("docs/reference.md", "Settings"))
+    assert {key: cells[:2] for key, cells in table.items()} == expected
+
+
+def test_the_reference_has_every_argument_of_the_marker_and_the_metric_it_holds():
+    table = named_rows(section_of("docs/reference.md", "Marker"))
+    holds = {name: cells[1].strip("`") for name, cells in table.items()}
+    limits = {name: target for name, (target, _) in _ARGUMENTS.items()}
+    limits["max_growth"], limits["device"] = "peak_allocated", ""
+    assert holds == limits
+
+
+def test_the_reference_has_every_metric_with_its_unit_and_tolerance():
+    table = named_rows(section_of("docs/reference.md", "Metrics"))
+    assert list(table) == list(METRICS)
+    for name, cells in table.items():
+        assert cells[0] == METRICS[name].unit
+        assert tolerance(cells[-1]) == METRICS[name].tolerance
+
+
+def tolerance(text: str) -> Tolerance | None:
+    """What a cell such as ``"0.5 %, at least 1 MB"`` says."""
+    if text == "not judged":
+        return None
+    relative, absolute = text.split(", at least ")
+    return Tolerance(parse_ratio(relative), parse_size(absolute))
+
+
+def test_the_reference_has_every_verdict_in_the_order_of_their_weight():
+    assert list(named_rows(section_of("docs/reference.md", "Verdicts"))) == [outcome.value for outcome in Outcome]
+
+
+def test_the_guide_says_what_to_do_about_every_verdict():
+    table = named_rows(section_of("docs/guide.md", "What to do about each verdict"))
+    assert list(table) == [outcome.words for outcome in Outcome]
+
+
+def test_the_reference_has_every_hook_with_its_arguments():
+    hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("pytest_gpumem_")}
+    expected = [f"{name}({', '.join(inspect.signature(hook).parameters)})" for name, hook in hooks.items()]
+    assert list(named_rows(section_of("docs/reference.md", "Hooks"))) == expected
+
+
+def test_the_reference_has_every_method_of_the_fixture_with_its_arguments():
+    said = re.findall(r"^### `gpumem\.(.+)`$", section_of("docs/reference.md", "Fixture"), flags=re.MULTILINE)
+    members = {name: member for name, member in vars(Gpumem).items() if not name.startswith("_")}
+    expected = {name if isinstance(member, property) else name + arguments(member) for name, member in members.items()}
+    assert set(said) == expected
+
+
+def arguments(method) -> str:
+    """The signature without ``self`` and types."""
+    signature = inspect.signature(method)
+    bare = [value.replace(annotation=value.empty) for name, value in signature.parameters.items() if name != "self"]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def test_the_reference_has_every_attribute_of_a_measurement():
+    text = section_of("docs/reference.md", "Measurement")
+    public = {name for name in dir(Measurement) if not name.startswith("_")} - {"to_plain"}
+    assert {name for name in public if f"`{name}`" not in text} == set()
+
+
+def test_the_architecture_places_every_module():
+    package = Path(pytest_gpumem.__file__).parent
+    modules = {path.stem for path in [*package.glob("*.py"), *package.glob("*/__init__.py")]} - {"__init__"}
+    packages = {path.parent.name for path in package.glob("*/__init__.py")}
+    first_cells = " ".join(cells[0] for cells in rows(section_of("docs/architecture.md", "Modules")))
+    assert modules | packages == set(re.findall(r"`(\w+)`", first_cells))
+
+
+def test_the_changelog_begins_with_this_version():
+    assert re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), flags=re.MULTILINE)[0] == pytest_gpumem.__version__
+
+
+TITLED = sorted({(block.page, block.section) for block in blocks("python") if block.title})
+
+
+@pytest.mark.parametrize(("page", "section"), TITLED, ids=[f"{page}-{section}" for page, section in TITLED])
+def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
+    for block in blocks("python"):
+        if (block.page, block.section) == (page, section) and block.title:
+            (project.path / block.title).write_text(block.text, encoding="utf-8")
+    if not list(project.path.glob("test_*.py")):
+        project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n")
+    result = project.run("--gpumem-update=new", "--gpumem-no-time")
+    tests = result.parseoutcomes()["passed"]
+    result.assert_outcomes(passed=tests)
+    gate = project.run("--gpumem-baseline", "--gpumem-strict", "--gpumem-no-time")
+    gate.assert_outcomes(passed=tests)
+    gate.stdout.fnmatch_lines([f"gpumem: {tests} gated"])
+
+
+def test_there_are_examples_to_run():
+    assert {page for page, _ in TITLED} == {"README.md", "docs/guide.md", "docs/reference.md"}
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_in_the_pages_is_python(block):
+    ast.parse(block.text)
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("toml") if "tool.gpumem" in block.text], ids=str)
+def test_settings_in_the_pages_are_settings(block, tmp_path):
+    path = tmp_path / "pyproject.toml"
+    path.write_text(block.text, encoding="utf-8")
+    table = read_table(path)
+    assert table
+    assert settings_from_table(table, str(block)) != Settings()
+
+
+def test_the_file_of_the_store_in_the_reference_is_one_that_would_be_written():
+    (block,) = (block for block in blocks("toml") if "tool.gpumem" not in block.text)
+    assert render(parse(block.text, "test_mlp.py")) == block.text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https://)([^)]+)\)", FENCE.sub("", read(page))):
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), target
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = HEADING.findall(FENCE.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,246 @@
+"""The example project end to end: pytest in processes of its own, on copies of it, always on the CPU."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "example_project"
+SECONDS = 240
+"""Longer than any run needs; a run that hangs must not hang the suite."""
+COMMITTED_FOR = "x86_64"
+FUSED = "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
+KEEPS_FLOAT32_SCORES = """\
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(mask, float("-inf"))
+        y = scores.float().softmax(dim=-1).to(v.dtype) @ v
+"""
+KEPT_BYTES = 4 * 8 * 4 * 256 * 256 * 4
+"""Of float32 scores, when 4 layers keep those of 8 sequences, 4 heads and 256 x 256 tokens."""
+REVERSES = """
+import pytest
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.reverse()
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of pytest gave."""
+
+    code: int
+    output: str
+    report: ElementTree.Element
+
+    @property
+    def figures(self) -> dict[str, dict[str, int]]:
+        """Bytes of every measurement, by test."""
+        found: dict[str, dict[str, int]] = {}
+        for case in self.report.iter("testcase"):
+            for entry in case.iter("property"):
+                prefix, _, name = str(entry.get("name")).partition(".")
+                if prefix == "gpumem" and name and not name.endswith(("step_time", "throughput")):
+                    found.setdefault(str(case.get("name")), {})[name] = int(str(entry.get("value")))
+        return found
+
+    @property
+    def accounting(self) -> str:
+        """What the line that accounts for every measured test says."""
+        lines = re.findall(r"^gpumem: (\d+ gated.*)$", self.output, flags=re.MULTILINE)
+        assert len(lines) == 1, self.output
+        return str(lines[0])
+
+    @property
+    def printed(self) -> dict[str, list[str]]:
+        """The sizes in the rows of the printed table, by test and measurement."""
+        rows = re.findall(r"^(tests/\S+::\S+(?: \(\w+\))?) +(\d.*)$", self.output, flags=re.MULTILINE)
+        return {test: re.findall(r"[\d.]+ [kMGT]?B", cells) for test, cells in rows}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A copy of the example project. ``folder`` is called as the original is, and pytest starts in the one above."""
+
+    folder: Path
+
+    def run(self, *arguments: str, tests: str = "example_project") -> Run:
+        report = self.folder.parent / "report.xml"
+        report.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", *arguments]
+        ours = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "COLUMNS")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        # Where a plugin of a test's own lies.
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(self.folder.parent), os.environ.get("PYTHONPATH")])
+        )
+        done = subprocess.run(
+            command,
+            cwd=self.folder.parent,
+            env=environment,
+            timeout=SECONDS,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        assert report.exists(), done.stdout
+        return Run(done.returncode, done.stdout, ElementTree.parse(report).getroot())
+
+    def copy(self, folder: Path) -> Example:
+        kept_out = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".lock")
+        return Example(Path(shutil.copytree(self.folder, folder / "example_project", ignore=kept_out)))
+
+    def plant(self) -> None:
+        """Make attention keep its scores."""
+        path = self.folder / "tiny_models" / "gpt.py"
+        text = path.read_text(encoding="utf-8")
+        assert text.count(FUSED) == 1
+        path.write_text(text.replace(FUSED, KEEPS_FLOAT32_SCORES), encoding="utf-8")
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "gpumem-baselines"
+
+    def stored(self) -> dict[str, list[str]]:
+        """The lines of every file of the store."""
+        return {path.name: path.read_text(encoding="utf-8").splitlines() for path in sorted(self.store.rglob("*.toml"))}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Example, Run]:
+    """A copy whose baselines were recorded here, in the order of the files, and the run that did it."""
+    example = Example(EXAMPLE).copy(tmp_path_factory.mktemp("recorded"))
+    shutil.rmtree(example.store, ignore_errors=True)
+    return example, example.run("--gpumem-update=new", "--gpumem-no-time", "-p", "no:randomly")
+
+
+@pytest.mark.skipif(
+    platform.machine() != COMMITTED_FOR,
+    reason=f"the committed baselines were recorded on {COMMITTED_FOR}, this is {platform.machine()}",
+)
+def test_the_committed_baselines_hold(tmp_path, recorded):
+    run = Example(EXAMPLE).copy(tmp_path).run("--gpumem-baseline")
+    assert run.code == 0, run.output
+    assert run.accounting.startswith("11 gated")
+    assert not re.search("new|regressed|over budget|unmeasured", run.accounting)
+    assert run.figures == recorded[1].figures
+    assert len(run.printed) == 13
+    assert run.printed == recorded[1].printed
+
+
+def test_recording_writes_what_was_measured(recorded):
+    example, run = recorded
+    assert run.code == 0, run.output
+    written = [
+        int(value) for lines in example.stored().values() for value in re.findall(r"peak_\w+ = (\d+)", "\n".join(lines))
+    ]
+    assert sorted(written) == sorted(
+        value for metrics in run.figures.values() for name, value in metrics.items() if ".peak_" in name
+    )
+    assert not any(value < 1_000_000 for value in written)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["-n", "2"], id="two-workers"),
+        pytest.param(["-p", "no:randomly", "-p", "reversed_order"], id="reversed"),
+    ],
+)
+def test_figures_are_the_same_in_any_order_and_on_any_worker(recorded, tmp_path, arguments):
+    first, expected = recorded
+    example = first.copy(tmp_path)
+    (tmp_path / "reversed_order.py").write_text(REVERSES, encoding="utf-8")
+    run = example.run("--gpumem-baseline", "--gpumem-no-time", *arguments)
+    assert run.code == 0, run.output
+    assert run.accounting == "11 gated"
+    assert run.figures == expected.figures
+    assert run.printed == expected.printed
+
+
+def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
+    first, expected = recorded
+    example = first.copy(tmp_path)
+    run = example.run("--gpumem-baseline", "--gpumem-no-time", "-k", "inference_needs_less")
+    assert run.code == 0, run.output
+    name = "test_inference_needs_less_than_half_of_training"
+    assert run.figures == {name: expected.figures[name]}
+
+
+def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tmp_path):
+    first, expected = recorded
+    example = first.copy(tmp_path)
+    example.plant()
+    options = ("--gpumem-no-time", "-p", "no:randomly")
+    before = example.stored()
+
+    gated = example.run("--gpumem-baseline", *options, tests="example_project/tests/test_gpt.py")
+    assert gated.code == 1
+    guilty = {name for name, metrics in gated.figures.items() if metrics != expected.figures[name]}
+    assert {"test_train_step", "test_train_step_by_depth[2]", "test_train_step_by_depth[6]"} <= guilty
+    suite = gated.report if gated.report.tag == "testsuite" else gated.report[0]
+    assert int(suite.attrib["failures"]) == len(guilty)
+    assert int(suite.attrib["errors"]) == 0
+    assert {str(case.get("name")) for case in gated.report.iter("testcase") if _failed(case)} == guilty
+    assert gated.accounting == f"7 gated, {len(guilty)} regressed"
+
+    was, now = (run.figures["test_train_step"]["train_step.peak_allocated"] for run in (expected, gated))
+    assert now - was > 0.9 * KEPT_BYTES
+    failure = next(_failed(case) for case in gated.report.iter("testcase") if case.get("name") == "test_train_step")
+    assert f"regressed: peak {now / 1e6:.2f} MB, baseline {was / 1e6:.2f} MB: +{(now - was) / 1e6:.2f} MB" in failure
+    command = "pytest example_project/tests/test_gpt.py::test_train_step --gpumem-update=all --gpumem-device=cpu"
+    assert command in failure
+    assert example.stored() == before
+
+    accepted = example.run("--gpumem-update=all", *options)
+    assert accepted.code == 0, accepted.output
+    after = example.stored()
+    assert {name for name in before if before[name] != after[name]} == {"test_gpt.py.toml"}
+    changes = [
+        line
+        for line in difflib.unified_diff(before["test_gpt.py.toml"], after["test_gpt.py.toml"], n=0)
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    assert 0 < len(changes) < 40, changes
+    assert _changed_tests(before["test_gpt.py.toml"], after["test_gpt.py.toml"]) == guilty
+
+    again = example.run("--gpumem-baseline", *options, tests="example_project/tests/test_gpt.py")
+    assert again.code == 0, again.output
+    assert again.figures.items() <= gated.figures.items()
+
+
+def _failed(case: ElementTree.Element) -> str:
+    """The text of a test's failure, empty when it passed."""
+    return "\n".join(str(failure.text) for failure in case.iter("failure"))
+
+
+def _changed_tests(before: list[str], after: list[str]) -> set[str]:
+    """The tests, without their class, in whose tables of the store a line is not what it was."""
+    old, new = _by_table(before), _by_table(after)
+    assert old.keys() == new.keys()
+    return {test for (test, _), lines in old.items() if lines != new[test, _]}
+
+
+def _by_table(lines: list[str]) -> dict[tuple[str, str], list[str]]:
+    """The lines of each table of the store, by test and measurement."""
+    tables: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        header = re.fullmatch(r'\[tests\."?(?:\w+::)?([^"]+?)"?\.(\w+)\]', line)
+        if header is not None:
+            table = tables.setdefault((header[1], header[2]), [])
+        elif tables:
+            table.append(line)
+    return tables
