@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
-from pytest_gpumem.reach import blocks_of, reachable_tensors
+from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.batches import describe, on_device, samples_in
 from pytest_gpumem.steps.runner import Phase, measure_step
 
@@ -190,9 +190,8 @@ class Gpumem:
         return self._run.record(workload, metrics, name=name, settled=figures.settled, notes=notes)
 
     def _adopt(self, held: object) -> Blocks:
-        blocks = self._blocks(held)
-        self._run.device.adopt(blocks)
-        return blocks
+        self._run.device.adopt(storages_of(reachable_tensors([held]), self.device))
+        return self._blocks(held)
 
     def _blocks(self, held: object) -> Blocks:
         return blocks_of(reachable_tensors([held]), self.device)

@@ -35,6 +35,8 @@ class Workload:
 
     def differences(self, earlier: Workload) -> list[str]:
         """One clause for each field in which ``earlier`` was something else."""
+        if self == earlier:
+            return []
         mine, theirs = asdict(self), asdict(earlier)
         return [f"{name} was {theirs[name]}, now {mine[name]}" for name in mine if mine[name] != theirs[name]]
 
@@ -48,6 +50,11 @@ class Environment:
     details: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, value in self.details.items():
+            if name in ("slug", "device"):
+                raise ValueError(f"environment: {name!r} is the device's own and cannot be added")
+            if isinstance(value, bool) or not isinstance(value, (str, int)):
+                raise TypeError(f"environment: {name} is {value!r}, expected a string or a whole number")
         object.__setattr__(self, "details", MappingProxyType(dict(sorted(self.details.items()))))
 
     def __reduce__(self) -> tuple[Any, ...]:

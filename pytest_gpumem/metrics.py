@@ -20,8 +20,7 @@ class Tolerance:
 
     def allowed(self, baseline: float) -> float:
         """The largest change of ``baseline`` that is still no change, in the metric's unit."""
-        # Rounded, so that 0.7 % of 1000 bytes is 7 of them and not 6.999999999999999.
-        return max(round(self.relative * abs(baseline), 6), self.absolute)
+        return max(self.relative * abs(baseline), self.absolute)
 
 
 @dataclass(frozen=True, slots=True)

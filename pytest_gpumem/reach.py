@@ -46,8 +46,11 @@ def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
 
 def _held_by(value: Any) -> Iterator[object]:
     """What ``value`` refers to directly."""
-    if isinstance(value, (dict, types.MappingProxyType)):
-        yield from list(value.keys())
+    if isinstance(value, dict):
+        # dict's own methods: those of a subclass may compute, allocate or fail.
+        yield from list(dict.keys(value))
+        yield from list(dict.values(value))
+    elif isinstance(value, types.MappingProxyType):
         yield from list(value.values())
     elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
         yield from list(value)
@@ -61,7 +64,11 @@ def _held_by(value: Any) -> Iterator[object]:
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, types.GeneratorType) and value.gi_frame is not None:
-        yield from list(value.gi_frame.f_locals.values())
+        seen = value.gi_frame.f_locals
+        yield from list(seen.values())
+        if isinstance(seen, dict):
+            # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
+            seen.clear()
     if type(value).__module__.partition(".")[0] in _NOT_THE_TESTS:
         return
     yield from _attributes(value)
@@ -96,27 +103,28 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
     """The memory of ``tensors`` on ``device``: address of each storage -> its bytes. Views of one storage count once."""
-    blocks: dict[int, int] = {}
+    return {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensors, device)}
+
+
+def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.UntypedStorage]:
+    """The storages of ``tensors`` on ``device`` that have memory behind them; one may come up more than once."""
     for tensor in tensors:
-        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
-            continue
-        for dense in _dense_parts(tensor):
-            storage = dense.untyped_storage()
-            address = _address(storage)
-            if address is not None:
-                blocks[address] = storage.nbytes()
-    return blocks
+        if tensor.device.type == device.type and device.index in (None, tensor.device.index):
+            for dense in _dense_parts(tensor):
+                storage = dense.untyped_storage()
+                if _has_memory(storage):
+                    yield storage
 
 
-def _address(storage: torch.UntypedStorage) -> int | None:
-    """Where a storage lies; ``None`` when there is no memory behind it, as with fake tensors and empty ones."""
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether there is memory behind a storage, unlike behind those of fake tensors and empty ones."""
     with warnings.catch_warnings():
         # Depending on the release, torch warns or raises when a fake tensor is asked.
         warnings.simplefilter("error")
         try:
-            return storage.data_ptr() or None
+            return storage.data_ptr() != 0
         except (RuntimeError, UserWarning):
-            return None
+            return False
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.reach import blocks_of, reachable_tensors
+from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -108,6 +108,11 @@ class Residency:
             blocks=self._blocks([*_values_of(item), *map(_value_of, fixtures)]),
             hidden=sum(note.hidden for note in fixtures.values()),
         )
+
+    def storages(self, item: pytest.Item) -> Iterator[torch.UntypedStorage]:
+        """The storages behind the blocks of `own`. Whoever keeps one keeps its memory."""
+        values = [*_values_of(item), *map(_value_of, self._serving(item))]
+        return storages_of(reachable_tensors(values), self.device.torch_device)
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
         """The fixtures that ``item`` uses. One that is overridden counts only if the one that overrides it asks for it."""

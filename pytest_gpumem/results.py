@@ -90,9 +90,12 @@ def accounting(results: Iterable[TestResult], not_run: int = 0) -> str:
 
 
 def nothing_gated(results: Iterable[TestResult]) -> str | None:
-    """The sentence for a session that was asked to gate and gated nothing; ``None`` when something was gated."""
+    """The sentence for a session that was asked to compare with baselines and compared nothing; ``None`` otherwise.
+
+    Budgets do not make up for it: a store that got lost must not stay green because of them.
+    """
     everything = list(results)
-    if not everything or any(result.verdict.gated for result in everything):
+    if not everything or any(result.verdict.compared for result in everything):
         return None
     counts: Counter[str] = Counter()
     for result in everything:
@@ -104,7 +107,8 @@ def nothing_gated(results: Iterable[TestResult]) -> str | None:
     parts = [f"{count} test{'s' if count > 1 else ''} {what}" for what, count in counts.most_common()]
     fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
     hint = " (record one with --gpumem-update=new)" if fresh else ""
-    return f"nothing was gated: {'; '.join(parts)}{hint}"
+    what = "no baseline was compared" if any(result.verdict.gated for result in everything) else "nothing was gated"
+    return f"{what}: {'; '.join(parts)}{hint}"
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_of_marks
-from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,9 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
         nodeid = without_group(item)
         budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
         if budget.device is not None and budget.device not in devices:
-            raise BudgetError(f"device {budget.device!r}: no such device; {nearest(budget.device, list(devices))}")
+            raise BudgetError(
+                f"device {budget.device!r}: no such device; {nearest_device(budget.device, list(devices))}"
+            )
     except BudgetError as error:
         raise BudgetError(f"{item.nodeid}: {error}") from None
     file, _, test = nodeid.partition("::")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,8 +13,6 @@ from pytest_gpumem.selection import Measured, Selection, idle_budgets, measured_
 from pytest_gpumem.settings import SettingsError, check_device, settings_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.controller import Controller
     from pytest_gpumem.devices.registry import DeviceFactory
@@ -86,7 +85,7 @@ class GpumemSession:
         self.selection = Selection(
             measured=frozenset((measured.file, measured.test) for measured in kept.values()),
             files=self._whole_files(items),
-            idle_budgets=self._idle,
+            idle_budgets=self._idle if all(Path(argument).is_dir() for argument in self._config.args) else (),
         )
         if kept:
             self._register_measuring(kept)

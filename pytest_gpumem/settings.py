@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES, UpdateMode
+from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.metrics import METRICS, Tolerance
@@ -190,7 +191,9 @@ def _budget(entry: object, where: str) -> PatternBudget:
 def check_device(settings: Settings, valid: list[str]) -> None:
     """Raise `SettingsError` when the device that was asked for is none of ``valid``."""
     if settings.device not in valid:
-        raise SettingsError(f"--gpumem-device={settings.device}: no such device; {nearest(settings.device, valid)}")
+        raise SettingsError(
+            f"--gpumem-device={settings.device}: no such device; {nearest_device(settings.device, valid)}"
+        )
 
 
 def options_given(config: pytest.Config) -> list[str]:

@@ -62,7 +62,7 @@ class TestRun:
         """The call is about to begin: from here on, what is allocated is the test's."""
         self.device.settle()
         own = self._residency.own(self.item)
-        self.device.adopt(own.blocks)
+        self.device.adopt(self._residency.storages(self.item))
         self._at_call = own, self.device.live()
 
     @contextmanager

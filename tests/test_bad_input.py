@@ -44,7 +44,7 @@ def test_a_wrong_marker_names_the_test_and_the_nearest_word(project, workers, ar
         ("max_growth='2'", "max_growth: '2' is not a percentage; write it like '2 %'"),
         ("max_growth=0.02", "max_growth: 0.02 is not a percentage"),
         ("max_gb=1, max_memory='1 GB'", "max_gb and max_memory say the same thing"),
-        ("device='gpu'", "device 'gpu': no such device; did you mean 'cpu'?"),
+        ("device='gpu'", "device 'gpu': no such device; did you mean 'cuda'?"),
     ],
 )
 def test_a_wrong_marker_argument_is_explained(project, arguments, said):
@@ -63,7 +63,7 @@ def test_a_wrong_marker_is_told_also_when_its_test_is_deselected(project):
         ("stroe = 'x'", "unknown key 'stroe'; did you mean 'store'?"),
         ("strict = 'yes'", "strict is 'yes', expected true or false"),
         ("update = 'everything'", "update is 'everything'; valid: new, improved, all"),
-        ("device = 'gpu'", "gpu: no such device; did you mean 'cpu'?"),
+        ("device = 'gpu'", "gpu: no such device; did you mean 'cuda'?"),
         ("units = 'metric'", "units is 'metric'"),
         (
             "[tool.gpumem.tolerance]\npeak_alocated = '1 %'",

@@ -135,3 +135,26 @@ def test_it(gpumem):
 """
     )
     project.run().assert_outcomes(passed=1)
+
+
+def test_memory_that_nobody_saw_allocated_is_seen_to_be_freed(project):
+    project.write(
+        """
+@pytest.fixture(scope="module")
+def box():
+    return {"x": torch.ones(5_000_000)}
+
+
+def test_unmeasured(box):
+    box["x"] = torch.ones(5_000_000)
+
+
+@pytest.mark.gpumem
+def test_swaps(box):
+    box["x"] = None
+    box["y"] = torch.ones(5_000_000)
+"""
+    )
+    figures = project.figures()
+    assert figures == project.figures("-k", "swaps")
+    assert figures["test_swaps"] == {"call.peak_allocated": 20_000_000, "call.retained": 0, "call.cyclic_garbage": 0}

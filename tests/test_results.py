@@ -18,8 +18,8 @@ H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "
 MEASUREMENT = Measurement("call", Workload("call"), H100, {"peak_allocated": 1})
 
 
-def verdict_of(outcome: Outcome, test="test_a", reason=None, elsewhere=(), budget=None) -> TestVerdict:
-    metric = MetricVerdict("peak_allocated", outcome, 1, budget=budget)
+def verdict_of(outcome: Outcome, test="test_a", reason=None, elsewhere=(), budget=None, allowed=None) -> TestVerdict:
+    metric = MetricVerdict("peak_allocated", outcome, 1, allowed=allowed, budget=budget)
     return TestVerdict("a.py", test, (Verdict(MEASUREMENT, (metric,), None, reason, elsewhere),))
 
 
@@ -209,7 +209,13 @@ def test_every_test_is_counted_once(verdicts):
 
 
 def test_a_session_that_gated_one_test_gated_something():
-    assert nothing_gated(results(unmeasured("no CUDA device"), OK)) is None
+    compared = verdict_of(Outcome.OK, allowed=1)
+    assert nothing_gated(results(unmeasured("no CUDA device"), compared)) is None
+
+
+def test_a_budget_does_not_make_up_for_a_store_that_is_gone():
+    sentence = nothing_gated(results(verdict_of(Outcome.NEW, budget=1, reason="there is no baseline")))
+    assert sentence.startswith("no baseline was compared: 1 test new, there is no baseline")
 
 
 def test_a_session_without_measured_tests_has_nothing_to_say():
@@ -252,4 +258,4 @@ def test_stale_tests_are_told_with_what_differs():
 @given(st.lists(ANY_VERDICT, min_size=1, max_size=8))
 def test_either_something_was_gated_or_a_sentence_says_that_nothing_was(verdicts):
     sentence = nothing_gated(results(*verdicts))
-    assert (sentence is None) == any(verdict.gated for verdict in verdicts)
+    assert (sentence is None) == any(verdict.compared for verdict in verdicts)

@@ -116,11 +116,13 @@ def test_a_gate_without_any_measured_test_says_so_and_strict_ends_red(project):
     strict.stdout.fnmatch_lines(["gpumem: nothing was gated: no measured test was selected"])
 
 
-def test_a_budget_counts_as_a_gate(project):
+def test_a_budget_does_not_make_up_for_a_store_that_is_gone(project):
     project.write("@pytest.mark.gpumem(max_gb=1)\ndef test_it():\n    torch.ones(1000)\n")
     result = project.run("--gpumem-baseline")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["gpumem: 1 gated, 1 new"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["gpumem: no baseline was compared: 1 test new, there is no baseline for *", "gpumem: 1 gated, 1 new"]
+    )
 
 
 def test_collecting_only_is_not_a_gate_that_gated_nothing(project):

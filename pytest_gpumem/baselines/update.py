@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key
 from pytest_gpumem.gate.verdict import Outcome, Verdict
+from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +39,7 @@ def entries_to_write(
                 wanted[key] = entry
         elif mode == "all":
             if not entry.says_the_same(earlier):
-                wanted[key] = entry
+                wanted[key] = _with_times_of(earlier, entry)
         elif mode == "improved":
             better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
             if better:
@@ -45,3 +47,11 @@ def entries_to_write(
                 metrics = {**entry.metrics, **kept}
                 wanted[key] = Entry(entry.workload, entry.environment, metrics, entry.recorded, entry.commit)
     return wanted
+
+
+def _with_times_of(earlier: Entry, entry: Entry) -> Entry:
+    """``entry``, with times that a session without them (``--gpumem-no-time``) did not take, if they are of the same work."""
+    if entry.workload != earlier.workload:
+        return entry
+    times = {name: value for name, value in earlier.metrics.items() if METRICS[name].unit != "bytes"}
+    return replace(entry, metrics={**times, **entry.metrics})

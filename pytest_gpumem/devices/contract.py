@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,11 +68,8 @@ class Device(Protocol):
     def take_peak(self) -> Peak:
         """The peak since the last call of this (or `open`), and start the next one from what is live now."""
 
-    def adopt(self, blocks: Blocks) -> None:
-        """Learn of blocks that were allocated before `open`, so that their being freed is noticed.
-
-        That of a block that was never counted, while no device was open, may go unnoticed.
-        """
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 
     def known(self) -> frozenset[int]:
         """Addresses of the blocks that the device knows one by one; empty where it only knows sums."""

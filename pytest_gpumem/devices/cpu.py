@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices.contract import Blocks, DeviceUnavailable, Peak
 from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.devices.naming import CPU_SLUG
+from pytest_gpumem.devices.obituaries import Obituaries
 from pytest_gpumem.devices.torch_internals import AllocationEvent, allocation_events
 from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
     from torch.profiler import profile
@@ -45,6 +46,7 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self._ledger = Ledger()
+        self._obituaries = Obituaries()
         self._profiler: profile | None = None
         self._threads: int | None = None
 
@@ -72,6 +74,7 @@ class CpuDevice:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self._ledger = Ledger()
+        self._obituaries = Obituaries()
         self._start()
         try:
             self._flush()
@@ -108,9 +111,14 @@ class CpuDevice:
         self._flush()
         return Peak(self._ledger.take_peak())
 
-    def adopt(self, blocks: Blocks) -> None:
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
-        self._ledger.adopt(blocks)
+        known = self._ledger.addresses
+        for storage in storages:
+            address = storage.data_ptr()
+            if address not in known:
+                self._ledger.adopt({address: storage.nbytes()})
+                self._obituaries.watch(storage, recording=lambda: self._profiler is not None)
 
     def known(self) -> frozenset[int]:
         self._flush()
@@ -156,7 +164,7 @@ class CpuDevice:
         # The probe is a temporary: its allocation and its free are the last two events.
         if [event.nbytes for event in events[-2:]] != [_PROBE_BYTES, -_PROBE_BYTES]:
             raise MeasuringError(_CUT_SHORT)
-        return events[:-2]
+        return self._obituaries.put_into(events[:-2])
 
     def _flush(self) -> None:
         try:

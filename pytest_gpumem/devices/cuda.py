@@ -13,7 +13,7 @@ from pytest_gpumem.devices.reset_guard import before_each_reset
 from pytest_gpumem.measurement import Environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -86,11 +86,12 @@ class CudaDevice:
     def settle(self) -> None:
         gc.collect()
         self.release_workspaces()
-        self._runtime.empty_cache()
-        self._runtime.synchronize()
 
     def release_workspaces(self) -> None:
+        # A block that another stream has used is freed when that stream's event is seen: emptying the cache looks.
+        self._runtime.synchronize()
         self._runtime.clear_workspaces()
+        self._runtime.empty_cache()
 
     def live(self) -> int:
         return self._statistic(f"{self._counter}.all.current")
@@ -105,7 +106,7 @@ class CudaDevice:
         self._reset()
         return peak
 
-    def adopt(self, blocks: Blocks) -> None:
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to learn: the allocator counts every block."""
 
     def known(self) -> frozenset[int]:

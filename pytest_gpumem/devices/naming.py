@@ -1,6 +1,8 @@
-"""Words for a device's memory, where a message has to choose between them."""
+"""Words for devices and their memory, where a message has to choose between them."""
 
 from __future__ import annotations
+
+from pytest_gpumem.units import nearest
 
 CPU_SLUG = "cpu-"
 
@@ -8,3 +10,8 @@ CPU_SLUG = "cpu-"
 def memory_title(slug: str) -> str:
     """What a failure calls the memory of the device with this slug: ``"GPU memory"``, or ``"Memory"`` of the CPU."""
     return "Memory" if slug.startswith(CPU_SLUG) else "GPU memory"
+
+
+def nearest_device(word: str, valid: list[str]) -> str:
+    """`nearest`, of devices: ``gpu`` is closer to ``cuda`` than its letters say."""
+    return nearest("cuda" if word.lower() == "gpu" else word, valid)

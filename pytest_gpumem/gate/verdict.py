@@ -138,6 +138,11 @@ class TestVerdict:
     def gated(self) -> bool:
         return not self.unmeasured and any(verdict.gated for verdict in self.verdicts)
 
+    @property
+    def compared(self) -> bool:
+        """Whether anything was held against a baseline, and not only against a budget."""
+        return any(metric.allowed is not None for verdict in self.verdicts for metric in verdict.metrics)
+
     def to_plain(self) -> dict[str, Any]:
         return {
             "file": self.file,

@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.reach import blocks_of
+from pytest_gpumem.reach import blocks_of, storages_of
 
 KB = 1000
 
@@ -137,7 +137,7 @@ def test_the_free_of_an_adopted_block_is_seen():
     device.close()
     device.open()
     try:
-        device.adopt(blocks_of(tensors[:1], device.torch_device))
+        device.adopt(storages_of(tensors[:1], device.torch_device))
         assert device.live() == 100 * KB
         tensors.pop(0)
         assert device.live() == 0
@@ -154,7 +154,7 @@ def test_adopted_blocks_are_part_of_the_peak_since_the_device_was_opened():
     try:
         temporary = tensor(10 * KB)
         del temporary
-        device.adopt(blocks_of([adopted], device.torch_device))
+        device.adopt(storages_of([adopted], device.torch_device))
         assert device.take_peak() == Peak(110 * KB)
     finally:
         device.close()
@@ -162,7 +162,7 @@ def test_adopted_blocks_are_part_of_the_peak_since_the_device_was_opened():
 
 def test_a_block_that_the_device_saw_itself_is_not_adopted_twice(device):
     seen = tensor(100 * KB)
-    device.adopt(blocks_of([seen], device.torch_device))
+    device.adopt(storages_of([seen], device.torch_device))
     assert device.live() == 100 * KB
 
 
@@ -253,7 +253,7 @@ def test_closing_a_device_twice_does_nothing():
         CpuDevice.live,
         CpuDevice.take_peak,
         CpuDevice.known,
-        lambda device: device.adopt({}),
+        lambda device: device.adopt([]),
         lambda device: device.paused().__enter__(),
         lambda device: device.believe(frozenset(), {}),
     ],

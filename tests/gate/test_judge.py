@@ -277,7 +277,7 @@ def on(**details) -> Environment:
 
 def test_a_peak_that_grew_on_another_kind_of_cpu_is_uncertain():
     verdict = judge(
-        measured(environment=on(cpu_capability="AVX512"), peak_allocated=2 * GB),
+        measured(environment=on(cpu_capability="AVX512"), peak_allocated=1.3 * GB),
         Budget(),
         stored(environment=on(cpu_capability="AVX2"), peak_allocated=GB),
         DEFAULT_TOLERANCES,
@@ -288,9 +288,19 @@ def test_a_peak_that_grew_on_another_kind_of_cpu_is_uncertain():
     assert metric.gated
 
 
+def test_a_peak_that_grew_more_than_another_kind_of_cpu_explains_has_regressed():
+    verdict = judge(
+        measured(environment=on(cpu_capability="AVX512"), peak_allocated=1.31 * GB),
+        Budget(),
+        stored(environment=on(cpu_capability="AVX2"), peak_allocated=GB),
+        DEFAULT_TOLERANCES,
+    )
+    assert verdict.of("peak_allocated").outcome is Outcome.REGRESSED
+
+
 def test_reserved_memory_that_grew_under_another_allocator_is_uncertain_and_the_peak_is_not():
     verdict = judge(
-        measured(environment=on(allocator="expandable_segments:True"), peak_allocated=2 * GB, peak_reserved=2 * GB),
+        measured(environment=on(allocator="expandable_segments:True"), peak_allocated=2 * GB, peak_reserved=1.3 * GB),
         Budget(),
         stored(environment=on(allocator="default"), peak_allocated=GB, peak_reserved=GB),
         DEFAULT_TOLERANCES,

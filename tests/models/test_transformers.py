@@ -188,6 +188,7 @@ def test_inference_needs_less_than_training(gpumem: Gpumem, architecture: Archit
 
 
 @ON_THE_CPU
+@pytest.mark.parametrize("architecture", [LLAMA, VIT], indirect=True, ids=["llama", "vit"])
 def test_a_mapping_with_labels_is_trained_by_the_loss_of_its_output(gpumem: Gpumem, architecture: Architecture) -> None:
     model, batch = architecture.build(), architecture.batch()
     implicit = gpumem.train_step(model, batch)
@@ -207,8 +208,8 @@ def test_a_tokenizers_encoding_is_a_batch_like_a_dict(gpumem: Gpumem) -> None:
 
 
 @ON_THE_CPU
-def test_without_labels_there_is_nothing_to_train_by(gpumem: Gpumem, architecture: Architecture) -> None:
-    model, batch = architecture.build(), architecture.batch()
+def test_without_labels_there_is_nothing_to_train_by(gpumem: Gpumem) -> None:
+    model, batch = BERT.build(), BERT.batch()
     del batch["labels"]
     gpumem.infer_step(model, batch)
     with pytest.raises(ValueError, match="there is no scalar loss"):
@@ -221,9 +222,6 @@ def test_a_model_and_a_function_that_builds_it_give_the_same_bytes(gpumem: Gpume
     built = gpumem.train_step(architecture.build, batch)
     given = gpumem.train_step(architecture.build(), batch)
     assert bytes_of(built) == bytes_of(given)
-    built_for_inference = gpumem.infer_step(architecture.build, batch)
-    given_for_inference = gpumem.infer_step(architecture.build(), batch)
-    assert bytes_of(built_for_inference) == bytes_of(given_for_inference)
 
 
 @ON_THE_CPU

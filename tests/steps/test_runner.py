@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.devices.contract import Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.reach import blocks_of, reachable_tensors
+from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import FrozenHeap, collect_everything, cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.model_step import infer_phases, train_phases
@@ -50,7 +50,7 @@ def measured(device, phases, held: list, *, timed=False) -> StepFigures:
 
     device.settle()
     blocks = own()
-    device.adopt(blocks)
+    device.adopt(storages_of(reachable_tensors(held), device.torch_device))
     return measure_step(
         phases,
         device,
