@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
 
 __all__ = ["Measurement", "MeasuringError", "MissingMetric", "__version__"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    # pytest imports this package in every run, also in those that measure nothing.
+    if name in ("Measurement", "MeasuringError", "MissingMetric"):
+        from pytest_gpumem import measurement
+
+        return getattr(measurement, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

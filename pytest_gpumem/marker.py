@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.options import MARKER
 from pytest_gpumem.units import nearest, parse_gigabytes, parse_ratio, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import pytest
-
-MARKER = "gpumem"
-MARKER_HELP = (
-    "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, device=None): "
-    "measure the GPU memory of the test and fail when it is over budget or regresses"
-)
 
 
 class BudgetError(ValueError):

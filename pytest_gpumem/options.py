@@ -1,4 +1,7 @@
-"""The ``--gpumem-*`` options. Every default is ``None``, so that what ``[tool.gpumem]`` says can apply."""
+"""The ``--gpumem-*`` options, the marker and the fixture by name.
+
+Every option's default is ``None``, so that what ``[tool.gpumem]`` says can apply.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,22 @@ from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 if TYPE_CHECKING:
     import pytest
 
-GROUP = "gpumem"
+MARKER = FIXTURE = "gpumem"
+MARKER_HELP = (
+    "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, device=None): "
+    "measure the GPU memory of the test and fail when it is over budget or regresses"
+)
+OPTIONS = tuple(f"gpumem_{name}" for name in ("baseline", "update", "store", "device", "strict", "no_time"))
+
+
+def is_measured(item: pytest.Item) -> bool:
+    """Whether a test has the marker or the fixture."""
+    return FIXTURE in getattr(item, "fixturenames", ()) or item.get_closest_marker(MARKER) is not None
 
 
 def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's command line."""
-    group = parser.getgroup(GROUP, "GPU memory and throughput (pytest-gpumem)")
+    group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     group.addoption(
         "--gpumem-baseline",
         action="store_true",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.options import add_options
+from pytest_gpumem.options import MARKER_HELP, OPTIONS, add_options, is_measured
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -31,32 +31,54 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from pytest_gpumem.marker import MARKER_HELP
-    from pytest_gpumem.session import GpumemSession
-
     config.addinivalue_line("markers", MARKER_HELP)
-    config.stash[SESSION] = session = GpumemSession(config)
-    config.pluginmanager.register(CollectedFiles(session), "gpumem-collected-files")
+    collecting = Collecting(config)
+    config.pluginmanager.register(collecting, "gpumem-collecting")
+    if is_concerned(config):
+        collecting.session()
 
 
-class CollectedFiles:
-    """Tells the session which files were collected; `pytest_collectreport` does not know of a config by itself."""
+def is_concerned(config: pytest.Config) -> bool:
+    """Whether there is something to do before the tests are known: an option, settings, or workers to look after."""
+    if any(config.getoption(option, None) is not None for option in OPTIONS):
+        return True
+    if hasattr(config, "workerinput") or config.getoption("numprocesses", None) or config.getoption("tx", None):
+        return True
+    try:
+        return b"gpumem" in (config.rootpath / "pyproject.toml").read_bytes()
+    except OSError:
+        return False
 
-    def __init__(self, session: GpumemSession) -> None:
-        self._session = session
+
+class Collecting:
+    """Finds out whether a session has anything to measure, and only then knows more of it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._files: set[str] = set()
+
+    def session(self) -> GpumemSession:
+        """The session, made when it is first asked for."""
+        if SESSION not in self._config.stash:
+            from pytest_gpumem.session import GpumemSession
+
+            self._config.stash[SESSION] = GpumemSession(self._config, self._files)
+        return self._config.stash[SESSION]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.passed and "::" not in report.nodeid:
-            self._session.collected_file(report.nodeid)
+            self._files.add(report.nodeid)
 
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    # First of all, before anybody deselects: a wrong marker is told on every run. Last of all, what is left is measured.
-    session = config.stash[SESSION]
-    session.collected(items)
-    yield
-    session.selected(items)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
+        if SESSION not in self._config.stash and not any(map(is_measured, items)):
+            return (yield)
+        # First of all, before anybody deselects: a wrong marker is told on every run. Last, what is left is measured.
+        session = self.session()
+        session.collected(items)
+        yield
+        session.selected(items)
+        return None
 
 
 @pytest.fixture
@@ -69,4 +91,5 @@ def gpumem(request: pytest.FixtureRequest) -> Gpumem:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.config.stash[SESSION].finished()
+    if SESSION in session.config.stash:
+        session.config.stash[SESSION].finished()

@@ -9,6 +9,7 @@ from pytest_gpumem.baselines.entry import Key
 from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_of_marks
+from pytest_gpumem.options import FIXTURE, is_measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_gpumem.settings import PatternBudget, Settings
-
-FIXTURE = "gpumem"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,11 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
 
     Raises `BudgetError`, with the test's id, when its marker is wrong.
     """
+    if not is_measured(item):
+        return None
     has_fixture = FIXTURE in getattr(item, "fixturenames", ())
     try:
         budget = budget_of_marks(item)
-        if budget is None and not has_fixture:
-            return None
         nodeid = without_group(item)
         budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
         if budget.device is not None and budget.device not in devices:

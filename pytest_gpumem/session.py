@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class GpumemSession:
-    """Created when pytest is configured. Raises ``pytest.UsageError`` for wrong settings or a broken store."""
+    """Raises ``pytest.UsageError`` for wrong settings or a broken store."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, files: set[str]) -> None:
+        """``files`` are the files and folders that have been collected without an error; it grows meanwhile."""
         self._config = config
+        self._files = files
         self._worker = os.environ.get("PYTEST_XDIST_WORKER") if hasattr(config, "workerinput") else None
         try:
             self.settings: Settings = settings_of(config)
@@ -34,7 +36,6 @@ class GpumemSession:
         self._store: Store | None = None
         self._controller: Controller | None = None
         self._collected = 0
-        self._files: set[str] = set()
         self._idle: tuple[str, ...] = ()
         if self._worker is not None:
             if self.settings.explicit:
@@ -54,10 +55,6 @@ class GpumemSession:
     def root(self) -> Path:
         """The folder that paths of test files count from."""
         return self._config.rootpath
-
-    def collected_file(self, nodeid: str) -> None:
-        """A file or folder has been collected without an error."""
-        self._files.add(nodeid)
 
     def collected(self, items: list[pytest.Item]) -> None:
         """Find the measured tests among all that were collected, before any is deselected."""

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.marker import MARKER_HELP, BudgetError, budget_from_arguments, budget_of_marks
+from pytest_gpumem.marker import BudgetError, budget_from_arguments, budget_of_marks
+from pytest_gpumem.options import MARKER_HELP
 
 unhurried = settings(deadline=None)
 

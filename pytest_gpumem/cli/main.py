@@ -62,6 +62,11 @@ class _Collected:
     def __init__(self) -> None:
         self.session: GpumemSession | None = None
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        # A session makes itself known only when it has something to measure, and here that is in question.
+        config.pluginmanager.get_plugin("gpumem-collecting").session()
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.session = session.config.stash[SESSION]
 
