@@ -65,7 +65,9 @@ class _Collected:
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         # A session makes itself known only when it has something to measure, and here that is in question.
-        config.pluginmanager.get_plugin("gpumem-collecting").session()
+        collecting = config.pluginmanager.get_plugin("gpumem-collecting")
+        assert collecting is not None, "the plugin registers it when pytest is configured"
+        collecting.session()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.session = session.config.stash[SESSION]
