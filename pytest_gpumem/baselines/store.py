@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key
 from pytest_gpumem.baselines.format import FormatError, parse, render
@@ -24,7 +24,7 @@ class Store:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._paths: list[str] | None = None
-        self._read: dict[str, dict[Key, Entry]] = {}
+        self._read: dict[str, _Read] = {}
 
     def check(self) -> None:
         """Read every file. Raises `StoreError` for the first that cannot be understood."""
@@ -66,10 +66,12 @@ class Store:
                 kept = {key: entry for key, entry in theirs.items() if key not in unwanted.get(path, ())}
                 merged = kept | wanted.get(path, {})
                 if merged:
-                    self._place.write(path, render(merged))
+                    text = render(merged)
+                    self._place.write(path, text)
+                    self._read[path] = _Read(text, merged)
                 elif theirs:
                     self._place.remove(path)
-                self._read.pop(path, None)
+                    del self._read[path]
         self._paths = None
 
     def _known_paths(self) -> list[str]:
@@ -77,19 +79,30 @@ class Store:
             self._paths = [path for path in self._place.paths() if "/" in path]
         return self._paths
 
-    def _entries(self, path: str) -> dict[Key, Entry]:
-        if path not in self._read:
-            self._read[path] = self._fresh(path)
-        return self._read[path]
+    def _entries(self, path: str) -> Mapping[Key, Entry]:
+        return self._read[path].entries if path in self._read else self._fresh(path)
 
-    def _fresh(self, path: str) -> dict[Key, Entry]:
+    def _fresh(self, path: str) -> Mapping[Key, Entry]:
+        """The entries of a file as it is now; understood anew only when its text is not the one that was read before."""
         text = self._place.read(path)
+        if path not in self._read or self._read[path].text != text:
+            self._read[path] = _Read(text, self._understood(path, text))
+        return self._read[path].entries
+
+    def _understood(self, path: str, text: str | None) -> Mapping[Key, Entry]:
         if text is None:
             return {}
         try:
             return parse(text, _file(path))
         except FormatError as error:
             raise StoreError(f"{self._place.shown(path)}: {error}") from None
+
+
+class _Read(NamedTuple):
+    """A file's text, ``None`` when there is no such file, and the entries in it."""
+
+    text: str | None
+    entries: Mapping[Key, Entry]
 
 
 def _path(slug: str, file: str) -> str:
