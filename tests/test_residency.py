@@ -169,6 +169,19 @@ def test_a_fixture_that_returns_what_another_holds_adds_nothing(residency):
     assert total(residency, Item("model", "alias")) == 100 * KB
 
 
+def test_what_a_fixture_hides_is_found_also_when_it_returns_what_another_holds(residency):
+    model, out_of_sight = Fixture("model", "session"), []
+    set_up(residency, model, lambda: tensor(100 * KB))
+
+    def make():
+        out_of_sight.append(tensor(30 * KB))
+        return model.cached_result[0]
+
+    set_up(residency, Fixture("alias"), make)
+    assert residency.own(Item("model", "alias")).hidden == 30 * KB
+    assert total(residency, Item("alias")) == 130 * KB
+
+
 def test_a_fixture_that_holds_more_later_is_looked_at_when_asked(residency):
     cache: dict[str, torch.Tensor] = {}
     set_up(residency, Fixture("cache", "session"), lambda: {"first": tensor(KB), "rest": cache})
@@ -365,6 +378,33 @@ def test_a_fixture_that_the_tests_own_file_overrides_is_not_the_tests(project):
     assert project.figures("test_second.py")["test_second"]["call.peak_allocated"] == EXPECTED
     both = project.figures("test_first.py", "test_second.py")
     assert both["test_second"]["call.peak_allocated"] == EXPECTED
+
+
+WEIGHTLESS = """
+class Weightless:
+    def sum(self):
+        return torch.ones(250_000).sum()
+"""
+
+
+def test_a_fixture_that_is_overridden_by_one_that_holds_nothing_is_not_the_tests(project):
+    project.write(MODEL.format(count=1_000_000), "conftest.py")
+    project.write(TEST.format(name="first"), "test_first.py")
+    overriding = MODEL.format(count=0).replace("torch.ones(0)", "Weightless()")
+    project.write(WEIGHTLESS + overriding + TEST.format(name="second"), "test_second.py")
+    assert project.figures("test_second.py")["test_second"]["call.peak_allocated"] == EXPECTED
+    both = project.figures("test_first.py", "test_second.py")
+    assert both["test_second"]["call.peak_allocated"] == EXPECTED
+
+
+def test_a_fixture_that_is_overridden_by_a_parameter_is_not_the_tests(project):
+    project.write(MODEL.format(count=1_000_000), "conftest.py")
+    project.write(TEST.format(name="first"), "test_first.py")
+    parametrize = '\n\n@pytest.mark.parametrize("model", [Weightless()], ids=["it"])'
+    project.write(WEIGHTLESS + parametrize + TEST.format(name="second"), "test_second.py")
+    assert project.figures("test_second.py")["test_second[it]"]["call.peak_allocated"] == EXPECTED
+    both = project.figures("test_first.py", "test_second.py")
+    assert both["test_second[it]"]["call.peak_allocated"] == EXPECTED
 
 
 def test_a_fixture_that_overrides_another_and_uses_it_holds_both(project):

@@ -113,6 +113,12 @@ def test_a_test_that_fails_again_replaces_its_earlier_success():
     assert result == TestResult(regressed, passed=False)
 
 
+def test_a_test_that_is_run_again_and_does_not_get_to_its_end_did_not_pass():
+    whole = [report(OK, "setup"), report(OK, "call"), report(OK, "teardown")]
+    (result,) = collected(*whole, report(OK, "setup"), report(OK, "call"))
+    assert not result.passed
+
+
 def test_results_are_sorted_by_file_and_test_and_not_by_when_they_ran():
     verdicts = {
         "b.py::test_a": TestVerdict("b.py", "test_a", OK.verdicts),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 
@@ -56,6 +58,14 @@ def test_an_entry_of_another_workload_says_something_else_and_of_another_release
     )
     later = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.14.0"})
     assert entry(environment=later, peak_allocated=5).says_the_same(earlier)
+
+
+@pytest.mark.parametrize("detail", ["cpu_capability", "allocator"])
+def test_an_entry_from_where_the_same_bytes_mean_something_else_says_something_else(detail):
+    # What moves a metric by itself is a reason to doubt its growth: once accepted elsewhere, it must be no reason any more.
+    here, there = (Environment("gpu", "GPU", {detail: value}) for value in ("new", "old"))
+    metrics = {"peak_allocated": 5, "peak_reserved": 5}
+    assert not entry(environment=here, **metrics).says_the_same(entry(environment=there, **metrics))
 
 
 def test_what_is_absent_is_absent_everywhere_unless_told():

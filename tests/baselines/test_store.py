@@ -62,6 +62,17 @@ def test_what_was_stored_is_found_by_the_same_session(root):
     assert store.find(key(), CPU.slug) == entry(5)
 
 
+def test_what_was_stored_is_listed_by_the_same_session_that_had_looked_before(root):
+    store = Store(Folder(root))
+    assert store.keys() == []
+    store.change({key(): entry(5, H100)})
+    assert store.keys() == [(H100.slug, key())]
+    assert store.find(key(), CPU.slug) == Absent(("NVIDIA H100 80GB HBM3",))
+    store.change({}, gone=[(H100.slug, key())])
+    assert store.keys() == []
+    assert store.find(key(), CPU.slug) == Absent()
+
+
 def test_nothing_is_found_in_an_empty_store(root):
     assert Store(Folder(root)).find(key(), CPU.slug) == Absent()
     assert not root.exists()

@@ -147,6 +147,87 @@ def test_the_free_of_an_adopted_block_is_seen():
         device.close()
 
 
+@pytest.fixture
+def adopted():
+    """An open device, and tensors that it has adopted: made while nobody counted, as those of a module's globals are."""
+    tensors = [tensor(100 * KB), tensor(70 * KB), tensor(40 * KB)]
+    device = CpuDevice()
+    device.open()
+    device.adopt(storages_of(tensors, device.torch_device))
+    assert device.live() == 210 * KB
+    device.take_peak()
+    yield device, tensors
+    device.close()
+
+
+def test_the_free_of_a_block_that_nobody_counted_is_seen_in_its_place(adopted):
+    device, tensors = adopted
+    first = tensor(50 * KB)
+    tensors.pop(0)
+    second = tensor(80 * KB)
+    assert device.take_peak() == Peak(260 * KB)
+    assert device.live() == (70 + 40 + 50 + 80) * KB
+    assert first.numel() + second.numel() == 130 * KB
+
+
+def test_several_blocks_that_nobody_counted_are_freed_one_after_the_other(adopted):
+    device, tensors = adopted
+    tensors.pop(0)
+    between = tensor(50 * KB)
+    tensors.pop(0)
+    after = tensor(80 * KB)
+    tensors.pop(0)
+    assert device.take_peak() == Peak(210 * KB)
+    assert device.live() == between.numel() + after.numel()
+
+
+def test_a_block_that_nobody_counted_is_seen_to_be_freed_in_a_pause(adopted):
+    device, tensors = adopted
+    with device.paused():
+        tensors.pop(0)
+    assert device.live() == 110 * KB
+    tensors.pop(0)
+    kept = tensor(KB)
+    assert device.live() == 40 * KB + kept.numel()
+    assert device.take_peak() == Peak(210 * KB)
+
+
+def test_a_block_that_nobody_counted_lives_as_long_as_its_last_view(adopted):
+    device, tensors = adopted
+    view = tensors.pop(0)[:10]
+    assert device.live() == 210 * KB
+    del view
+    assert device.live() == 110 * KB
+
+
+def test_looking_at_blocks_that_nobody_counted_does_not_keep_them(adopted):
+    device, tensors = adopted
+    storages = list(storages_of(tensors, device.torch_device))
+    del storages
+    tensors.clear()
+    assert device.live() == 0
+
+
+@pytest.mark.parametrize("nbytes", range(40, 80))
+def test_no_size_of_a_tensor_is_taken_for_a_free_of_another(adopted, nbytes):
+    device, tensors = adopted
+    small = tensor(nbytes)
+    del small
+    large = tensor(500 * KB)
+    del large
+    tensors.pop(0)
+    assert device.take_peak() == Peak(710 * KB)
+    assert device.live() == 110 * KB
+
+
+def test_blocks_that_nobody_counted_may_be_freed_after_the_device_was_closed(adopted):
+    device, tensors = adopted
+    device.close()
+    tensors.clear()
+    device.open()
+    assert device.live() == 0
+
+
 def test_adopted_blocks_are_part_of_the_peak_since_the_device_was_opened():
     adopted = tensor(100 * KB)
     device = CpuDevice()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -73,6 +75,36 @@ def test_events_of_a_backward_pass_are_found():
     loss = weight.sum()
     events = recorded(loss.backward)
     assert weight.grad.untyped_storage().data_ptr() in {event.address for event in events if event.nbytes == 4000}
+
+
+def made_up(kind: str, time_ns: int, nbytes: int = 0, *children, device: str = "cpu"):
+    """As much of an event of the profiler's tree as is looked at."""
+    fields = SimpleNamespace(ptr=nbytes, alloc_size=nbytes, device=torch.device(device))
+    return SimpleNamespace(
+        tag=SimpleNamespace(name=kind), start_time_ns=time_ns, extra_fields=fields, children=list(children)
+    )
+
+
+def events_of_tree(*roots) -> list[int]:
+    results = SimpleNamespace(experimental_event_tree=lambda: list(roots))
+    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+    return [event.nbytes for event in allocation_events(profiler)]
+
+
+def test_events_are_put_in_order_when_the_tree_does_not_have_them_so():
+    assert events_of_tree(
+        made_up("TorchOp", 30, 0, made_up("Allocation", 35, 4), made_up("Allocation", 32, 3)),
+        made_up("TorchOp", 10, 0, made_up("TorchOp", 11, 0, made_up("Allocation", 12, 1))),
+        made_up("Allocation", 20, 2),
+    ) == [1, 2, 3, 4]
+
+
+def test_events_of_the_same_moment_stay_as_the_tree_has_them():
+    assert events_of_tree(*(made_up("Allocation", 5, nbytes) for nbytes in (3, -3, 1, 2, -1))) == [3, -3, 1, 2, -1]
+
+
+def test_events_of_a_gpu_are_left_out():
+    assert events_of_tree(made_up("Allocation", 1, 5, device="cuda"), made_up("Allocation", 2, 7)) == [7]
 
 
 def test_without_allocations_there_are_no_events():

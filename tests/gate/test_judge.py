@@ -137,15 +137,18 @@ def test_a_compared_metric_tells_its_baseline_and_what_was_allowed():
     tenths=st.integers(0, 1000).map(lambda tenths: f"{tenths / 10} %"),
     thousands=st.integers(0, 10**8),
     change=st.integers(-5, 5),
+    better=st.booleans(),
 )
-def test_exactly_the_tolerated_growth_is_ok_and_a_byte_more_is_not(tenths, thousands, change):
+def test_exactly_the_tolerated_change_is_ok_and_a_byte_more_is_not(tenths, thousands, change, better):
     # A tenth of a percent of a multiple of 1000 bytes is whole, so that there is no rounding to argue about.
     baseline = thousands * 1000
     allowed = round(float(tenths.removesuffix(" %")) * 10) * thousands
+    assume(allowed + change >= 0)
     tolerances = {"peak_allocated": Tolerance(parse_ratio(tenths))}
-    now = measured(peak_allocated=baseline + allowed + change)
+    now = measured(peak_allocated=baseline - (allowed + change) if better else baseline + allowed + change)
     outcome = outcome_of(now, baseline=stored(peak_allocated=baseline), tolerances=tolerances)
-    assert (outcome is Outcome.REGRESSED) == (change > 0)
+    beyond = Outcome.IMPROVED if better else Outcome.REGRESSED
+    assert outcome is (beyond if change > 0 else Outcome.OK)
 
 
 @unhurried
