@@ -18,7 +18,7 @@ help:
 	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest"
 
 example: $(TEST_READY)
-	$(BIN)/python -m pytest example_project --gpumem-baseline $(ARGS)
+	$(BIN)/python -m pytest example_project --gpumem-baseline --gpumem-device=cpu $(ARGS)
 
 # The suite gates a copy of the example project, too: tests/test_example_project.py.
 test: $(TEST_READY)

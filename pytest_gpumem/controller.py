@@ -14,7 +14,7 @@ from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.provenance import commit_of, today
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused
-from pytest_gpumem.baselines.update import entries_to_write
+from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.reports.summary import table
 from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated
 from pytest_gpumem.selection import Selection
@@ -79,13 +79,16 @@ class Controller:
         if self._settings.update is not None:
             self._update(results)
         if self._settings.baseline:
-            sentence = nothing_gated(results)
+            sentence = nothing_gated(results, ACCEPTS[self._settings.update])
             if sentence is not None:
                 self._errors.append(sentence)
         if self._settings.strict and self._settings.baseline and not results:
             self._errors.append("nothing was gated: no measured test was selected")
         if self._complete and session.testsfailed == 0:
-            self._tell_unused(results)
+            try:
+                self._tell_unused(results)
+            except (StoreError, PlaceError) as error:
+                self._errors.append(str(error))
         if self._errors:
             session.testsfailed += 1
 

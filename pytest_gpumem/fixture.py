@@ -11,15 +11,13 @@ from pytest_gpumem.steps.batches import describe, on_device, samples_in
 from pytest_gpumem.steps.runner import Phase, measure_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
     from pytest_gpumem.devices.contract import Blocks
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
     from pytest_gpumem.test_run import TestRun
-
-PLAIN = "fp32"
 
 
 class Region:
@@ -73,7 +71,7 @@ class Gpumem:
             Workload("measure"),
             name=name,
             items=items,
-            own=lambda: self._blocks(fn),
+            own=lambda: self._storages(fn),
             own_before=sum(blocks.values()),
             live_before=self._run.device.live(),
         )
@@ -126,13 +124,15 @@ class Gpumem:
         live_before = device.live()
         model = model_step.build_model(model_or_factory, self.device)
         made = model_step.build_optimizer(optimizer, model, given is not None)
-        with model_step.in_mode(model, training=True):
+        with model_step.in_mode(model, training=True), model_step.autocast_off(self.device):
             return self._step(
                 model_step.train_phases(model, batch, made, loss),
-                Workload("train_step", PLAIN, model_step.parameters_of(model), describe(batch)),
+                Workload(
+                    "train_step", model_step.precision_of(model), model_step.parameters_of(model), describe(batch)
+                ),
                 name=name,
                 items=samples_in(batch) if items is None else items,
-                own=lambda: self._blocks((model, batch, made)),
+                own=lambda: self._storages((model, batch, made)),
                 own_before=sum(blocks.values()),
                 live_before=live_before,
             )
@@ -150,13 +150,15 @@ class Gpumem:
         blocks = self._adopt((given, batch))
         live_before = device.live()
         model = model_step.build_model(model_or_factory, self.device)
-        with model_step.in_mode(model, training=False):
+        with model_step.in_mode(model, training=False), model_step.autocast_off(self.device):
             return self._step(
                 model_step.infer_phases(model, batch),
-                Workload("infer_step", PLAIN, model_step.parameters_of(model), describe(batch)),
+                Workload(
+                    "infer_step", model_step.precision_of(model), model_step.parameters_of(model), describe(batch)
+                ),
                 name=name,
                 items=samples_in(batch) if items is None else items,
-                own=lambda: self._blocks((model, batch)),
+                own=lambda: self._storages((model, batch)),
                 own_before=sum(blocks.values()),
                 live_before=live_before,
             )
@@ -168,7 +170,7 @@ class Gpumem:
         *,
         name: str | None,
         items: float | None,
-        own: Callable[[], Blocks],
+        own: Callable[[], Iterable[torch.UntypedStorage]],
         own_before: int,
         live_before: int,
     ) -> Measurement:
@@ -190,11 +192,11 @@ class Gpumem:
         return self._run.record(workload, metrics, name=name, settled=figures.settled, notes=notes)
 
     def _adopt(self, held: object) -> Blocks:
-        self._run.device.adopt(storages_of(reachable_tensors([held]), self.device))
-        return self._blocks(held)
-
-    def _blocks(self, held: object) -> Blocks:
+        self._run.device.adopt(self._storages(held))
         return blocks_of(reachable_tensors([held]), self.device)
+
+    def _storages(self, held: object) -> Iterator[torch.UntypedStorage]:
+        return storages_of(reachable_tensors([held]), self.device)
 
 
 def _given(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.judge import failing_outcomes, judge
@@ -85,7 +86,7 @@ class Judging:
             return None
         try:
             return self._store.find(measured.key(measurement.name), measurement.environment.slug)
-        except StoreError as error:
+        except (StoreError, PlaceError) as error:
             # The session has read the whole store at its start, so that somebody has changed it since.
             pytest.fail(f"gpumem: {error}", pytrace=False)
 

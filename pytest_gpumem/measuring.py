@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
+_STRICT = pytest.StashKey[bool]()
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
@@ -46,7 +47,9 @@ def run_of(item: pytest.Item) -> TestRun | None:
 
 
 def refuse(item: pytest.Item) -> NoReturn:
-    """Skip the test whose device cannot be used here."""
+    """Skip the test whose device cannot be used here, or fail it under ``--gpumem-strict``."""
+    if item.stash[_STRICT]:
+        pytest.fail(f"Not measured, which --gpumem-strict does not let pass: {item.stash[_UNAVAILABLE]}", pytrace=False)
     pytest.skip(f"gpumem: {item.stash[_UNAVAILABLE]}")
 
 
@@ -79,6 +82,8 @@ class Measuring:
         self._residencies: dict[str, Residency] = {}
         self._environments: dict[str, Environment] = {}
         self._open: TestRun | None = None
+        self._opened: Device | None = None
+        """The device while a shared fixture is set up outside of any measured test."""
 
     # Set-up
 
@@ -93,13 +98,16 @@ class Measuring:
             self._begin(item, measured)
         except DeviceUnavailable as unavailable:
             item.stash[_UNAVAILABLE] = str(unavailable)
+            item.stash[_STRICT] = self._settings.strict
             tell(item, TestVerdict(measured.file, measured.test, unmeasured=str(unavailable)))
             if measured.has_fixture and not self._settings.strict:
                 refuse(item)
         try:
             return (yield)
         except BaseException as error:
-            if item.stash.get(_RUN, None) is not None:
+            run = item.stash.get(_RUN, None)
+            if run is not None:
+                run.failed(error)
                 tell(item, _not_measured(measured, error))
             raise
 
@@ -137,14 +145,18 @@ class Measuring:
         if fixturedef.scope == "function":
             return (yield)
         # Shared with a measured test, but first used by one that is not measured.
+        if self._opened is not None:
+            return (yield from self._noted(self._opened, fixturedef))
         try:
             device = self._devices.get(self._settings.device)
             device.open()
         except DeviceUnavailable:
             return (yield)
+        self._opened = device
         try:
             return (yield from self._noted(device, fixturedef))
         finally:
+            self._opened = None
             device.close()
 
     def _noted(self, device: Device, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
@@ -179,7 +191,10 @@ class Measuring:
         if run is None:
             return (yield from self._call_unmeasured(item, measured))
         try:
-            run.begin_call()
+            try:
+                run.begin_call()
+            except MeasuringError as error:
+                run.lost = str(error)
             if run.measures_itself or run.lost is not None:
                 result = yield
             else:

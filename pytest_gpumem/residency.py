@@ -116,6 +116,9 @@ class Residency:
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
         """The fixtures that ``item`` uses. One that is overridden counts only if the one that overrides it asks for it."""
+        resolved = _resolved(item)
+        if resolved is not None:
+            return {fixturedef: note for fixturedef, note in self._notes.items() if fixturedef in resolved}
         visible = {fixturedef: note for fixturedef, note in self._notes.items() if _serves(fixturedef, item)}
         overridden = {
             fixturedef
@@ -141,6 +144,24 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     # Asking a tensor that is no leaf for its gradient is a warning.
     return tensor.grad if tensor.is_leaf else None
+
+
+def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
+    """The fixtures that pytest resolved the test's names to; ``None`` for an item that does not tell.
+
+    pytest has no public way to ask. Of several definitions of a name the last is the closest; one further up is used only
+    if the closer one asks for it by its own name.
+    """
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
+    if definitions is None:
+        return None
+    used: set[pytest.FixtureDef[Any]] = set()
+    for name, candidates in definitions.items():
+        for fixturedef in reversed(candidates):
+            used.add(fixturedef)
+            if name not in fixturedef.argnames:
+                break
+    return used
 
 
 def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:

@@ -117,6 +117,10 @@ class TestRun:
         measurement = Measurement(
             name or _numbered(workload.step, taken), workload, self._environment, metrics, settled, notes
         )
+        if metrics["peak_allocated"] <= 0:
+            self.lost = (
+                f"{measurement.name} held no tensor on {self.device.torch_device}: it runs elsewhere, or not at all"
+            )
         self.measurements.append(measurement)
         self._seen(measurement)
         return measurement
@@ -127,15 +131,24 @@ class TestRun:
 
     def release(self) -> None:
         """Let go of everything that the test's failure and this run hold."""
-        error, seen = self._failure, set[int]()
-        while error is not None and id(error) not in seen:
-            seen.add(id(error))
+        for error in _chain(self._failure):
             _clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
         self._failure = None
         self._at_call = None
         self._heap.thaw()
         self.device.close()
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """``error``, what it came from, and what it is a group of."""
+    chain: list[BaseException] = []
+    stack = [error]
+    while stack:
+        one = stack.pop()
+        if one is not None and not any(one is seen for seen in chain):
+            chain.append(one)
+            stack += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return chain
 
 
 def _clear_frames(trace: types.TracebackType | None) -> None:

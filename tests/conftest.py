@@ -28,7 +28,8 @@ def pytest_sessionstart() -> None:
     import torch
 
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
-        importlib.import_module(module.name)
+        if not module.name.startswith("pytest_gpumem.cli") or importlib.util.find_spec("click") is not None:
+            importlib.import_module(module.name)
     for name in ("anyio", "anyio.pytest_plugin", "filelock", "rich.console", "rich.table", "tomli_w"):
         # On a machine with a GPU, `make gpu` runs with what is there.
         if importlib.util.find_spec(name.partition(".")[0]) is not None:

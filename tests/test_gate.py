@@ -24,6 +24,12 @@ def test_a_first_run_is_new_and_tells_how_to_record_it(project):
     )
 
 
+def test_recording_under_the_gate_is_not_a_gate_that_gated_nothing(project):
+    project.write(SIMPLE.format(count=1_000_000))
+    assert project.run("--gpumem-baseline", "--gpumem-update=new").ret == 0
+    assert project.run("--gpumem-baseline").ret == 0
+
+
 def test_what_was_recorded_is_gated_on_the_next_run(project):
     project.write(SIMPLE.format(count=1_000_000))
     recording = project.run("--gpumem-update=new")

@@ -221,3 +221,52 @@ def test_a_skipped_test_is_accounted_for_as_unmeasured(project, marks, outcomes)
     result.assert_outcomes(**outcomes)
     result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (*)"])
     assert project.stored() == {}
+
+
+def test_a_shared_fixture_that_asks_for_another_is_set_up_by_an_unmeasured_test_too(project):
+    project.write(
+        """
+@pytest.fixture(scope="session")
+def base():
+    return torch.empty(1_000_000)
+
+
+@pytest.fixture(scope="session")
+def derived(request):
+    return request.getfixturevalue("base") * 2
+
+
+def test_unmeasured(derived): ...
+
+
+@pytest.mark.gpumem
+def test_measured(base, derived): ...
+"""
+    )
+    assert project.figures()["test_measured"]["call.peak_allocated"] == 8_000_000
+
+
+def test_a_plain_step_runs_in_the_precision_of_its_model_and_not_under_autocast(project):
+    project.write(
+        """
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it(gpumem, dtype):
+    model = torch.nn.Linear(500, 500, dtype=dtype)
+    batch = torch.ones(8, 500, dtype=dtype)
+    plain = gpumem.infer_step(model, batch)
+    with torch.autocast("cpu", dtype=torch.float16):
+        inside = gpumem.infer_step(model, batch)
+    assert inside.peak_allocated == plain.peak_allocated
+    assert inside.workload.config == {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+"""
+    )
+    project.run().assert_outcomes(passed=2)
+
+
+def test_a_default_device_that_is_not_the_cpu_does_not_spoil_the_recording(project):
+    project.write(
+        "@pytest.mark.gpumem\ndef test_it():\n    kept = torch.empty(1_000_000)\n    with torch.device('meta'):\n        torch.empty(5)\n\n\n"
+        "def test_steps(gpumem):\n    with torch.device('meta'):\n"
+        "        assert gpumem.measure(lambda: torch.empty(1_000_000, device='cpu')).peak_allocated == 4_000_000\n"
+    )
+    project.run().assert_outcomes(passed=2)

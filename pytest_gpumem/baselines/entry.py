@@ -38,9 +38,14 @@ class Entry:
     def says_the_same(self, other: Entry) -> bool:
         """Whether replacing one by the other would change nothing that is compared: then the store is left alone.
 
-        The same bytes with another driver or release of torch are no news.
+        The same bytes with another driver or release of torch are no news; with other instructions, say, they are, since
+        figures that depend on them are only doubted where they differ.
         """
-        return self.workload == other.workload and _judged(self.metrics) == _judged(other.metrics)
+        return (
+            self.workload == other.workload
+            and _repeating(self.metrics) == _repeating(other.metrics)
+            and _decisive(self.environment) == _decisive(other.environment)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,5 +64,12 @@ def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Ent
     return Entry(measurement.workload, measurement.environment, metrics, recorded, commit)
 
 
-def _judged(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if METRICS[name].unit == "bytes"}
+def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are the same whenever the same is run: not times, and not how many segments were reserved."""
+    return {name: n for name, n in metrics.items() if METRICS[name].unit == "bytes" and name != "peak_reserved"}
+
+
+def _decisive(environment: Environment) -> dict[str, str | int]:
+    """The details of an environment that some metric depends on."""
+    decisive = {detail for metric in METRICS.values() for detail in metric.depends_on}
+    return {name: value for name, value in environment.details.items() if name in decisive}

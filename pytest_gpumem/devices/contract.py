@@ -80,8 +80,8 @@ class Device(Protocol):
         Allocations and frees may go unnoticed in it; `believe` sets that right.
         """
 
-    def believe(self, since: frozenset[int], blocks: Blocks) -> None:
-        """Of the blocks that are not in ``since`` (what was `known` at some moment) only ``blocks`` are still live."""
+    def believe(self, since: frozenset[int], storages: Iterable[torch.UntypedStorage]) -> None:
+        """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""
 
     def time(self, run: Callable[[], None]) -> float:
         """Seconds that the device needed for ``run``."""

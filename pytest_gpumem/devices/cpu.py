@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.contract import Blocks, DeviceUnavailable, Peak
+from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.devices.naming import CPU_SLUG
 from pytest_gpumem.devices.obituaries import Obituaries
@@ -72,13 +72,13 @@ class CpuDevice:
         if self._threads is not None:
             raise RuntimeError("the cpu device is already open")
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self._ledger = Ledger()
-        self._obituaries = Obituaries()
-        self._start()
         try:
+            torch.set_num_threads(1)
+            self._ledger = Ledger()
+            self._obituaries = Obituaries()
+            self._start()
             self._flush()
-        except MeasuringError as error:
+        except (MeasuringError, RuntimeError) as error:
             self.close()
             raise DeviceUnavailable(
                 f"torch {torch.__version__} does not report host allocations to a profiler here ({error})"
@@ -132,8 +132,15 @@ class CpuDevice:
         finally:
             self._start()
 
-    def believe(self, since: frozenset[int], blocks: Blocks) -> None:
+    def believe(self, since: frozenset[int], storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
+        seen = self._ledger.addresses
+        blocks: dict[int, int] = {}
+        for storage in storages:
+            address = storage.data_ptr()
+            if address not in seen and address not in blocks:
+                self._obituaries.watch(storage, recording=lambda: self._profiler is not None)
+            blocks[address] = storage.nbytes()
         self._ledger.restrict(since, blocks)
 
     def time(self, run: Callable[[], None]) -> float:
@@ -144,9 +151,10 @@ class CpuDevice:
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with _quiet_kineto():
-            self._profiler.start()
+            profiler.start()
+        self._profiler = profiler
 
     def _stop(self) -> list[AllocationEvent]:
         import torch
@@ -155,7 +163,7 @@ class CpuDevice:
         if profiler is None:
             raise RuntimeError("the cpu device is not open")
         self._profiler = None
-        torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+        torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:
             profiler.stop()
             events = allocation_events(profiler)

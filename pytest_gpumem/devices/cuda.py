@@ -8,7 +8,7 @@ import re
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.contract import Blocks, DeviceUnavailable, Peak
+from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.reset_guard import before_each_reset
 from pytest_gpumem.measurement import Environment
 
@@ -123,7 +123,7 @@ class CudaDevice:
             self._runtime.reset_peaks()
             self._seen_peak = kept
 
-    def believe(self, since: frozenset[int], blocks: Blocks) -> None:
+    def believe(self, since: frozenset[int], storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to set right: the allocator counts every block."""
 
     def time(self, run: Callable[[], None]) -> float:

@@ -118,14 +118,18 @@ class TorchCuda:
 
 
 def _driver_version() -> str:
-    import pynvml
-
     try:
+        import pynvml
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except (ImportError, OSError):
         return "unknown"
+    except Exception as error:  # noqa: BLE001 - NVML's own class, whose name needs the import
+        return f"unknown ({error})"
     try:
         version = pynvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
+    except pynvml.NVMLError as error:
+        return f"unknown ({error})"
     finally:
         pynvml.nvmlShutdown()
+    return version.decode() if isinstance(version, bytes) else str(version)

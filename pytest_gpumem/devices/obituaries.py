@@ -35,7 +35,7 @@ class Obituaries:
             import torch
 
             del self._watched[address]
-            mark = torch.empty(_MARK_BYTES, dtype=torch.uint8).data_ptr() if recording() else 0
+            mark = torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu").data_ptr() if recording() else 0
             self._dead.append((address, mark))
 
         self._watched[address] = weakref.ref(storage, died)

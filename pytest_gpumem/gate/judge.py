@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement
 
 
-MOST_DOUBTED = 0.30
+MOST_DOUBTED = 0.40
 """How much another environment may move a metric by itself, as a ratio; more than that is the code's.
 
-Kernels for another instruction set allocate differently: convolution backward took 27 % less with SSE4.1 than with AVX-512,
-a bfloat16 product 17 % less with AVX2 (torch 2.13.0, x86_64).
+Kernels for another instruction set allocate differently: convolution backward took 27 % more with AVX-512 than with SSE4.1,
+a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64).
 """
 
 
@@ -92,7 +92,9 @@ def _compare(
     worse = earlier - value if metric.larger_is_better else value - earlier
     reason = None
     # 0.7 % of 1000 bytes is 7 of them, also where the product of the two floats is a little less.
-    if worse > allowed and not math.isclose(worse, allowed, rel_tol=1e-12):
+    if math.isclose(abs(worse), allowed, rel_tol=1e-12):
+        outcome = Outcome.OK
+    elif worse > allowed:
         outcome = Outcome.REGRESSED
         reason = _doubt(metric, worse / earlier if earlier else math.inf, measurement, baseline)
         if reason is not None:
@@ -107,7 +109,9 @@ def _compare(
 def _doubt(metric: Metric, growth: float, measurement: Measurement, baseline: Entry) -> str | None:
     """Why a change for the worse may not be the code's, if there is such a reason."""
     here, there = measurement.environment.details, baseline.environment.details
-    for detail in metric.depends_on if growth <= MOST_DOUBTED else ():
+    if growth > MOST_DOUBTED:
+        return None
+    for detail in metric.depends_on:
         if detail in here and detail in there and here[detail] != there[detail]:
             return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
     if not measurement.settled and metric.name.startswith("peak_"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.batches import feed
@@ -135,6 +135,22 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def autocast_off(device: torch.device) -> AbstractContextManager[object]:
+    """Within, no autocast: a plain step runs in the model's own precision, whatever surrounds it."""
+    import torch
+
+    return torch.autocast(device.type, enabled=False)
+
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def precision_of(model: torch.nn.Module) -> str:
+    """The precision that a plain step of the model runs in, by its floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
+    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    return "+".join(sorted(_PRECISIONS.get(kind, kind) for kind in kinds)) or "fp32"
 
 
 def parameters_of(model: torch.nn.Module) -> int:

@@ -10,9 +10,11 @@ from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.timing.sampling import Times, time_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from pytest_gpumem.devices.contract import Blocks, Device, Peak
+    import torch
+
+    from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.devices.windows import Windows
 
 MOST_WARM_UPS = 6
@@ -46,7 +48,7 @@ def measure_step(
     device: Device,
     windows: Windows,
     *,
-    own: Callable[[], Blocks],
+    own: Callable[[], Iterable[torch.UntypedStorage]],
     own_before: int,
     live_before: int,
     timed: bool,
@@ -55,7 +57,7 @@ def measure_step(
 
     Warms up until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
     optimizer state and autotuning are behind, then measures one more. ``own_before`` bytes of those ``live_before`` are the
-    step's own; ``own`` tells which blocks are at any moment.
+    step's own; ``own`` gives the storages that are at any moment.
     """
 
     def one_step() -> Figures:

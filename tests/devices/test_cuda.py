@@ -311,7 +311,7 @@ def test_what_a_pause_left_behind_is_live(cuda, device):
 
 def test_the_allocator_knows_every_block_so_that_there_is_none_to_adopt_or_believe(device):
     device.adopt([])
-    device.believe(frozenset(), {0: 100})
+    device.believe(frozenset(), [])
     assert device.live() == 0
     assert device.known() == frozenset()
 

@@ -293,7 +293,7 @@ def test_a_peak_that_grew_on_another_kind_of_cpu_is_uncertain():
 
 def test_a_peak_that_grew_more_than_another_kind_of_cpu_explains_has_regressed():
     verdict = judge(
-        measured(environment=on(cpu_capability="AVX512"), peak_allocated=1.31 * GB),
+        measured(environment=on(cpu_capability="AVX512"), peak_allocated=1.41 * GB),
         Budget(),
         stored(environment=on(cpu_capability="AVX2"), peak_allocated=GB),
         DEFAULT_TOLERANCES,
@@ -330,7 +330,7 @@ def test_a_newer_torch_is_no_excuse_for_growth():
 def test_a_peak_that_did_not_settle_is_uncertain_when_it_grew():
     note = "peaks of 6 warm-up steps moved from 1 to 6 bytes"
     verdict = judge(
-        measured(settled=False, notes=(note,), peak_allocated=2 * GB),
+        measured(settled=False, notes=(note,), peak_allocated=1.2 * GB),
         Budget(),
         stored(peak_allocated=GB),
         DEFAULT_TOLERANCES,

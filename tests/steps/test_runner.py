@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from contextlib import contextmanager
 
 import pytest
@@ -46,11 +47,11 @@ def measured(device, phases, held: list, *, timed=False) -> StepFigures:
     """Measure a step to which the tensors in ``held`` belong from the beginning."""
 
     def own():
-        return blocks_of(reachable_tensors(held), device.torch_device)
+        return storages_of(reachable_tensors(held), device.torch_device)
 
     device.settle()
-    blocks = own()
-    device.adopt(storages_of(reachable_tensors(held), device.torch_device))
+    blocks = blocks_of(reachable_tensors(held), device.torch_device)
+    device.adopt(own())
     return measure_step(
         phases,
         device,
@@ -138,6 +139,31 @@ def test_a_second_measurement_of_the_same_step_is_the_same_also_after_times_were
     first, second = (metrics_of(device, replace, [held], timed=True) for _ in range(2))
     assert first["peak_allocated"] == 200 * KB
     assert second == first
+
+
+def test_buffers_that_take_several_steps_to_be_replaced_are_the_same_also_after_times_were_taken(device):
+    ring: deque[torch.Tensor] = deque(maxlen=3)
+
+    def push():
+        ring.append(tensor(100 * KB))
+
+    first, second = (metrics_of(device, push, [ring], timed=True) for _ in range(2))
+    assert first["peak_allocated"] == 400 * KB
+    assert second == first
+
+
+def test_a_tensor_that_nobody_counted_and_that_the_step_replaces_counts_once():
+    held = [tensor(100 * KB)]
+
+    def replace():
+        held[0] = tensor(100 * KB)
+
+    device = CpuDevice()
+    device.open()
+    try:
+        assert metrics_of(device, replace, [held])["peak_allocated"] == 200 * KB
+    finally:
+        device.close()
 
 
 def test_a_batch_that_was_made_before_the_device_was_opened_counts_alike():
