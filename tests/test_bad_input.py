@@ -85,7 +85,12 @@ def test_wrong_settings_name_the_file_and_the_key(project, table, said, workers)
 
 
 BROKEN = {
-    "truncated": (lambda text: text[: len(text) // 2] + "\n[tests.", "not TOML"),
+    "truncated in a table": (
+        lambda text: text[: text.index("peak_allocated")],
+        "has no peak_allocated: it is truncated",
+    ),
+    "truncated in a number": (lambda text: text[: text.index("peak_allocated") + 20], "truncated"),
+    "truncated in a word": (lambda text: text[: text.index("peak_allocated") + 5], "not TOML"),
     "an unknown format": (lambda text: text.replace("format = 1", "format = 99"), "format is 99"),
     "a wrong type": (
         lambda text: text.replace("peak_allocated = 4000004", "peak_allocated = 'many'"),

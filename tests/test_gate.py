@@ -172,7 +172,9 @@ def test_a_baseline_of_another_device_is_foreign_and_named(project):
     foreign.parent.mkdir()
     lines = path.read_text().splitlines()
     lines = ['device = "NVIDIA A100"' if line.startswith("device = ") else line for line in lines]
-    foreign.write_text("\n".join('slug = "nvidia-a100"' if line.startswith("slug = ") else line for line in lines))
+    foreign.write_text(
+        "\n".join('slug = "nvidia-a100"' if line.startswith("slug = ") else line for line in lines) + "\n"
+    )
     path.unlink()
     result = project.run("--gpumem-baseline")
     result.stdout.fnmatch_lines(

@@ -67,6 +67,8 @@ def parse(text: str, file: str) -> dict[Key, Entry]:
     version = document.pop("format", None)
     if version != FORMAT or isinstance(version, bool):
         raise FormatError(f"format is {version!r}, this version of pytest-gpumem reads format {FORMAT}")
+    if not text.endswith("\n"):
+        raise FormatError("the last line is not whole: the file is truncated; restore it from version control")
     environments = {
         name: _environment(table, f"environments.{name}")
         for name, table in _table(document.pop("environments", {}), "environments").items()
@@ -137,6 +139,8 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
             raise FormatError(f"{where}.{key} is {value!r}; no {METRICS[key].title} is negative")
         if not math.isfinite(metrics[key]):
             raise FormatError(f"{where}.{key} is {value!r}, expected a finite number")
+    if "peak_allocated" not in metrics:
+        raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
     return Entry(workload, environments[name], metrics, recorded, commit)
 
 

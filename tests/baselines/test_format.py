@@ -104,8 +104,9 @@ WORKLOADS = st.builds(
     parameters=st.none() | SIZES,
     batch=st.none() | TEXTS,
 )
+KINDS_OF_VALUES = {name: SIZES if metric.unit == "bytes" else TIMES for name, metric in METRICS.items()}
 METRIC_VALUES = st.fixed_dictionaries(
-    {}, optional={name: SIZES if metric.unit == "bytes" else TIMES for name, metric in METRICS.items()}
+    {"peak_allocated": KINDS_OF_VALUES.pop("peak_allocated")}, optional=KINDS_OF_VALUES
 )
 FILES_ENTRIES = st.dictionaries(
     st.builds(Key, st.just(FILE), IDS, IDS),
