@@ -87,7 +87,7 @@ def test_wrong_settings_name_the_file_and_the_key(project, table, said, workers)
 BROKEN = {
     "truncated in a table": (
         lambda text: text[: text.index("peak_allocated")],
-        "has no peak_allocated: it is truncated",
+        "which [environments] does not have",
     ),
     "truncated in a number": (lambda text: text[: text.index("peak_allocated") + 20], "truncated"),
     "truncated in a word": (lambda text: text[: text.index("peak_allocated") + 5], "not TOML"),

@@ -4,12 +4,6 @@ One file holds the baselines of one test file on one device::
 
     format = 1
 
-    [environments."torch-2.11.0-5d2c9f"]
-    device = "NVIDIA H100 80GB HBM3"
-    slug = "nvidia-h100-80gb-hbm3"
-    torch = "2.11.0"
-    ...
-
     [tests."TestTrain::test_step[amp-bf16]".train_step]
     environment = "torch-2.11.0-5d2c9f"
     recorded = "2026-11-02"
@@ -19,6 +13,12 @@ One file holds the baselines of one test file on one device::
     parameters = 124439808
     batch = "int64[8, 1024]"
     peak_allocated = 8120000000
+    ...
+
+    [environments."torch-2.11.0-5d2c9f"]
+    device = "NVIDIA H100 80GB HBM3"
+    slug = "nvidia-h100-80gb-hbm3"
+    torch = "2.11.0"
     ...
 """
 
@@ -78,6 +78,8 @@ def parse(text: str, file: str) -> dict[Key, Entry]:
         for test, tables in _table(document.pop("tests", {}), "tests").items()
         for name, table in _table(tables, f"tests.{test}").items()
     }
+    if not entries:
+        raise FormatError("has no baselines: the file is truncated; restore it from version control, or delete it")
     for unknown in document:
         raise FormatError(f"unknown key {unknown!r}; {nearest(unknown, ['format', 'environments', 'tests'])}")
     return entries
@@ -97,7 +99,8 @@ def render(entries: Mapping[Key, Entry]) -> str:
         metrics = {metric: entry.metrics[metric] for metric in METRICS if metric in entry.metrics}
         table = {"environment": name, "recorded": entry.recorded, "commit": entry.commit, **workload, **metrics}
         tests.setdefault(key.test, {})[key.name] = {k: value for k, value in table.items() if value is not None}
-    document = {"format": FORMAT, "environments": dict(sorted(environments.items())), "tests": tests}
+    # The environments come last: entries without the one that they name tell that the end of the file is missing.
+    document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
     return tomli_w.dumps(document)
 
 

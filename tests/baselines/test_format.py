@@ -41,14 +41,6 @@ ENTRIES = {
 TEXT = """\
 format = 1
 
-[environments."torch-2.11.0-23af2a"]
-device = "NVIDIA H100 80GB HBM3"
-slug = "nvidia-h100-80gb-hbm3"
-allocator = "default"
-cuda = "13.0"
-torch = "2.11.0"
-total_memory = 85017100288
-
 [tests."TestTrain::test_step[amp-bf16]".train_step]
 environment = "torch-2.11.0-23af2a"
 recorded = "2026-11-02"
@@ -68,6 +60,14 @@ recorded = "2026-11-02"
 step = "call"
 peak_allocated = 512
 retained = 0
+
+[environments."torch-2.11.0-23af2a"]
+device = "NVIDIA H100 80GB HBM3"
+slug = "nvidia-h100-80gb-hbm3"
+allocator = "default"
+cuda = "13.0"
+torch = "2.11.0"
+total_memory = 85017100288
 """
 
 # Test ids: anything that pytest may make of a parameter, which is never a newline and never half of a character.
@@ -111,6 +111,7 @@ METRIC_VALUES = st.fixed_dictionaries(
 FILES_ENTRIES = st.dictionaries(
     st.builds(Key, st.just(FILE), IDS, IDS),
     st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS),
+    min_size=1,
     max_size=5,
 )
 
@@ -153,11 +154,14 @@ def test_an_environment_that_entries_share_stands_once():
 
 def test_one_entry_more_changes_only_its_own_lines():
     more = {**ENTRIES, Key(FILE, "test_z", "call"): CALL}
-    assert render(more).startswith(TEXT)
+    tests, environments = TEXT[: TEXT.index("[environments.")], TEXT[TEXT.index("[environments.") :]
+    assert render(more).startswith(tests)
+    assert render(more).endswith(environments)
 
 
-def test_an_empty_file_of_this_format_has_no_entries():
-    assert parse(f"format = {FORMAT}\n", FILE) == {}
+def test_a_file_without_entries_is_truncated_since_none_is_ever_written():
+    with pytest.raises(FormatError, match="has no baselines: the file is truncated"):
+        parse(f"format = {FORMAT}\n", FILE)
 
 
 def test_a_file_with_the_line_ends_of_windows_is_read_alike():
@@ -303,3 +307,19 @@ def test_a_file_with_one_wrong_character_is_refused_or_means_what_it_says(positi
 def test_any_text_is_entries_or_a_format_error(text):
     result = read_or_message(f"format = {FORMAT}\n{text}")
     assert isinstance(result, dict) or len(result) > 0
+
+
+def test_a_text_that_lacks_its_end_is_no_file_unless_every_entry_is_whole():
+    accepted = [TEXT[:length] for length in range(len(TEXT)) if _is_accepted(TEXT[:length])]
+    for text in accepted:
+        assert {key: entry.metrics for key, entry in parse(text, FILE).items()} == {
+            key: entry.metrics for key, entry in ENTRIES.items()
+        }
+
+
+def _is_accepted(text: str) -> bool:
+    try:
+        parse(text, FILE)
+    except FormatError:
+        return False
+    return True
