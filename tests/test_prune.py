@@ -74,3 +74,8 @@ def test_a_test_that_lost_its_marker_loses_its_baseline(shrunk):
     shrunk.write("def test_kept(): ...\n", "test_one.py")
     assert "test_one.py::test_kept (call)" in prune(shrunk).stdout
     assert shrunk.stored() == {}
+
+
+def test_a_project_whose_warnings_are_errors_can_be_pruned(shrunk):
+    shrunk.settings('[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n')
+    assert "2 of 3 baselines were unused" in prune(shrunk).stdout

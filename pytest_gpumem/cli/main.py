@@ -34,7 +34,9 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     Only a test file that was collected whole, or that is gone, can lose baselines; those of every device are looked at.
     """
     collected = _Collected()
-    status = pytest.main(["--collect-only", "-qq", "--no-header", *pytest_args], plugins=[collected])
+    # This command has imported the plugin before pytest could, of which pytest warns.
+    quiet = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    status = pytest.main(["--collect-only", "-qq", "--no-header", *quiet, *pytest_args], plugins=[collected])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:
         raise click.ClickException("the tests could not be collected (see above); nothing was removed")
     session, root = collected.session, collected.session.root

@@ -55,6 +55,12 @@ def table(results: Iterable[TestResult], units: UnitSystem, *, everything: bool)
     if len(kept) < len(rows):
         lines.append(f"... and {len(rows) - len(kept)} more that are ok or recorded (-v shows them)")
     reasons = Counter((one.outcome.words, one.reason) for _, one in kept if one.reason)
+    reasons.update(
+        (m.outcome.words, m.reason)
+        for _, one in kept
+        for m in one.metrics
+        if m.reason and m.outcome is Outcome.UNCERTAIN
+    )
     lines += [f"{outcome}: {reason}{f' ({n} times)' if n > 1 else ''}" for (outcome, reason), n in reasons.items()]
     return lines
 
