@@ -5,17 +5,20 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.estimate import Estimate, findings_of
 from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
-from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
-from pytest_gpumem.steps.batches import describe, on_device, samples_in
-from pytest_gpumem.steps.runner import Phase, measure_step
+from pytest_gpumem.relations.gradients import assert_same_gradients
+from pytest_gpumem.relations.growth import assert_no_growth
+from pytest_gpumem.steps.config import ConfigError, StepConfig, as_config
+from pytest_gpumem.steps.measured import MeasuredStep, measure_infer_step, measure_train_step, metrics_of
+from pytest_gpumem.steps.runner import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
-    from pytest_gpumem.devices.contract import Blocks
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
     from pytest_gpumem.test_run import TestRun
 
@@ -44,14 +47,17 @@ class Gpumem:
     ``--gpumem-baseline``, against its baselines. A test may measure more than once; ``name`` tells its measurements apart.
     """
 
-    def __init__(self, run: TestRun | None, refuse: Callable[[], NoReturn]) -> None:
-        """``run`` is ``None`` when the device cannot be used here; then any use ends in ``refuse``."""
+    def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
+        """``run`` is ``None`` when the device cannot be used here; then any use ends in ``refuse(None)``.
+
+        ``refuse(why)`` is for what this device cannot run.
+        """
         self._maybe_run = run
         self._refuse = refuse
 
     @property
     def _run(self) -> TestRun:
-        return self._refuse() if self._maybe_run is None else self._maybe_run
+        return self._refuse(None) if self._maybe_run is None else self._maybe_run
 
     @property
     def device(self) -> torch.device:
@@ -64,16 +70,11 @@ class Gpumem:
         ``items`` is how many samples, tokens, ... one call works on; with it, throughput is measured. What ``fn`` holds
         (its closure, arguments bound to it, its object) belongs to the step; everything else that is live does not.
         """
-        self._run.device.settle()
-        blocks = self._adopt(fn)
-        return self._step(
-            [Phase("step", fn)],
-            Workload("measure"),
-            name=name,
-            items=items,
-            own=lambda: self._storages(fn),
-            own_before=sum(blocks.values()),
-            live_before=self._run.device.live(),
+        bench = self._run.bench
+        figures = bench.measure([Phase("step", fn)], bench.begin(fn), held=lambda: fn)
+        notes = () if figures.settled else (figures.unsettled_note(),)
+        return self._run.record(
+            Workload("measure"), metrics_of(figures, items), name=name, settled=figures.settled, notes=notes
         )
 
     @contextmanager
@@ -96,111 +97,143 @@ class Gpumem:
         model_or_factory: ModelOrFactory,
         batch: Any,
         *,
+        config: StepConfig | str | None = None,
         loss: Loss | None = None,
         optimizer: OptimizerOrFactory | None = None,
-        items: float | None = None,
+        items: float | str | None = None,
         name: str | None = None,
     ) -> Measurement:
-        """Measure forward + backward + optimizer of a model, in fp32, in training mode.
+        """Measure forward + backward + optimizer of a model, in training mode.
 
         ``model_or_factory``: a module on the device, which is trained; or a class or function that builds one there.
-        ``batch``: a tensor, a tuple of positional or a mapping of keyword arguments; moved to the device.
+        ``batch``: a tensor, a tuple of positional or a mapping of keyword arguments, moved to the device; or a function
+        that makes one.
+        ``config``: how the step is run, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"`` or a `StepConfig`. Without one:
+        plainly, in the precision that the model is in.
         ``loss(output, batch)`` returns a scalar; without it ``output.loss``, ``output["loss"]`` or a scalar output is taken.
-        ``optimizer``: a class or function of the parameters (default ``torch.optim.AdamW``), or an optimizer of a given model.
-        ``items``: what one step works on, for the throughput; the batch's first dimension by default.
+        ``optimizer``: a class or function of the parameters, or an optimizer of a given model, in place of the config's.
+        ``items``: what one step works on, for the throughput: a number, ``"samples"`` (the default) or ``"tokens"``.
 
-        Raises ``ValueError`` or ``TypeError`` when the model, batch, loss and optimizer do not make a step.
+        Raises `ConfigError` for a config that cannot be read or has nothing to act on, ``ValueError`` or ``TypeError`` when
+        model, batch, loss and optimizer do not make a step. What the device cannot run (TF32 on a CPU) skips the test.
         """
-        from pytest_gpumem.steps import model_step
-
-        device = self._run.device
-        batch = on_device(batch, self.device)
-        given = _given(model_or_factory)
-        if given is not None:
-            # Gradients that somebody left would be in the first step and not in the others.
-            given.zero_grad(set_to_none=True)
-        device.settle()
-        blocks = self._adopt((given, batch, optimizer))
-        live_before = device.live()
-        model = model_step.build_model(model_or_factory, self.device)
-        made = model_step.build_optimizer(optimizer, model, given is not None)
-        with model_step.in_mode(model, training=True), model_step.autocast_off(self.device):
-            return self._step(
-                model_step.train_phases(model, batch, made, loss),
-                Workload(
-                    "train_step", model_step.precision_of(model), model_step.parameters_of(model), describe(batch)
-                ),
-                name=name,
-                items=samples_in(batch) if items is None else items,
-                own=lambda: self._storages((model, batch, made)),
-                own_before=sum(blocks.values()),
-                live_before=live_before,
+        with self._or_refused():
+            step = measure_train_step(
+                self._run.bench,
+                model_or_factory,
+                batch,
+                config=as_config(config),
+                loss=loss,
+                optimizer=optimizer,
+                items=items,
             )
+        return self._recorded(step, name)
 
     def infer_step(
-        self, model_or_factory: ModelOrFactory, batch: Any, *, items: float | None = None, name: str | None = None
-    ) -> Measurement:
-        """Measure one forward pass under ``torch.inference_mode``, in evaluation mode. Arguments as for `train_step`."""
-        from pytest_gpumem.steps import model_step
-
-        device = self._run.device
-        batch = on_device(batch, self.device)
-        given = _given(model_or_factory)
-        device.settle()
-        blocks = self._adopt((given, batch))
-        live_before = device.live()
-        model = model_step.build_model(model_or_factory, self.device)
-        with model_step.in_mode(model, training=False), model_step.autocast_off(self.device):
-            return self._step(
-                model_step.infer_phases(model, batch),
-                Workload(
-                    "infer_step", model_step.precision_of(model), model_step.parameters_of(model), describe(batch)
-                ),
-                name=name,
-                items=samples_in(batch) if items is None else items,
-                own=lambda: self._storages((model, batch)),
-                own_before=sum(blocks.values()),
-                live_before=live_before,
-            )
-
-    def _step(
         self,
-        phases: list[Phase],
-        workload: Workload,
+        model_or_factory: ModelOrFactory,
+        batch: Any,
         *,
-        name: str | None,
-        items: float | None,
-        own: Callable[[], Iterable[torch.UntypedStorage]],
-        own_before: int,
-        live_before: int,
+        config: StepConfig | str | None = None,
+        items: float | str | None = None,
+        name: str | None = None,
     ) -> Measurement:
-        figures = measure_step(
-            phases,
-            self._run.device,
-            self._run.windows,
-            own=own,
-            own_before=own_before,
-            live_before=live_before,
-            timed=self._run.timed,
+        """Measure one forward pass under ``torch.inference_mode``, in evaluation mode. Arguments as for `train_step`.
+
+        With ``cache=on`` in the config: a prompt (the batch without its last token) and the token after it, with a
+        key/value cache; with ``weights=int8``: int8 weights.
+        """
+        with self._or_refused():
+            step = measure_infer_step(self._run.bench, model_or_factory, batch, config=as_config(config), items=items)
+        return self._recorded(step, name)
+
+    def estimate(
+        self,
+        model_or_factory: ModelOrFactory,
+        batch: Any,
+        config: StepConfig | str | None = None,
+        *,
+        loss: Loss | None = None,
+        optimizer: OptimizerOrFactory | None = None,
+        name: str | None = None,
+    ) -> Estimate:
+        """Measure a training step, and set what it holds beside what it must hold by formula.
+
+        Bytes of parameters, gradients, optimizer state and master weights follow from the config; activations are the rest
+        of what was measured. ``print()`` shows the table. A state that is more than 2 % off its formula is pointed out: in
+        ``findings``, and at the end of the run. Arguments as for `train_step`.
+        """
+        with self._or_refused():
+            step = measure_train_step(
+                self._run.bench,
+                model_or_factory,
+                batch,
+                config=as_config(config),
+                loss=loss,
+                optimizer=optimizer,
+                with_state=True,
+            )
+        assert step.state is not None, "it was asked for"
+        findings = findings_of(step.state)
+        return Estimate(self._recorded(step, name, more_notes=findings), step.state, findings)
+
+    def assert_same_gradients(
+        self,
+        model_factory: Callable[[], torch.nn.Module],
+        batch: Any,
+        config_a: StepConfig | str,
+        config_b: StepConfig | str,
+        rtol: float | None = None,
+        atol: float | None = None,
+        *,
+        loss: Loss | None = None,
+    ) -> None:
+        """Assert that a step gives every parameter the same gradient under both configs.
+
+        Both begin with the weights and buffers that ``model_factory`` gave first, and the same random numbers (dropout). A
+        parameter's gradients are the same when no entry differs by more than ``atol + rtol * largest entry``; by default
+        as much as the less precise of the two configs explains (`DEFAULT_TOLERANCES`).
+
+        Raises ``AssertionError`` that names the first parameter that differs, with its error.
+        """
+        config_a, config_b = _both(config_a), _both(config_b)
+        with self._or_refused():
+            assert_same_gradients(
+                self._run.device, model_factory, batch, (config_a, config_b), rtol=rtol, atol=atol, loss=loss
+            )
+        self._run.relations += 1
+
+    def assert_no_growth(self, step: Callable[[], object], steps: int = 20) -> None:
+        """Assert that calling ``step()`` again and again keeps no more memory.
+
+        Caches may fill in the first half of the ``steps``; from the second half on, nothing may stay.
+
+        Raises ``AssertionError`` with the bytes that a step keeps, and the tensors that are kept.
+        """
+        assert_no_growth(self._run.device, step, steps)
+        self._run.relations += 1
+
+    def _recorded(self, step: MeasuredStep, name: str | None, more_notes: tuple[str, ...] = ()) -> Measurement:
+        return self._run.record(
+            step.workload,
+            step.metrics(),
+            name=name,
+            settled=step.figures.settled,
+            notes=(*step.notes, *more_notes),
+            recomputed=step.recomputed,
         )
-        metrics: dict[str, float] = dict(figures.memory.memory_metrics())
-        if figures.times is not None:
-            metrics["step_time"] = figures.times.median
-            if items is not None and figures.times.median > 0:
-                metrics["throughput"] = items / figures.times.median
-        notes = () if figures.settled else (figures.unsettled_note(),)
-        return self._run.record(workload, metrics, name=name, settled=figures.settled, notes=notes)
 
-    def _adopt(self, held: object) -> Blocks:
-        self._run.device.adopt(self._storages(held))
-        return blocks_of(reachable_tensors([held]), self.device)
-
-    def _storages(self, held: object) -> Iterator[torch.UntypedStorage]:
-        return storages_of(reachable_tensors([held]), self.device)
+    @contextmanager
+    def _or_refused(self) -> Iterator[None]:
+        """What the device cannot run skips the test, or fails it under ``--gpumem-strict``."""
+        try:
+            yield
+        except CannotRun as error:
+            self._refuse(str(error))
 
 
-def _given(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
-    """The model, when one was given and not a function that builds it."""
-    import torch
-
-    return model_or_factory if isinstance(model_or_factory, torch.nn.Module) else None
+def _both(config: StepConfig | str) -> StepConfig:
+    made = as_config(config)
+    if made is None:
+        raise ConfigError("assert_same_gradients compares two step configs; write 'fp32' for a plain step")
+    return made

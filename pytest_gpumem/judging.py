@@ -53,13 +53,17 @@ class Judging:
         self._settings = settings
         self._store = store
 
-    def verdict(self, item: pytest.Item, measured: Measured, measurements: Sequence[Measurement]) -> TestVerdict:
-        """The verdict on what a test measured."""
+    def verdict(
+        self, item: pytest.Item, measured: Measured, measurements: Sequence[Measurement], relations: int = 0
+    ) -> TestVerdict:
+        """The verdict on what a test measured, and on the ``relations`` that it asserted."""
         tolerances = self._tolerances(item, measured.budget)
         return TestVerdict(
             measured.file,
             measured.test,
             tuple(judge(one, measured.budget, self._baseline(measured, one), tolerances) for one in measurements),
+            relations=relations,
+            cell=measured.cell,
         )
 
     def conclude(self, item: pytest.Item, verdict: TestVerdict) -> None:

@@ -61,7 +61,7 @@ class Environment:
         return type(self), (self.slug, self.device, dict(self.details))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Measurement:
     """What one run of one step gave.
 
@@ -76,6 +76,8 @@ class Measurement:
     settled: bool = True
     """Whether two consecutive steps gave the same peak before this one was measured."""
     notes: tuple[str, ...] = ()
+    recomputed: int | None = None
+    """Training steps under a config: module calls that were repeated in backward; ``None`` where nobody looked."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
@@ -138,6 +140,29 @@ class Measurement:
         """Items per second at `step_time`."""
         return float(self._metric("throughput"))
 
+    def saves(self, other: Measurement) -> float:
+        """The memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""
+        from pytest_gpumem.relations.rates import saves
+
+        return saves(self, other)
+
+    def costs(self, other: Measurement) -> float:
+        """The time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when it is faster."""
+        from pytest_gpumem.relations.rates import costs
+
+        return costs(self, other)
+
+    def roi(self, other: Measurement) -> float:
+        """`saves` over `costs`; above 1.5 is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
+        from pytest_gpumem.relations.rates import roi
+
+        return roi(self, other)
+
+    def __repr__(self) -> str:
+        # Short, since it stands in every failed assertion about a figure.
+        what = f"{self.workload.step} {self.workload.config or ''}".rstrip()
+        return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
+
     def to_plain(self) -> dict[str, Any]:
         """Dicts, lists, strings and numbers only; `from_plain` is the way back."""
         return {
@@ -151,6 +176,7 @@ class Measurement:
             "metrics": dict(self.metrics),
             "settled": self.settled,
             "notes": list(self.notes),
+            "recomputed": self.recomputed,
         }
 
 
@@ -163,4 +189,5 @@ def from_plain(plain: Mapping[str, Any]) -> Measurement:
         metrics=plain["metrics"],
         settled=plain["settled"],
         notes=tuple(plain["notes"]),
+        recomputed=plain["recomputed"],
     )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.gate.verdict import TestVerdict
 from pytest_gpumem.judging import Judging, forget_properties, tell
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
+    from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.selection import Measured
     from pytest_gpumem.settings import Settings
 
@@ -46,11 +46,15 @@ def run_of(item: pytest.Item) -> TestRun | None:
     return run
 
 
-def refuse(item: pytest.Item) -> NoReturn:
-    """Skip the test whose device cannot be used here, or fail it under ``--gpumem-strict``."""
+def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
+    """Skip the test that cannot be measured here, or fail it under ``--gpumem-strict``.
+
+    ``why`` is a clause; without one it is that the device cannot be used.
+    """
+    reason = item.stash[_UNAVAILABLE] if why is None else why
     if item.stash[_STRICT]:
-        pytest.fail(f"Not measured, which --gpumem-strict does not let pass: {item.stash[_UNAVAILABLE]}", pytrace=False)
-    pytest.skip(f"gpumem: {item.stash[_UNAVAILABLE]}")
+        pytest.fail(f"Not measured, which --gpumem-strict does not let pass: {reason}", pytrace=False)
+    pytest.skip(f"gpumem: {reason}")
 
 
 def _forget(item: pytest.Item) -> None:
@@ -94,12 +98,12 @@ class Measuring:
         if measured is None:
             return (yield)
         _forget(item)
+        item.stash[_STRICT] = self._settings.strict
         try:
             self._begin(item, measured)
         except DeviceUnavailable as unavailable:
             item.stash[_UNAVAILABLE] = str(unavailable)
-            item.stash[_STRICT] = self._settings.strict
-            tell(item, TestVerdict(measured.file, measured.test, unmeasured=str(unavailable)))
+            tell(item, measured.not_measured(str(unavailable)))
             if measured.has_fixture and not self._settings.strict:
                 refuse(item)
         try:
@@ -205,17 +209,17 @@ class Measuring:
             if run.measurements:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
             raise
-        if run.lost is None and not run.measurements:
+        if run.lost is None and not run.measurements and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is not None:
-            verdict = TestVerdict(measured.file, measured.test, unmeasured=run.lost)
+            verdict = measured.not_measured(run.lost)
         else:
-            verdict = self._judging.verdict(item, measured, run.measurements)
+            verdict = self._judging.verdict(item, measured, run.measurements, run.relations)
         self._judging.conclude(item, verdict)
         return result
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
-        verdict = TestVerdict(measured.file, measured.test, unmeasured=item.stash[_UNAVAILABLE])
+        verdict = measured.not_measured(item.stash[_UNAVAILABLE])
         if measured.has_fixture:
             # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
             self._judging.conclude(item, verdict)
@@ -251,8 +255,8 @@ class Measuring:
 def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
     """The verdict on a test that did not get to its end because of ``error``."""
     if isinstance(error, pytest.skip.Exception):
-        return TestVerdict(measured.file, measured.test, unmeasured="it was skipped")
-    return TestVerdict(measured.file, measured.test, unmeasured="it failed by itself", failed_by_itself=True)
+        return measured.not_measured("it was skipped")
+    return measured.not_measured("it failed by itself", failed_by_itself=True)
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, object]:

@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     import pytest
 
 MARKER = FIXTURE = "gpumem"
+CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 MARKER_HELP = (
     "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, device=None): "
     "measure the GPU memory of the test and fail when it is over budget or regresses"
+)
+CONFIG_MARKER_HELP = (
+    "gpumem_configs(precision=None, checkpoint=None, ..., skip=()): run the test once for each combination of step configs, "
+    "which it gets as gpumem_config"
 )
 OPTIONS = tuple(f"gpumem_{name}" for name in ("baseline", "update", "store", "device", "strict", "no_time"))
 

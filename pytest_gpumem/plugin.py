@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.options import MARKER_HELP, OPTIONS, add_options, is_measured
+from pytest_gpumem.options import (
+    CONFIG_FIXTURE,
+    CONFIG_MARKER,
+    CONFIG_MARKER_HELP,
+    MARKER_HELP,
+    OPTIONS,
+    add_options,
+    is_measured,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.session import GpumemSession
+    from pytest_gpumem.steps.config import StepConfig
 
 SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
 
@@ -32,6 +41,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER_HELP)
+    config.addinivalue_line("markers", CONFIG_MARKER_HELP)
     collecting = Collecting(config)
     config.pluginmanager.register(collecting, "gpumem-collecting")
     if is_concerned(config):
@@ -87,7 +97,23 @@ def gpumem(request: pytest.FixtureRequest) -> Gpumem:
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.measuring import refuse, run_of
 
-    return Gpumem(run_of(request.node), lambda: refuse(request.node))
+    return Gpumem(run_of(request.node), lambda why: refuse(request.node, why))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker(CONFIG_MARKER) is not None:
+        from pytest_gpumem.config_matrix import parametrize
+
+        parametrize(metafunc)
+
+
+@pytest.fixture
+def gpumem_config() -> StepConfig:
+    """The step config of this test, one of those that ``@pytest.mark.gpumem_configs(...)`` asks for."""
+    pytest.fail(
+        f"{CONFIG_FIXTURE} has no config: give the test @pytest.mark.{CONFIG_MARKER}(precision=['fp32', 'amp-bf16'], ...)",
+        pytrace=False,
+    )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

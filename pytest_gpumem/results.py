@@ -103,7 +103,8 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
         if result.verdict.unmeasured:
             counts[f"unmeasured, {result.verdict.unmeasured}"] += 1
         else:
-            reason = next((one.reason for one in result.verdict.verdicts if one.reason), "nothing to compare with")
+            nothing = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
+            reason = next((one.reason for one in result.verdict.verdicts if one.reason), nothing)
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
     parts = [f"{count} test{'s' if count > 1 else ''} {what}" for what, count in counts.most_common()]
     fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.config_matrix import cell_of
 from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.verdict import Cell, TestVerdict
 from pytest_gpumem.marker import BudgetError, budget_of_marks
 from pytest_gpumem.options import FIXTURE, is_measured
 
@@ -27,10 +29,15 @@ class Measured:
     test: str
     budget: Budget
     has_fixture: bool
+    cell: Cell | None = None
 
     def key(self, name: str) -> Key:
         """The key of its measurement called ``name``."""
         return Key(self.file, self.test, name)
+
+    def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
+        """The verdict on this test when there is no measurement of it; ``why`` is a clause."""
+        return TestVerdict(self.file, self.test, unmeasured=why, failed_by_itself=failed_by_itself, cell=self.cell)
 
 
 def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> Measured | None:
@@ -52,7 +59,7 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
     except BudgetError as error:
         raise BudgetError(f"{item.nodeid}: {error}") from None
     file, _, test = nodeid.partition("::")
-    return Measured(file, test, budget, has_fixture)
+    return Measured(file, test, budget, has_fixture, cell_of(item, nodeid))
 
 
 def without_group(item: pytest.Item) -> str:

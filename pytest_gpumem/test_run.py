@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
+from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.runner import live_at_rest
@@ -44,10 +45,12 @@ class TestRun:
         self.item = item
         self.device = device
         self.windows = Windows(device)
-        self.timed = timed
+        self.bench = Bench(device, self.windows, timed)
         self.measurements: list[Measurement] = []
         self.measures_itself = False
         """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
+        self.relations = 0
+        """How many relations the test asserted with the fixture, and saw hold."""
         self.lost: str | None = None
         """Why its figures cannot be believed, as a clause."""
         self._residency = residency
@@ -109,13 +112,20 @@ class TestRun:
         name: str | None = None,
         settled: bool = True,
         notes: tuple[str, ...] = (),
+        recomputed: int | None = None,
     ) -> Measurement:
         """Keep a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         taken = {measurement.name for measurement in self.measurements}
         if name in taken:
             raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
         measurement = Measurement(
-            name or _numbered(workload.step, taken), workload, self._environment, metrics, settled, notes
+            name or _numbered(workload.step, taken),
+            workload,
+            self._environment,
+            metrics,
+            settled,
+            notes,
+            recomputed,
         )
         if metrics["peak_allocated"] <= 0:
             self.lost = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,10 @@ Blocks = Mapping[int, int]
 
 class DeviceUnavailable(Exception):
     """This device cannot be used here; the message is a clause that says why ("no CUDA device: ...")."""
+
+
+class CannotRun(Exception):
+    """This device cannot run a step as its config wants it; the message is a clause that says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,15 @@ class Device(Protocol):
 
     def environment(self) -> Environment:
         """What this device is, with the versions that its figures depend on."""
+
+    def lacks(self, feature: str) -> str | None:
+        """Why no step can use ``feature`` here, as a clause; ``None`` when it can.
+
+        A precision (``"tf32"``), or a kind of checkpointing (``"offload"``).
+        """
+
+    def random_devices(self) -> Sequence[int]:
+        """Indices of the accelerators that have random numbers of their own (``torch.random.fork_rng``)."""
 
     def open(self) -> None:
         """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated."""

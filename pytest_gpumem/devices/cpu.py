@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 61
 """Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
 
+_LACKS = {
+    "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
+    "offload": "saved tensors are moved to the host, and the CPU is the host",
+}
+
 _CUT_SHORT = (
     "the recording of host allocations was cut short: only one profiler can run at a time, "
     "and the measured code started or stopped another"
@@ -65,6 +70,12 @@ class CpuDevice:
             device=f"CPU ({machine})",
             details={"torch": str(torch.__version__), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
         )
+
+    def lacks(self, feature: str) -> str | None:
+        return _LACKS.get(feature)
+
+    def random_devices(self) -> tuple[int, ...]:
+        return ()
 
     def open(self) -> None:
         import torch

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
 
 _PROBE_BYTES = 4096
+_AMPERE = (8, 0)
+# torch emulates bfloat16 on older GPUs, which is not what anybody ships.
+_FROM_AMPERE_ON = {"tf32": "TF32", "amp-bf16": "bfloat16", "bf16": "bfloat16"}
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -66,6 +69,17 @@ class CudaDevice:
             "allocator": allocator or "default",
         }
         return Environment(slug=cuda_slug(properties.name), device=properties.name, details=details)
+
+    def lacks(self, feature: str) -> str | None:
+        capability = self._runtime.properties().capability
+        if capability >= _AMPERE or feature not in _FROM_AMPERE_ON:
+            return None
+        version = ".".join(map(str, capability))
+        return f"{_FROM_AMPERE_ON[feature]} needs a GPU of compute capability 8.0, and this one has {version}"
+
+    def random_devices(self) -> tuple[int, ...]:
+        index = self.torch_device.index
+        return () if index is None else (index,)
 
     def open(self) -> None:
         if self._leases is not None:

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GpuProperties:
-    """``total_memory`` is in bytes; ``driver`` is ``"unknown"`` where NVML does not answer; ``uuid`` names the physical GPU."""
+    """``total_memory`` is in bytes; ``driver`` is ``"unknown"`` where NVML does not answer; ``uuid`` names the physical GPU.
+
+    ``capability`` is the compute capability: (9, 0) of an H100.
+    """
 
     name: str
     total_memory: int
     driver: str
     uuid: str
+    capability: tuple[int, int]
 
 
 class CudaRuntime(Protocol):
@@ -75,7 +79,13 @@ class TorchCuda:
         import torch
 
         properties = torch.cuda.get_device_properties(self._index)
-        return GpuProperties(properties.name, properties.total_memory, _driver_version(), str(properties.uuid))
+        return GpuProperties(
+            properties.name,
+            properties.total_memory,
+            _driver_version(),
+            str(properties.uuid),
+            (properties.major, properties.minor),
+        )
 
     def statistics(self) -> dict[str, int]:
         import torch

@@ -5,10 +5,12 @@ Every function here has a test that checks what it does and not which torch it i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     import torch
     from torch.profiler import profile
@@ -62,3 +64,31 @@ def clear_cublas_workspaces() -> None:
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
     return tensor._indices(), tensor._values()
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process; it grows with every recompilation."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
+    """Within, torch.compile saves at most ``fraction`` (0 to 1) of the activations that it saves by default."""
+    import torch._functorch.config
+
+    return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
+
+
+def eager_random_numbers() -> AbstractContextManager[object]:
+    """Within, what torch.compile compiles draws the random numbers that eager code would draw."""
+    load_compiler()
+    import torch._inductor.config
+
+    return cast("AbstractContextManager[object]", torch._inductor.config.patch(fallback_random=True))
+
+
+def load_compiler() -> None:
+    """Load torch.compile's default backend now, quietly: the import warns of torch's own use of torch.jit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")

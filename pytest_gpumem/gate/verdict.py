@@ -117,6 +117,17 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Cell:
+    """A test's place among those of one matrix of step configs (``gpumem_configs``)."""
+
+    matrix: str
+    """The tests' common id: ``"tests/test_gpt.py::test_matrix"``."""
+    config: str
+    index: int
+    """Its row; 0 is what the others are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
 class TestVerdict:
     """What the gate says of a test: the verdicts on its measurements, or why there are none."""
 
@@ -129,14 +140,22 @@ class TestVerdict:
     """Why nothing was measured, as a clause; ``None`` when something was."""
     failed_by_itself: bool = False
     """Whether the test failed for a reason that is not the gate's."""
+    relations: int = 0
+    """How many relations it asserted with the fixture, which held."""
+    cell: Cell | None = None
+    """Its place in a matrix of step configs."""
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome.UNMEASURED if self.unmeasured else worst(verdict.outcome for verdict in self.verdicts)
+        if self.unmeasured:
+            return Outcome.UNMEASURED
+        if self.relations and not self.verdicts:
+            return Outcome.OK
+        return worst(verdict.outcome for verdict in self.verdicts)
 
     @property
     def gated(self) -> bool:
-        return not self.unmeasured and any(verdict.gated for verdict in self.verdicts)
+        return not self.unmeasured and (self.relations > 0 or any(verdict.gated for verdict in self.verdicts))
 
     @property
     def compared(self) -> bool:
@@ -150,6 +169,8 @@ class TestVerdict:
             "verdicts": [verdict.to_plain() for verdict in self.verdicts],
             "unmeasured": self.unmeasured,
             "failed_by_itself": self.failed_by_itself,
+            "relations": self.relations,
+            "cell": None if self.cell is None else asdict(self.cell),
         }
 
     @classmethod
@@ -160,4 +181,6 @@ class TestVerdict:
             tuple(map(Verdict.from_plain, plain["verdicts"])),
             plain["unmeasured"],
             plain["failed_by_itself"],
+            plain["relations"],
+            None if plain["cell"] is None else Cell(**plain["cell"]),
         )

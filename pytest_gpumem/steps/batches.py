@@ -1,8 +1,8 @@
-"""Batches: moved to a device, described, counted, and fed to a model."""
+"""Batches: moved to a device, described, counted, shared out, and fed to a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,19 +23,51 @@ def tensors_in(batch: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; what is there already is not copied."""
+def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with ``change`` done to each of its tensors; everything else in it stays as it is."""
     import torch
 
     if isinstance(batch, torch.Tensor):
-        return batch.to(device)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {name: on_device(value, device) for name, value in batch.items()}
+        return {name: mapped(value, change) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(on_device(value, device) for value in batch))
+        return type(batch)(*(mapped(value, change) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(on_device(value, device) for value in batch)
+        return type(batch)(mapped(value, change) for value in batch)
     return batch
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``; what is there already is not copied. A function that makes it is called."""
+    import torch
+
+    if callable(batch) and not isinstance(batch, torch.Tensor):
+        with torch.device(device):
+            batch = batch()
+    return mapped(batch, lambda tensor: tensor.to(device))
+
+
+def micro_batches(batch: Any, number: int) -> list[Any]:
+    """``number`` parts of equal size, as views. What has not the batch's first dimension is the same in all of them.
+
+    Raises ``ValueError`` when the samples cannot be shared out equally.
+    """
+    samples = samples_in(batch)
+    if number == 1:
+        return [batch]
+    if samples is None or samples % number:
+        what = "has no samples" if samples is None else f"has {samples} samples"
+        raise ValueError(f"accumulate={number} needs a batch of a multiple of {number} samples; this one {what}")
+    size = samples // number
+
+    def part(first: int) -> Any:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.narrow(0, first, size) if tensor.dim() and tensor.shape[0] == samples else tensor
+
+        return mapped(batch, cut)
+
+    return [part(first) for first in range(0, samples, size)]
 
 
 def describe(batch: object) -> str:
@@ -48,6 +80,24 @@ def samples_in(batch: object) -> int | None:
     for tensor in tensors_in(batch):
         return int(tensor.shape[0]) if tensor.dim() else None
     return None
+
+
+def items_in(batch: object, items: float | str | None) -> float | None:
+    """What a step works on: a number as given, ``"samples"`` (the default) or ``"tokens"`` of the batch.
+
+    Tokens are the elements of the batch's first tensor of integers. Raises ``ValueError`` for another word, or a batch
+    without tokens.
+    """
+    if items is None or items == "samples":
+        return samples_in(batch)
+    if not isinstance(items, str):
+        return items
+    if items != "tokens":
+        raise ValueError(f"items={items!r}: write a number, 'samples' or 'tokens'")
+    for tensor in tensors_in(batch):
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor.numel()
+    raise ValueError(f"items='tokens' counts a tensor of integers, and the batch has none: {describe(batch)}")
 
 
 def feed(model: Any, batch: Any) -> Any:

@@ -1,12 +1,9 @@
-"""A model's step as people run it: forward, backward and optimizer, or forward alone."""
+"""What a model's step is made of: the model on its device, its optimizer and its loss."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
-
-from pytest_gpumem.steps.batches import feed
-from pytest_gpumem.steps.runner import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -89,40 +86,6 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     if not value.requires_grad:
         raise ValueError("the loss does not depend on any parameter that requires a gradient")
     return value
-
-
-def train_phases(
-    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer, loss: Loss | None
-) -> list[Phase]:
-    """Forward, backward, and optimizer with ``zero_grad``. The output lives until the loss is known, the loss until the end.
-
-    As in a training loop whose step is a function: gradients are freed at the end, so that every step begins alike.
-    """
-    held: list[torch.Tensor] = []
-
-    def forward() -> None:
-        held.append(loss_of(feed(model, batch), batch, loss))
-
-    def backward() -> None:
-        held[-1].backward()  # type: ignore[no-untyped-call]
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        held.clear()
-
-    return [Phase("forward", forward), Phase("backward", backward), Phase("optimizer", step)]
-
-
-def infer_phases(model: torch.nn.Module, batch: Any) -> list[Phase]:
-    """One forward pass under ``torch.inference_mode``; the output lives until its end."""
-    import torch
-
-    def forward() -> None:
-        with torch.inference_mode():
-            feed(model, batch)
-
-    return [Phase("forward", forward)]
 
 
 @contextmanager

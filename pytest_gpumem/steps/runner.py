@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.devices.windows import highest
 from pytest_gpumem.steps.collector import collect_everything, cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.timing.sampling import Times, time_step
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.windows import Windows
 
 MOST_WARM_UPS = 6
+MOST_RESTLESS_WARM_UPS = 16
+"""For steps that may compile anew, or overflow, before they repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A named part of a step. Phases run in order; the peak is taken at each border."""
+    """A named part of a step. Phases run in order; the peak is taken at each border. Those of one name are one phase."""
 
     name: str
     run: Callable[[], object]
@@ -40,7 +43,10 @@ class StepFigures:
     def unsettled_note(self) -> str:
         """A clause that says how the warm-up steps' peaks moved."""
         first, last = self.warm_up_peaks[0], self.warm_up_peaks[-1]
-        return f"peaks of {len(self.warm_up_peaks)} warm-up steps moved from {first} to {last} bytes"
+        steps = len(self.warm_up_peaks)
+        if first == last:
+            return f"none of {steps} warm-up steps was like the one before: recompiled, or overflowed"
+        return f"peaks of {steps} warm-up steps moved from {first} to {last} bytes"
 
 
 def measure_step(
@@ -52,12 +58,14 @@ def measure_step(
     own_before: int,
     live_before: int,
     timed: bool,
+    state: Callable[[], object] | None = None,
 ) -> StepFigures:
     """Measure the step that ``phases`` make.
 
     Warms up until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
     optimizer state and autotuning are behind, then measures one more. ``own_before`` bytes of those ``live_before`` are the
-    step's own; ``own`` gives the storages that are at any moment.
+    step's own; ``own`` gives the storages that are at any moment. A step that changes ``state()`` (graphs that were compiled,
+    the gradient scale) is not like the next one, and up to `MOST_RESTLESS_WARM_UPS` are run until it stays.
     """
 
     def one_step() -> Figures:
@@ -66,9 +74,14 @@ def measure_step(
     since = device.known()
     device.settle()
     with cyclic_collector_off():
-        seen = [one_step(), one_step()]
-        while not (settled := _same_peaks(seen[-2], seen[-1])) and len(seen) < MOST_WARM_UPS:
+        seen = [one_step()]
+        settled = False
+        most = MOST_WARM_UPS if state is None else MOST_RESTLESS_WARM_UPS
+        while not settled and len(seen) < most:
+            before = state() if state is not None else None
             seen.append(one_step())
+            moved = state is not None and state() != before
+            settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
         times = None
         if timed:
@@ -101,7 +114,8 @@ def _one_step(phases: Sequence[Phase], device: Device, windows: Windows, own_bef
             try:
                 phase.run()
             finally:
-                peaks[phase.name] = windows.close(window)
+                peak = windows.close(window)
+                peaks[phase.name] = highest(peaks.get(phase.name, peak), peak)
     finally:
         peak = windows.close(whole)
     device.release_workspaces()

@@ -45,7 +45,7 @@ class SyntheticCuda:
         return torch.device("cuda", 0)
 
     def properties(self):
-        return GpuProperties("NVIDIA H100 80GB HBM3", 85_017_100_288, "580.95.05", "GPU-0")
+        return GpuProperties("NVIDIA H100 80GB HBM3", 85_017_100_288, "580.95.05", "GPU-0", (9, 0))
 
     def statistics(self):
         values = {}

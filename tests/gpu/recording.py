@@ -137,7 +137,11 @@ class ReplayedCuda:
     def properties(self) -> GpuProperties:
         details = self._recording.details
         return GpuProperties(
-            self._recording.device, int(details["total_memory"]), str(details["driver"]), uuid="a recording"
+            self._recording.device,
+            int(details["total_memory"]),
+            str(details["driver"]),
+            uuid="a recording",
+            capability=(9, 0),
         )
 
     def statistics(self) -> dict[str, int]:

@@ -1,0 +1,114 @@
+"""Theory beside practice: what a training step must hold by formula, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.units import UnitSystem, format_bytes, format_ratio
+
+if TYPE_CHECKING:
+    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.steps.state import Share, StateBytes
+
+OFF = 0.02
+"""How far a state may be off its formula before it is pointed out, as a ratio."""
+_COPY = 0.1
+"""How close something must be to a whole copy to be called one."""
+_KINDS = ("parameters", "gradients", "optimizer_state", "master_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a training step holds, by formula and as measured.
+
+    The bytes of each kind are attributes: by formula where there is one, ``activations`` as measured. ``state`` has both.
+    """
+
+    measurement: Measurement
+    state: StateBytes
+    findings: tuple[str, ...]
+    """What is more than 2 % off its formula, each as a sentence."""
+
+    @property
+    def parameters(self) -> int:
+        return _formula(self.state.parameters)
+
+    @property
+    def gradients(self) -> int:
+        return _formula(self.state.gradients)
+
+    @property
+    def optimizer_state(self) -> int:
+        """As measured for an optimizer without a formula."""
+        return _formula(self.state.optimizer_state)
+
+    @property
+    def master_weights(self) -> int:
+        return _formula(self.state.master_weights)
+
+    @property
+    def activations(self) -> int:
+        """What forward adds at its peak: saved tensors and temporaries. Measured."""
+        return self.state.activations
+
+    def table(self, units: UnitSystem = "si") -> list[str]:
+        """Lines: a row a kind, by formula and as measured, then the findings."""
+        state = self.state
+        rows = [_row(name.replace("_", " "), getattr(state, name), units) for name in _KINDS]
+        measured = {"buffers": state.buffers, "batch": state.batch, "other at rest": state.other}
+        rows += [(name, "", format_bytes(size, units), "") for name, size in measured.items() if size]
+        rows.append(("activations in forward", "", format_bytes(state.activations, units), ""))
+        rows.append(("peak", "", format_bytes(state.peak, units), ""))
+        header = (self.measurement.workload.config or "", "formula", "measured", "off")
+        return [*columns(header, rows), *self.findings]
+
+    def __str__(self) -> str:
+        return "\n".join(self.table())
+
+
+def findings_of(state: StateBytes) -> tuple[str, ...]:
+    """What is more than `OFF` off its formula, or held beside it, each as a sentence."""
+    found = []
+    for name in _KINDS:
+        share: Share = getattr(state, name)
+        if share.formula is None or abs(share.measured - share.formula) <= OFF * share.formula:
+            continue
+        title = name.replace("_", " ")
+        by = f" ({format_ratio(share.measured / share.formula - 1)})" if share.formula else ""
+        found.append(
+            f"{title}: {format_bytes(share.measured)} held, {format_bytes(share.formula)} by formula{by}"
+            + _copies(title, share.measured, share.formula)
+        )
+    whole = max(share.formula or 0 for share in (state.optimizer_state, state.parameters))
+    if state.other > OFF * whole and state.other > 0:
+        extra = ""
+        for name in ("optimizer_state", "parameters", "gradients"):
+            formula = getattr(state, name).formula or 0
+            extra = extra or _copies(name.replace("_", " "), formula + state.other, formula)
+        found.append(
+            f"{format_bytes(state.other)} at rest belong to neither the model, the optimizer nor the batch{extra}"
+        )
+    return tuple(found)
+
+
+def _copies(title: str, measured: int, formula: int) -> str:
+    """``": two copies of the optimizer state are alive"``, when it looks like that."""
+    if not formula:
+        return ""
+    copies = round(measured / formula)
+    if copies < 2 or abs(measured - copies * formula) > _COPY * formula:
+        return ""
+    number = {2: "two", 3: "three", 4: "four"}.get(copies, str(copies))
+    return f": {number} copies of the {title} are alive"
+
+
+def _formula(share: Share) -> int:
+    return share.measured if share.formula is None else share.formula
+
+
+def _row(title: str, share: Share, units: UnitSystem) -> tuple[str, str, str, str]:
+    formula = "no formula" if share.formula is None else format_bytes(share.formula, units)
+    off = format_ratio(share.measured / share.formula - 1) if share.formula else ""
+    return title, formula, format_bytes(share.measured, units), off

@@ -1,0 +1,1 @@
+"""Relations between steps: they hold on every machine, and need no baseline."""

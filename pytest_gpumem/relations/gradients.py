@@ -1,0 +1,201 @@
+"""Equal gradients under two step configs: what saves memory must not change what is learnt."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.devices.torch_internals import eager_random_numbers
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.steps.batches import on_device
+from pytest_gpumem.steps.checkpointing import checkpointed
+from pytest_gpumem.steps.compiling import compiled, warnings_of_compiling
+from pytest_gpumem.steps.measured import can_run, surroundings
+from pytest_gpumem.steps.model_step import build_model
+from pytest_gpumem.steps.precision import batch_in_precision, in_precision
+from pytest_gpumem.steps.training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.model_step import Loss
+
+DEFAULT_TOLERANCES: Mapping[str | None, float] = {
+    None: 1e-4,
+    "fp32": 1e-4,
+    "tf32": 1e-2,
+    "amp-fp16": 2e-2,
+    "fp16": 2e-2,
+    "amp-bf16": 1e-1,
+    "bf16": 1e-1,
+}
+"""``rtol`` by precision, of the largest entry of a parameter's gradient.
+
+Some tens of the precision's unit roundoff (6e-8, 5e-4 of TF32 and float16, 4e-3 of bfloat16; for float32 some thousands,
+since kernels sum in different orders), as errors add up over the layers. A gradient that is wrong is off by about its size.
+"""
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of one step, by parameter, as float32 on the host; ``None`` where there is none."""
+
+    config: str
+    by_name: Mapping[str, torch.Tensor | None]
+
+
+def assert_same_gradients(
+    device: Device,
+    model_factory: Callable[[], torch.nn.Module],
+    batch: Any,
+    configs: tuple[StepConfig, StepConfig],
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    loss: Loss | None = None,
+) -> None:
+    """Run a step under each config and compare. See ``Gpumem.assert_same_gradients``."""
+    import torch
+
+    if isinstance(model_factory, torch.nn.Module):
+        raise TypeError("assert_same_gradients builds the model twice: pass a class or function, not a model")
+    for config in configs:
+        config.only_for("train_step")
+        can_run(device, config)
+    batch = on_device(batch, device.torch_device)
+    weights: dict[str, torch.Tensor] = {}
+    first, second = (_gradients(device, model_factory, batch, config, loss, weights) for config in configs)
+    if rtol is None:
+        rtol = max(DEFAULT_TOLERANCES[config.precision] for config in configs)
+    message = difference(first, second, rtol, atol)
+    if message is not None:
+        raise AssertionError(message)
+
+
+def difference(mine: Gradients, theirs: Gradients, rtol: float, atol: float | None = None) -> str | None:
+    """What differs between two steps' gradients, as a message; ``None`` when they are the same.
+
+    Without ``atol``, one hundredth of ``rtol`` times the largest entry of all: a gradient that is 0 but for rounding (the bias
+    of an attention's keys) has no size of its own to be compared with.
+    """
+    names = list(theirs.by_name)
+    if mine.by_name.keys() != theirs.by_name.keys():
+        odd = sorted(mine.by_name.keys() ^ theirs.by_name.keys())
+        return f"the models have different parameters: {odd[0]} is only in one of them; build the same model each time"
+    missing = [
+        (name, one, other)
+        for name in names
+        for one, other in ((mine, theirs), (theirs, mine))
+        if one.by_name[name] is None and other.by_name[name] is not None
+    ]
+    if missing:
+        name, one, other = missing[0]
+        return (
+            f"gradients differ: {name} has no gradient under {one.config}, and has one under {other.config}: something "
+            f"between it and the loss is detached ({len(missing)} of {len(names)} parameters)"
+        )
+    pairs = [
+        (name, a, b)
+        for name in names
+        if (a := mine.by_name[name]) is not None and (b := theirs.by_name[name]) is not None
+    ]
+    if not pairs:
+        return "nothing to compare: no parameter has a gradient"
+    if atol is None:
+        atol = 0.01 * rtol * max(float(b.abs().max()) for _, _, b in pairs if b.numel())
+    wrong = [(name, told) for name, a, b in pairs if (told := _error(a, b, rtol, atol)) is not None]
+    if not wrong:
+        return None
+    name, told = wrong[0]
+    return (
+        f"gradients differ: {name}: {told} (rtol {rtol:g} of its largest entry, atol {atol:.3g}); "
+        f"{mine.config} against {theirs.config}, {len(wrong)} of {len(names)} parameters differ"
+    )
+
+
+def _error(mine: torch.Tensor, theirs: torch.Tensor, rtol: float, atol: float) -> str | None:
+    """How two gradients of a parameter differ, as a clause; ``None`` when they do not."""
+    if mine.shape != theirs.shape:
+        return f"shape {list(mine.shape)} against {list(theirs.shape)}"
+    if not mine.numel():
+        return None
+    errors = (mine - theirs).abs()
+    allowed = atol + rtol * float(theirs.abs().max())
+    # Not the other way round: NaN is never within anything.
+    if bool((errors <= allowed).all()):
+        return None
+    at = int(errors.nan_to_num(nan=float("inf")).argmax())
+    values = f"{float(mine.flatten()[at]):.6g} against {float(theirs.flatten()[at]):.6g}"
+    return f"largest error {float(errors.flatten()[at]):.3g}, {values}, allowed {allowed:.3g}"
+
+
+def _gradients(
+    device: Device,
+    model_factory: Callable[[], torch.nn.Module],
+    batch: Any,
+    config: StepConfig,
+    loss: Loss | None,
+    weights: dict[str, torch.Tensor],
+) -> Gradients:
+    """The gradients of one forward and backward. ``weights`` are those of the first model; empty before it is built."""
+    import torch
+
+    torch_device = device.torch_device
+    model = build_model(model_factory, torch_device)
+    if weights:
+        model.load_state_dict(weights)
+    else:
+        weights.update({name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()})
+    model = in_precision(model, config.precision, given=False)
+    found: dict[str, torch.Tensor | None] = {}
+
+    def keep() -> None:
+        found.update(_unscaled(model, training.scale() or 1.0))
+
+    batch = batch_in_precision(batch, config.precision)
+    training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
+    training.scale_gradients()
+    with ExitStack() as stack:
+        # What a test draws afterwards does not depend on this comparison.
+        stack.enter_context(torch.random.fork_rng(devices=device.random_devices()))
+        stack.enter_context(surroundings(model, config, torch_device, training=True))
+        stack.enter_context(checkpointed(model, config))
+        training.run = stack.enter_context(compiled(model, config.compile))
+        if config.compile != "none":
+            stack.enter_context(eager_random_numbers())
+            stack.enter_context(warnings_of_compiling())
+        for _ in range(_MOST_TRIES):
+            torch.manual_seed(SEED)
+            for phase in training.phases():
+                phase.run()
+            if training.scaler is None or _finite(found):
+                break
+            training.scaler.update(training.scaler.get_scale() / 16)
+    unclean = [name for name, value in found.items() if value is not None and not bool(torch.isfinite(value).all())]
+    if unclean:
+        raise MeasuringError(f"the gradient of {unclean[0]} is not finite under {config}")
+    return Gradients(str(config), found)
+
+
+_MOST_TRIES = 5
+"""Scales from 65536 down to 1, by 16: gradients that overflow at a large scale are no error."""
+
+
+def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.detach().to_dense().float().cpu() / scale
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _finite(gradients: Mapping[str, torch.Tensor | None]) -> bool:
+    import torch
+
+    return all(value is None or bool(torch.isfinite(value).all()) for value in gradients.values())

@@ -1,0 +1,81 @@
+"""No growth: a step that is called again and again keeps nothing more."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.steps.batches import describe
+from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pytest_gpumem.devices.contract import Device
+
+MOST_KINDS = 3
+
+
+def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
+    """Call ``step`` ``steps`` times. Raises ``AssertionError`` when memory still grows in the second half of them."""
+    if steps < 2:
+        raise ValueError(f"steps={steps}: growth is seen over two steps or more")
+    half = steps // 2
+    settled = 0
+    with cyclic_collector_off():
+        for number in range(steps):
+            if number == half:
+                device.settle()
+                settled = device.live()
+                before = _tensors(device)
+            step()
+        device.settle()
+        kept = device.live() - settled
+        if kept <= 0:
+            return
+        # Compared by themselves and not by id, since an id is used again.
+        fresh = [tensor for tensor in _tensors(device).values() if before.get(id(tensor)) is not tensor]
+    raise AssertionError(growth_text(kept, steps - half, fresh))
+
+
+def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
+    """What ``steps`` steps kept: bytes of each, and the kinds of tensors, most bytes first."""
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    storages: set[int] = set()
+    for tensor in tensors:
+        graph = ", with the graph of its gradient" if tensor.grad_fn is not None else ""
+        kind = f"{describe(tensor)}{graph}"
+        counts[kind] += 1
+        if tensor.untyped_storage().data_ptr() not in storages:
+            storages.add(tensor.untyped_storage().data_ptr())
+            sizes[kind] += tensor.untyped_storage().nbytes()
+    lines = [f"memory grows: {format_bytes(round(kept / steps))} a step, {format_bytes(kept)} in {steps} steps"]
+    shown = sizes.most_common(MOST_KINDS)
+    lines += [f"  kept: {counts[kind]} x {kind}, {format_bytes(size)}" for kind, size in shown]
+    if len(sizes) > len(shown):
+        lines.append(f"  kept: tensors of {len(sizes) - len(shown)} more kinds")
+    rest = kept - sum(sizes.values())
+    if rest > 0:
+        lines.append(f"  kept: {format_bytes(rest)} that no tensor in Python holds: saved in graphs of gradients, say")
+    return "\n".join(lines)
+
+
+def _tensors(device: Device) -> dict[int, torch.Tensor]:
+    """The tensors on the device that Python knows and that have memory, by id. Objects from before the test are not seen."""
+    import torch
+
+    return {
+        id(value): value
+        for value in gc.get_objects()
+        if type(value).__module__.partition(".")[0] != "weakref"
+        and isinstance(value, torch.Tensor)
+        and value.device.type == device.torch_device.type
+        and value.layout is torch.strided
+        and not hasattr(value, "__tensor_flatten__")
+        and value.untyped_storage().nbytes() > 0
+    }

@@ -1,0 +1,104 @@
+"""The repeated blocks of a model, found or named: what checkpointing acts on."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.steps.config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+
+class Block(NamedTuple):
+    """A module and its path in the model: ``transformer.h.0``."""
+
+    path: str
+    module: torch.nn.Module
+
+
+def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[list[Block]]:
+    """The model's blocks, list by list: those of one ``ModuleList`` or ``Sequential`` are run one after the other.
+
+    Without a name: the largest list (by parameters) whose members are of one type, and every other list of this type
+    (the stages of a ResNet, encoder and decoder). ``named`` is a pattern of the modules that hold them, or of the blocks
+    themselves. Raises `ConfigError` when there are none.
+    """
+    if named is not None:
+        return _named_blocks(model, named)
+    lists = [
+        (path, module, kind) for path, module in model.named_modules() if (kind := _type_of_members(module)) is not None
+    ]
+    # A list of leaves (embeddings, projections) is no list of blocks, unless there is no other.
+    deep = [entry for entry in lists if any(True for member in entry[1].children() for _ in member.children())]
+    if not lists:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential of modules of one type); "
+            "name them with blocks=PATTERN, or use checkpoint=modules:PATTERN"
+        )
+    chosen = max(deep or lists, key=lambda entry: _parameters(entry[1]))[2]
+    return [
+        [Block(_join(path, name), member) for name, member in module.named_children()]
+        for path, module in _outermost((path, module) for path, module, kind in lists if kind is chosen)
+    ]
+
+
+def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
+    """The modules whose path matches (``*`` and ``?``; ``*`` matches dots, too), but those within another that matches.
+
+    Raises `ConfigError` when there is none.
+    """
+    matching = [
+        (path, module)
+        for path, module in model.named_modules()
+        if path and fnmatchcase(path, pattern.replace("[", "[[]"))
+    ]
+    if not matching:
+        some = ", ".join(path for path, _ in list(model.named_modules())[1:9])
+        raise ConfigError(f"no module of {type(model).__name__} matches {pattern!r}; it has {some}, ...")
+    return [Block(path, module) for path, module in _outermost(matching)]
+
+
+def _named_blocks(model: torch.nn.Module, pattern: str) -> list[list[Block]]:
+    import torch
+
+    holders = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
+    matching = modules_matching(model, pattern)
+    if not all(isinstance(block.module, holders) for block in matching):
+        return [matching]
+    lists = [
+        [Block(_join(block.path, name), member) for name, member in block.module.named_children()] for block in matching
+    ]
+    if not all(lists):
+        raise ConfigError(f"blocks={pattern}: {matching[0].path} holds no module")
+    return lists
+
+
+def _type_of_members(module: torch.nn.Module) -> type | None:
+    """The type of a list's members, if it is a list of at least two, all of one type."""
+    import torch
+
+    if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2:
+        return None
+    kinds = {type(member) for member in module}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
+    """Without those within another one; ``named_modules`` gives the outer ones first."""
+    kept: list[tuple[str, torch.nn.Module]] = []
+    for path, module in modules:
+        if not any(path.startswith(f"{outer}.") or not outer for outer, _ in kept):
+            kept.append((path, module))
+    return kept
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

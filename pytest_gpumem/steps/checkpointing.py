@@ -1,0 +1,187 @@
+"""Activation checkpointing of any model, without changing its code: what is not saved in forward is computed again."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.devices.torch_internals import activation_memory_budget
+from pytest_gpumem.steps.blocks import Block, modules_matching, repeated_blocks
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.segments import Segment, sizes_of_segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from pytest_gpumem.steps.segments import Forward
+
+SAVED_OPERATORS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""ATen operators whose outputs ``checkpoint=ops`` saves: matrix products, convolutions and attention, the dear ones."""
+
+
+class Runs:
+    """How often recomputed parts were called, and how often they really ran: more often, if they were recomputed."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
+
+    def check(self, config: StepConfig) -> None:
+        """Raises `ConfigError` when nothing of what was to be recomputed was, or a part of it did not even run."""
+        if not self.calls:
+            return
+        idle = [path for path in self.calls if not self.calls[path]]
+        if idle:
+            raise ConfigError(f"checkpoint={config.checkpoint}: {_some(idle)} did not run in this step")
+        saved = [path for path in self.calls if self.runs[path] <= self.calls[path]]
+        if len(saved) == len(self.calls):
+            raise ConfigError(
+                f"checkpoint={config.checkpoint}: {_some(saved)} ran, but nothing was computed again in backward "
+                "(no gradient flows through, or it is frozen)"
+            )
+
+
+@contextmanager
+def checkpointed(model: torch.nn.Module, config: StepConfig, runs: Runs | None = None) -> Iterator[None]:
+    """Within, the model's forward saves what ``config.checkpoint`` says, and recomputes the rest in backward.
+
+    Parameters, their names and the modules stay as they are; the replaced ``forward`` methods come back afterwards.
+    Random numbers are the same in forward and recomputation. ``runs`` is told of every call: not for compiled models.
+    Raises `ConfigError` when there is nothing to act on.
+    """
+    with ExitStack() as stack:
+        for module, forward in _replacements(model, config, runs):
+            stack.enter_context(_forward_replaced(module, forward))
+        if config.checkpointing.kind == "budget":
+            stack.enter_context(activation_memory_budget(config.checkpointing.fraction))
+        yield
+
+
+def saving(config: StepConfig) -> AbstractContextManager[object]:
+    """Where forward's saved tensors go, as a context around forward: to pinned host memory with ``checkpoint=offload``."""
+    if config.checkpointing.kind != "offload":
+        return nullcontext()
+    import torch
+
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+def _replacements(
+    model: torch.nn.Module, config: StepConfig, runs: Runs | None
+) -> Iterator[tuple[torch.nn.Module, Forward]]:
+    wanted = config.checkpointing
+    kind = wanted.kind
+    if kind in ("none", "offload", "budget"):
+        return
+    if kind in ("sequential", "sqrt"):
+        for blocks in repeated_blocks(model, config.blocks):
+            number = wanted.number if kind == "sequential" else round(math.sqrt(len(blocks)))
+            begin = 0
+            for size in sizes_of_segments(len(blocks), number):
+                yield from _segment(blocks[begin : begin + size], runs)
+                begin += size
+        return
+    options = {"context_fn": _saving_dear_operators()} if kind == "ops" else {}
+    for block in _recomputed_modules(model, config):
+        recompute = _recompute(block.path, runs, options)
+        yield block.module, _recomputing(block.module.forward, recompute)
+
+
+def _recomputed_modules(model: torch.nn.Module, config: StepConfig) -> list[Block]:
+    wanted = config.checkpointing
+    if wanted.kind == "modules":
+        return modules_matching(model, wanted.pattern)
+    lists = repeated_blocks(model, config.blocks)
+    every = wanted.number if wanted.kind == "every" else 1
+    # As in torchtitan's selective checkpointing: of N blocks the last one is recomputed.
+    chosen = [block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0]
+    if not chosen:
+        longest = max(map(len, lists))
+        raise ConfigError(f"checkpoint={config.checkpoint}: {type(model).__name__} has only {longest} blocks in a row")
+    return chosen
+
+
+def _segment(blocks: list[Block], runs: Runs | None) -> Iterator[tuple[torch.nn.Module, Forward]]:
+    path = blocks[0].path if len(blocks) == 1 else f"{blocks[0].path} to {blocks[-1].path}"
+    segment = Segment(blocks, _recompute(path, runs, {}))
+    for block, forward in zip(blocks, segment.forwards(), strict=True):
+        yield block.module, functools.wraps(block.module.forward)(forward)
+
+
+def _recomputing(forward: Forward, recompute: Callable[..., Any]) -> Forward:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return recompute(forward, *args, **kwargs)
+
+    return functools.wraps(forward)(recomputed)
+
+
+def _recompute(path: str, runs: Runs | None, options: dict[str, Any]) -> Callable[..., Any]:
+    """``recompute(function, *args)``: run ``function``, and again in backward; once only where no gradient is wanted."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+
+    if runs is None:
+        return recompute
+    runs.calls[path] = 0
+
+    def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            runs.runs[path] += 1
+            return function(*args, **kwargs)
+
+        runs.calls[path] += 1
+        return recompute(run, *args, **kwargs)
+
+    return counted
+
+
+def _saving_dear_operators() -> Callable[[], Any]:
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    known = [getattr(torch.ops.aten, name) for name in SAVED_OPERATORS if hasattr(torch.ops.aten, name)]
+    saved = {getattr(packet, overload) for packet in known for overload in packet.overloads()}
+
+    def policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+@contextmanager
+def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[None]:
+    had = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if had is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = had
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

@@ -1,0 +1,47 @@
+"""torch.compile around a model, and how to tell that it compiled again."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.devices.torch_internals import load_compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+BACKENDS = ("eager", "aot_eager")
+
+
+@contextmanager
+def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
+    """The model as it is called: compiled in the mode or by the backend of ``compile=``, or as it is with ``none``.
+
+    torch's caches of compiled code are emptied before and after: what an earlier test compiled decides, for instance,
+    whether a shape is compiled as a dynamic one.
+    """
+    import torch
+
+    if word == "none":
+        yield model
+        return
+    torch.compiler.reset()
+    try:
+        if word in BACKENDS:
+            yield torch.compile(model, backend=word)
+        else:
+            load_compiler()
+            yield torch.compile(model, mode=word)
+    finally:
+        torch.compiler.reset()
+
+
+@contextmanager
+def warnings_of_compiling() -> Iterator[None]:
+    """Within, nothing is warned of: a compiler's imports and hints are not the test's, whose suite may make them errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,291 @@
+"""The step config: in which precision, with which checkpointing, optimizer and accumulation a step is run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.units import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "bf16", "fp16")
+CHECKPOINTS = ("none", "blocks", "every:N", "sequential:S", "sqrt", "modules:PATTERN", "ops", "offload", "budget:F")
+OPTIMIZERS = (
+    "none",
+    *(f"{name}{form}" for name in ("sgd", "adam", "adamw") for form in ("", "-foreach", "-fused")),
+    "adafactor",
+    "adam-8bit",
+    "adamw-8bit",
+)
+ZERO_GRADS = ("set_to_none", "zero")
+COMPILES = ("none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "eager", "aot_eager")
+"""``torch.compile``'s modes, and two of its backends that need no compiler."""
+CACHES = ("on", "off")
+WEIGHTS = ("int8",)
+ON_BLOCKS = ("blocks", "every", "sequential", "sqrt", "ops")
+"""Kinds of checkpointing that act on the repeated blocks of a model."""
+PLAIN = "plain"
+"""The text of a config that asks for nothing."""
+
+
+class ConfigError(ValueError):
+    """A step config that cannot be read, or that has nothing to act on; the message says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """``checkpoint=KIND:ARGUMENT``: ``number`` of ``every`` and ``sequential``, ``fraction`` of ``budget``, ``pattern``."""
+
+    kind: str
+    number: int = 0
+    fraction: float = 0.0
+    pattern: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Checkpointing:
+        """Raises `ConfigError`."""
+        kind, colon, argument = text.partition(":")
+        if kind not in {word.partition(":")[0] for word in CHECKPOINTS}:
+            raise ConfigError(_unknown("checkpoint", text, CHECKPOINTS))
+        form = next(word for word in CHECKPOINTS if word.partition(":")[0] == kind)
+        if (":" in form) != bool(argument) or (colon and not argument):
+            raise ConfigError(f"checkpoint={text}: write checkpoint={form}")
+        if kind in ("every", "sequential"):
+            return cls(kind, number=_count(f"checkpoint={kind}", argument))
+        if kind == "budget":
+            fraction = _number(f"checkpoint={kind}", argument)
+            if not 0 <= fraction <= 1:
+                raise ConfigError(
+                    f"checkpoint={text}: the budget is a fraction between 0 and 1 of the plain activations"
+                )
+            return cls(kind, fraction=fraction)
+        return cls(kind, pattern=argument)
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """How a step is run. ``StepConfig.parse("amp-bf16,checkpoint=every:2,optimizer=adamw,accumulate=4")``.
+
+    Raises `ConfigError` when a word is unknown, or two of them contradict one another. ``str()`` gives the text, without
+    what is as by default; ``id`` a short name for test ids.
+    """
+
+    precision: str | None = None
+    """One of `PRECISIONS`; ``None`` is whatever the model is in."""
+    checkpoint: str = "none"
+    """One of `CHECKPOINTS`."""
+    blocks: str | None = None
+    """Pattern of the modules that hold the repeated blocks (``transformer.h``); ``None`` lets them be found."""
+    optimizer: str = "adamw"
+    """One of `OPTIMIZERS`."""
+    clip: float | None = None
+    """The norm that gradients are clipped to (``torch.nn.utils.clip_grad_norm_``)."""
+    zero_grad: str = "set_to_none"
+    """``zero`` keeps the gradients and fills them with zeros (``zero_grad(set_to_none=False)``)."""
+    accumulate: int = 1
+    """The number of micro-batches whose gradients are added up."""
+    compile: str = "none"
+    """One of `COMPILES`."""
+    cache: str | None = None
+    """Infer steps: with (``on``) or without (``off``) a key/value cache; ``None`` is what the model does by itself."""
+    weights: str | None = None
+    """Infer steps: ``int8`` weights (weight-only quantisation, torchao)."""
+
+    def __post_init__(self) -> None:
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value is not None and value not in words:
+                raise ConfigError(_unknown(name, value, words))
+        if not isinstance(self.checkpoint, str):
+            raise ConfigError(_unknown("checkpoint", self.checkpoint, CHECKPOINTS))
+        kind = Checkpointing.parse(self.checkpoint).kind
+        object.__setattr__(self, "accumulate", _count("accumulate", self.accumulate))
+        if self.clip is not None:
+            object.__setattr__(self, "clip", _number("clip", self.clip))
+            if not (self.clip > 0 and math.isfinite(self.clip)):
+                raise ConfigError(f"clip={self.clip}: the norm to clip to is a number above 0")
+        if self.blocks is not None and kind not in ON_BLOCKS:
+            raise ConfigError(
+                f"blocks={self.blocks} does nothing with checkpoint={self.checkpoint}: it takes no blocks"
+            )
+        if kind == "budget" and self.compile not in COMPILES[1:5]:
+            raise ConfigError(
+                f"checkpoint={self.checkpoint} is the activation memory budget of torch.compile; add compile=default"
+            )
+        if self.weights is not None and self.precision in ("amp-fp16", "amp-bf16", "tf32"):
+            raise ConfigError(f"weights={self.weights} goes with fp32, bf16 or fp16, not with {self.precision}")
+
+    @classmethod
+    def parse(cls, text: str) -> StepConfig:
+        """The config that a text means: a precision and ``name=value`` pairs, in any order, separated by commas."""
+        if not isinstance(text, str):
+            raise ConfigError(f"{text!r} is no step config; write a text like 'amp-bf16,checkpoint=blocks'")
+        values: dict[str, Any] = {}
+        for part in filter(None, map(str.strip, text.split(","))):
+            name, equals, value = part.partition("=")
+            if not equals:
+                if part == PLAIN:
+                    continue
+                name, value = "precision", _bare(part)
+            if name not in AXES:
+                raise ConfigError(f"step config {text!r}: {_unknown('setting', name, AXES)}")
+            if name in values:
+                raise ConfigError(f"step config {text!r} says {name} twice")
+            values[name] = value
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"step config {text!r}: {error}") from None
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        return Checkpointing.parse(self.checkpoint)
+
+    def given(self) -> dict[str, str]:
+        """What is not as by default, as texts, by name."""
+        told = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return {name: f"{value:g}" if name == "clip" else str(value) for name, value, usual in told if value != usual}
+
+    def text(self, own_precision: str | None = None) -> str:
+        """The config as `parse` reads it. ``own_precision`` stands for a precision that is not given."""
+        given = self.given()
+        precision = given.pop("precision", own_precision)
+        parts = [precision] if precision else []
+        parts += [f"{name}={value}" for name, value in given.items()]
+        return ",".join(parts) or PLAIN
+
+    def __str__(self) -> str:
+        return self.text()
+
+    @property
+    def id(self) -> str:
+        """A short name: ``"amp-bf16-ckpt-every2-adamw-fused-acc4"``."""
+        return "-".join(_SHORT[name](value) for name, value in self.given().items()) or PLAIN
+
+    def only_for(self, kind: str) -> None:
+        """Raises `ConfigError` when something is given that does nothing in a step of ``kind`` (train_step, infer_step)."""
+        idle = sorted(self.given().keys() & _NOT_IN[kind])
+        if idle:
+            raise ConfigError(f"step config '{self}': {', '.join(idle)} does nothing in gpumem.{kind}")
+
+
+AXES = tuple(field.name for field in fields(StepConfig))
+_WORDS: dict[str, tuple[str, ...]] = {
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "zero_grad": ZERO_GRADS,
+    "compile": COMPILES,
+    "cache": CACHES,
+    "weights": WEIGHTS,
+}
+_NOT_IN = {
+    "train_step": {"cache", "weights"},
+    "infer_step": {"checkpoint", "blocks", "optimizer", "clip", "zero_grad", "accumulate"},
+}
+_SHORT: dict[str, Callable[[str], str]] = {
+    "precision": str,
+    "checkpoint": lambda value: f"ckpt-{_in_an_id(value.replace(':', '-' if value.startswith('modules') else ''))}",
+    "blocks": lambda value: f"of-{_in_an_id(value)}",
+    "optimizer": lambda value: "no-optimizer" if value == "none" else value,
+    "clip": lambda value: f"clip{value}",
+    "zero_grad": lambda _: "zero-grad",
+    "accumulate": lambda value: f"acc{value}",
+    "compile": lambda value: "compile" if value == "default" else f"compile-{value}",
+    "cache": lambda value: "cache" if value == "on" else "no-cache",
+    "weights": str,
+}
+
+
+def as_config(config: StepConfig | str | None) -> StepConfig | None:
+    """A config from what a test author writes. Raises `ConfigError`."""
+    return config if config is None or isinstance(config, StepConfig) else StepConfig.parse(config)
+
+
+def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[StepConfig]:
+    """Every combination of the values of ``axes`` (a value, or a list of them), the last axis moving fastest.
+
+    ``skip`` holds config texts (``"fp16,checkpoint=ops"``); a combination that has all that one of them says is left out.
+    Raises `ConfigError` for an unknown axis, for a wrong value, and when nothing is left or a text skips nothing.
+    """
+    for name in axes:
+        if name not in AXES:
+            raise ConfigError(_unknown("axis", name, AXES))
+    lists = [list(values) if isinstance(values, (list, tuple)) else [values] for values in axes.values()]
+    if not all(lists):
+        raise ConfigError("an axis without a value makes no config")
+    used: set[str] = set()
+    made: list[StepConfig] = []
+    said = {text: _said_by(text) for text in skip}
+    for values in itertools.product(*lists):
+        chosen = dict(zip(axes, values, strict=True))
+        # What is skipped may be a combination that makes no config at all.
+        skipping = [
+            text
+            for text, wanted in said.items()
+            if all(str(chosen.get(name)) == value for name, value in wanted.items())
+        ]
+        used.update(skipping)
+        if skipping:
+            continue
+        config = StepConfig(**chosen)
+        if config not in made:
+            made.append(config)
+    idle = [text for text in said if text not in used]
+    if idle:
+        raise ConfigError(f"skip={idle[0]!r} leaves nothing out: no combination has all of it")
+    if not made:
+        raise ConfigError("skip leaves nothing to run")
+    return made
+
+
+def _said_by(text: str) -> dict[str, str]:
+    """Settings by name, as they are written: a part of a config need not make one by itself."""
+    pairs = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
+    said = {name if equals else "precision": value if equals else _bare(name) for name, equals, value in pairs if name}
+    unknown = [name for name in said if name not in AXES]
+    if not said or unknown:
+        raise ConfigError(f"skip={text!r}: write settings, like 'fp16,checkpoint=ops'")
+    return said
+
+
+def _bare(word: str) -> str:
+    """A word that stands without a name must be a precision."""
+    if word in PRECISIONS:
+        return word
+    for name, words in (("checkpoint", CHECKPOINTS), ("optimizer", OPTIMIZERS), ("compile", COMPILES)):
+        if word.partition(":")[0] in {known.partition(":")[0] for known in words}:
+            raise ConfigError(f"{word!r} is no precision; write {name}={word}")
+    raise ConfigError(_unknown("precision", word, PRECISIONS))
+
+
+def _unknown(what: str, value: object, words: Sequence[str]) -> str:
+    hint = nearest(str(value), list(words))
+    valid = f" Valid: {', '.join(words)}" if hint.endswith("?") else ""
+    return f"unknown {what} {value!r}; {hint}{valid}"
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise ConfigError(f"{name}={value}: expected a whole number, 1 or more")
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        raise ConfigError(f"{name}={value}: expected a number") from None
+
+
+def _in_an_id(text: str) -> str:
+    """Without what a node id, a shell or ``-k`` would stumble over."""
+    return re.sub(r"[^\w.*+-]+", "-", text).strip("-")

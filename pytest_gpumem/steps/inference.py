@@ -1,0 +1,129 @@
+"""An inference step: one forward pass, or with a key/value cache a prompt and the token after it; int8 weights."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.steps.batches import describe, feed
+from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.precision import autocasting
+from pytest_gpumem.steps.runner import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from pytest_gpumem.steps.config import StepConfig
+
+
+def infer_phases(
+    model: torch.nn.Module, run: Callable[..., Any], batch: Any, config: StepConfig, device: torch.device
+) -> list[Phase]:
+    """A forward pass under ``torch.inference_mode``; the output lives until its end.
+
+    With ``cache=on``: ``prefill``, all tokens but the last, whose keys and values are kept; and ``decode``, the last token
+    with them. Raises `ConfigError` for a model or batch that cannot do this.
+    """
+    import torch
+
+    if config.cache != "on":
+
+        def forward() -> None:
+            with torch.inference_mode(), autocasting(config.precision, device):
+                feed(run, batch)
+
+        return [Phase("forward", forward)]
+
+    prompt, last = _prompt_and_last(model, batch)
+    caches: list[Any] = []
+
+    def prefill() -> None:
+        with torch.inference_mode(), autocasting(config.precision, device):
+            caches.append(_past(feed(run, prompt)))
+
+    def decode() -> None:
+        with torch.inference_mode(), autocasting(config.precision, device):
+            run(**last, past_key_values=caches.pop())
+
+    return [Phase("prefill", prefill), Phase("decode", decode)]
+
+
+def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The batch without its last token, and the last token with the mask of all of them."""
+    import torch
+
+    taken = inspect.signature(model.forward).parameters
+    if not {"past_key_values", "use_cache"} <= taken.keys():
+        raise ConfigError(
+            f"cache=on needs a model whose forward takes past_key_values and use_cache; {type(model).__name__} does not"
+        )
+    inputs = dict(batch) if isinstance(batch, Mapping) else {next(iter(taken)): batch}
+    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds", next(iter(taken))) if name in inputs), None)
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
+        raise ConfigError(f"cache=on needs a batch of sequences of at least two tokens; this one is {describe(batch)}")
+    samples_and_length = tokens.shape[:2]
+
+    def cut(value: Any, part: slice) -> Any:
+        along = isinstance(value, torch.Tensor) and value.shape[:2] == samples_and_length
+        return value[:, part] if along else value
+
+    prompt = {name: cut(value, slice(None, -1)) for name, value in inputs.items()}
+    last = {name: value if name == "attention_mask" else cut(value, slice(-1, None)) for name, value in inputs.items()}
+    return {**prompt, "use_cache": True}, {**last, "use_cache": True}
+
+
+def _past(output: Any) -> Any:
+    past = getattr(output, "past_key_values", None)
+    if past is None:
+        raise ConfigError("cache=on: the model's output has no past_key_values")
+    return past
+
+
+@contextmanager
+def caching(model: torch.nn.Module, cache: bool | None) -> Iterator[None]:
+    """Within, the model keeps keys and values by default, or not (``config.use_cache``); ``None`` leaves it.
+
+    Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
+    """
+    found: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(getattr(config, "use_cache", None), bool)}
+    if cache is None:
+        yield
+        return
+    before = [(config, config.use_cache) for config in configs.values()]
+    for config, _ in before:
+        config.use_cache = cache
+    try:
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
+
+
+def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.nn.Module:
+    """The model with ``weights=int8``: int8 weights of its linear layers, activations as they are (torchao).
+
+    Raises `ConfigError` without torchao, for a model that was ``given`` and not built here, and when nothing changed.
+    """
+    import torch
+
+    if config.weights is None:
+        return model
+    if given:
+        raise ConfigError("weights=int8 changes the model; pass a function that builds it")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torchao = importlib.import_module("torchao.quantization")
+    except ImportError:
+        raise ConfigError("weights=int8 needs torchao: pip install 'pytest-gpumem[torchao]'") from None
+    if not any(isinstance(module, torch.nn.Linear) for module in model.modules()):
+        raise ConfigError(f"weights=int8: {type(model).__name__} has no torch.nn.Linear to quantise")
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    return model

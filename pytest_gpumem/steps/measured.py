@@ -1,0 +1,191 @@
+"""Measures a model's step under a config, from what a test author hands in to figures."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.devices.torch_internals import compiled_graphs
+from pytest_gpumem.measurement import Workload
+from pytest_gpumem.steps.batches import describe, items_in, on_device
+from pytest_gpumem.steps.checkpointing import checkpointed
+from pytest_gpumem.steps.compiling import compiled, warnings_of_compiling
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.inference import caching, infer_phases, quantized
+from pytest_gpumem.steps.model_step import (
+    autocast_off,
+    build_model,
+    build_optimizer,
+    in_mode,
+    parameters_of,
+    precision_of,
+)
+from pytest_gpumem.steps.optimizers import optimizer_named
+from pytest_gpumem.steps.precision import batch_in_precision, in_precision, matmul_precision
+from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse
+from pytest_gpumem.steps.state import StateBytes, state_of
+from pytest_gpumem.steps.training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.steps.bench import Bench
+    from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+    from pytest_gpumem.steps.runner import StepFigures
+
+_PLAIN = StepConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """What measuring a model's step gave. ``state`` is there when it was asked for."""
+
+    figures: StepFigures
+    workload: Workload
+    items: float | None
+    notes: tuple[str, ...] = ()
+    state: StateBytes | None = None
+    recomputed: int | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric of the step: bytes, seconds, items per second."""
+        return metrics_of(self.figures, self.items)
+
+
+def metrics_of(figures: StepFigures, items: float | None) -> dict[str, float]:
+    """The metrics of a measured step; throughput when ``items`` says what a step works on."""
+    metrics: dict[str, float] = dict(figures.memory.memory_metrics())
+    if figures.times is not None:
+        metrics["step_time"] = figures.times.median
+        if items is not None and figures.times.median > 0:
+            metrics["throughput"] = items / figures.times.median
+    return metrics
+
+
+def measure_train_step(
+    bench: Bench,
+    model_or_factory: ModelOrFactory,
+    batch: Any,
+    *,
+    config: StepConfig | None = None,
+    loss: Loss | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+    items: float | str | None = None,
+    with_state: bool = False,
+) -> MeasuredStep:
+    """Measure forward + backward + optimizer. Without a config: plainly, in the model's own precision, with AdamW.
+
+    Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and `CannotRun` where the device cannot.
+    """
+    config_given, config = config is not None, config or _PLAIN
+    config.only_for("train_step")
+    if optimizer is not None and config.optimizer != _PLAIN.optimizer:
+        raise ConfigError(
+            f"optimizer= is given, and the step config says optimizer={config.optimizer}; give one of them"
+        )
+    device = bench.device.torch_device
+    can_run(bench.device, config)
+    batch = batch_in_precision(on_device(batch, device), config.precision)
+    given = _given(model_or_factory)
+    if given is not None:
+        # Gradients that somebody left would be in the first step and not in the others.
+        given.zero_grad(set_to_none=True)
+    start = bench.begin((given, batch, optimizer))
+    model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+    wanted = optimizer
+    if wanted is None and config.optimizer != "none":
+        wanted = optimizer_named(config.optimizer)
+    made = build_optimizer(wanted, model, given is not None)
+    training = Training(model, model, batch, made, loss, config, device)
+    with ExitStack() as stack:
+        stack.callback(model.zero_grad, set_to_none=True)
+        stack.enter_context(surroundings(model, config, device, training=True))
+        seen = rehearse(training) if config_given else Rehearsal()
+        stack.enter_context(checkpointed(model, config))
+        training.run = stack.enter_context(compiled(model, config.compile))
+        phases = training.phases()
+        if config.compile != "none":
+            with warnings_of_compiling():
+                for phase in phases:
+                    phase.run()
+        restless = config.compile != "none" or training.scaler is not None
+        figures = bench.measure(
+            phases,
+            start,
+            held=lambda: (model, batch, made, training.scaler),
+            state=(lambda: (compiled_graphs(), training.scale())) if restless else None,
+        )
+        state = state_of(training, figures, bench) if with_state else None
+    notes = seen.notes if figures.settled else (*seen.notes, figures.unsettled_note())
+    workload = Workload("train_step", config.text(precision_of(model)), parameters_of(model), describe(batch))
+    return MeasuredStep(figures, workload, items_in(batch, items), notes, state, seen.recomputed)
+
+
+def measure_infer_step(
+    bench: Bench,
+    model_or_factory: ModelOrFactory,
+    batch: Any,
+    *,
+    config: StepConfig | None = None,
+    items: float | str | None = None,
+) -> MeasuredStep:
+    """Measure one forward pass, or with ``cache=on`` a prompt and the token after it. Raises as `measure_train_step`."""
+    config = config or _PLAIN
+    config.only_for("infer_step")
+    device = bench.device.torch_device
+    can_run(bench.device, config)
+    batch = batch_in_precision(on_device(batch, device), config.precision)
+    given = _given(model_or_factory)
+    start = bench.begin((given, batch))
+    model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+    precision = precision_of(model)
+    model = quantized(model, config, given is not None)
+    with ExitStack() as stack:
+        stack.enter_context(surroundings(model, config, device, training=False))
+        run = stack.enter_context(compiled(model, config.compile))
+        phases = infer_phases(model, run, batch, config, device)
+        if config.compile != "none":
+            with warnings_of_compiling():
+                for phase in phases:
+                    phase.run()
+        figures = bench.measure(
+            phases, start, held=lambda: (model, batch), state=compiled_graphs if config.compile != "none" else None
+        )
+    notes = () if figures.settled else (figures.unsettled_note(),)
+    workload = Workload("infer_step", config.text(precision), parameters_of(model), describe(batch))
+    return MeasuredStep(figures, workload, items_in(batch, items), notes)
+
+
+@contextmanager
+def surroundings(model: torch.nn.Module, config: StepConfig, device: torch.device, *, training: bool) -> Iterator[None]:
+    """Mode, matrix precision, key/value cache and autocast as the config wants them, whatever is outside."""
+    cache = False if training else {None: None, "on": True, "off": False}[config.cache]
+    autocasts = config.precision is not None and config.precision.startswith("amp")
+    with (
+        in_mode(model, training=training),
+        matmul_precision(config.precision),
+        caching(model, cache),
+        # Within an outer autocast, even one that is off, the copies of weights would outlive forward.
+        nullcontext() if autocasts else autocast_off(device),
+    ):
+        yield
+
+
+def can_run(device: Device, config: StepConfig) -> None:
+    """Raises `CannotRun` when the device cannot run a step under this config."""
+    for feature in (config.precision, config.checkpointing.kind):
+        why_not = None if feature is None else device.lacks(feature)
+        if why_not is not None:
+            raise CannotRun(f"{config}: {why_not}")
+
+
+def _given(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
+    """The model, when one was given and not a function that builds it."""
+    import torch
+
+    return model_or_factory if isinstance(model_or_factory, torch.nn.Module) else None

@@ -1,0 +1,131 @@
+"""Segments: consecutive blocks that are recomputed as one, without touching the model's loop over them.
+
+The first block of a segment runs all of it; the others hand on what they get. That is right only where the loop does
+nothing between two blocks and gives each the same arguments, so both are checked, every time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.steps.config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_gpumem.steps.blocks import Block
+
+    Forward = Callable[..., Any]
+    Recompute = Callable[..., Any]
+
+
+def sizes_of_segments(blocks: int, segments: int) -> list[int]:
+    """Sizes of ``segments`` parts of ``blocks``, as equal as can be, the larger ones first.
+
+    Raises `ConfigError` when there are fewer blocks than segments.
+    """
+    if segments > blocks:
+        raise ConfigError(f"{segments} segments cannot be made of {blocks} blocks")
+    size, larger = divmod(blocks, segments)
+    return [size + (number < larger) for number in range(segments)]
+
+
+class Segment:
+    """Consecutive blocks. ``forwards()`` are what their ``forward`` is to be replaced by."""
+
+    def __init__(self, blocks: Sequence[Block], recompute: Recompute) -> None:
+        """``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward."""
+        self._paths = [block.path for block in blocks]
+        self._own = [block.module.forward for block in blocks]
+        self._recompute = recompute
+        self._output: Any = None
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def forwards(self) -> list[Forward]:
+        return [self._first(), *(self._follower(number) for number in range(1, len(self._own)))]
+
+    def _first(self) -> Forward:
+        def run_all(*args: Any, **kwargs: Any) -> Any:
+            output = self._recompute(self._run, *args, **kwargs)
+            if len(self._own) > 1:
+                self._output, self._call = output, (args, kwargs)
+            return output
+
+        return run_all
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._own[0](*args, **kwargs)
+        for number, forward in enumerate(self._own[1:]):
+            args, kwargs = _with_hidden(args, kwargs, self._hidden_of(output, number))
+            output = forward(*args, **kwargs)
+        return output
+
+    def _follower(self, number: int) -> Forward:
+        last = number == len(self._own) - 1
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            if self._call is None:
+                raise self._wrong(number, f"it ran before {self._paths[0]}")
+            self._check(number, args, kwargs)
+            output = self._output
+            if last:
+                self._output = self._call = None
+            return output
+
+        return hand_on
+
+    def _check(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._call is not None, "the caller has looked"
+        hidden, where = _hidden(args, kwargs)
+        if hidden is not self._hidden_of(self._output, number - 1):
+            raise self._wrong(number, "the model changes what it gets from the block before")
+        theirs, mine = _others(*self._call, where), _others(args, kwargs, where)
+        if theirs.keys() != mine.keys() or any(theirs[name] is not mine[name] for name in mine):
+            differing = [
+                str(name) for name in sorted({*theirs, *mine}, key=str) if theirs.get(name) is not mine.get(name)
+            ]
+            raise self._wrong(number, f"its argument {', '.join(differing)} is not that of {self._paths[0]}")
+
+    def _hidden_of(self, output: Any, number: int) -> Any:
+        """What the next block gets of a block's output: the output, or the first of a tuple that has nothing else."""
+        import torch
+
+        if isinstance(output, torch.Tensor):
+            return output
+        if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
+            if all(more is None for more in output[1:]):
+                return output[0]
+            raise self._wrong(number, "it returns more than one tensor")
+        raise self._wrong(number, f"it returns {type(output).__name__}")
+
+    def _wrong(self, number: int, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self._paths[number]} cannot be recomputed together with the blocks around it: {why}; "
+            "use checkpoint=blocks or checkpoint=every:N"
+        )
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | str | None]:
+    """The first tensor among a call's arguments, and where it stands."""
+    import torch
+
+    for where, value in _by_place(args, kwargs):
+        if isinstance(value, torch.Tensor):
+            return value, where
+    return None, None
+
+
+def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    _, where = _hidden(args, kwargs)
+    if isinstance(where, int):
+        return (*args[:where], hidden, *args[where + 1 :]), kwargs
+    return args, kwargs if where is None else {**kwargs, where: hidden}
+
+
+def _others(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | str | None) -> dict[int | str, Any]:
+    return {where: value for where, value in _by_place(args, kwargs) if where != hidden}
+
+
+def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
+    yield from enumerate(args)
+    yield from kwargs.items()

@@ -1,0 +1,136 @@
+"""The bytes that a training step keeps or makes for each parameter: by formula, and as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.reach import blocks_of, reachable_tensors
+from pytest_gpumem.steps.optimizers import state_bytes
+from pytest_gpumem.steps.precision import precision_named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from pytest_gpumem.steps.bench import Bench
+    from pytest_gpumem.steps.runner import StepFigures
+    from pytest_gpumem.steps.training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes of one kind. ``formula`` is ``None`` where there is none."""
+
+    formula: int | None
+    measured: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a training step holds, in bytes. `gradients` are there from backward to ``zero_grad``, the others always."""
+
+    parameters: Share
+    gradients: Share
+    optimizer_state: Share
+    master_weights: Share
+    """Full-precision copies of half-precision parameters, kept by an optimizer. None of torch's keeps one; under AMP the
+    float32 parameters themselves are the masters."""
+    buffers: int
+    batch: int
+    other: int
+    """What is held at rest by something else."""
+    activations: int
+    """The rest: what forward adds at its peak, saved tensors and temporaries."""
+    peak: int
+
+
+def state_of(training: Training, figures: StepFigures, bench: Bench) -> StateBytes:
+    """Run one more step and look at what model, optimizer and batch hold when all gradients are there."""
+    model, optimizer = training.model, training.optimizer
+    device = bench.device.torch_device
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    seen: list[dict[str, int]] = []
+
+    def held(roots: Iterable[object], but: dict[int, int]) -> dict[int, int]:
+        blocks = blocks_of(reachable_tensors(roots), device)
+        return {address: size for address, size in blocks.items() if address not in but}
+
+    def look() -> None:
+        weights = blocks_of((parameter.detach() for parameter in parameters), device)
+        gradients = blocks_of((p.grad for p in parameters if p.grad is not None), device)
+        known = {**weights, **gradients}
+        masters: dict[int, int] = {}
+        state: dict[int, int] = {}
+        if optimizer is not None:
+            state = held([optimizer.state, [_without_parameters(group) for group in optimizer.param_groups]], known)
+            masters = held(_masters(optimizer, trained), known)
+            state = {address: size for address, size in state.items() if address not in masters}
+        known |= state | masters
+        buffers = held(model.buffers(), known)
+        known |= buffers
+        batch = held([training.batch], known)
+        seen.append(
+            {
+                "parameters": sum(weights.values()),
+                "gradients": sum(gradients.values()),
+                "optimizer_state": sum(state.values()),
+                "master_weights": sum(masters.values()),
+                "buffers": sum(buffers.values()),
+                "batch": sum(batch.values()),
+            }
+        )
+
+    training.before_optimizer = look
+    for phase in training.phases():
+        phase.run()
+    training.before_optimizer = None
+    (bytes_of,) = seen
+    kept = bytes_of["gradients"] if training.config.zero_grad == "zero" else 0
+    at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + kept
+    metrics = figures.memory.memory_metrics()
+    # From the second micro-batch on, forward runs beside the gradients of those before.
+    beside = bytes_of["gradients"] if training.config.accumulate > 1 and not kept else 0
+    word = training.config.precision
+    return StateBytes(
+        parameters=Share(_bytes_in(parameters, word), bytes_of["parameters"]),
+        gradients=Share(_bytes_in(trained, word), bytes_of["gradients"]),
+        optimizer_state=Share(0 if optimizer is None else state_bytes(optimizer, trained), bytes_of["optimizer_state"]),
+        master_weights=Share(0, bytes_of["master_weights"]),
+        buffers=bytes_of["buffers"],
+        batch=bytes_of["batch"],
+        other=figures.memory.own - at_rest,
+        activations=max(0, metrics["peak_forward"] - figures.memory.own - beside),
+        peak=metrics["peak_allocated"],
+    )
+
+
+def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None) -> int:
+    """Elements times the bytes of an element in the precision; in the parameter's own dtype where none is given."""
+    import torch
+
+    precision = precision_named(word)
+    wanted = None if precision is None else getattr(torch, precision.weights).itemsize
+    return sum(
+        parameter.numel() * (wanted if wanted and parameter.is_floating_point() else parameter.element_size())
+        for parameter in parameters
+    )
+
+
+def _without_parameters(group: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Float32 tensors of a half-precision parameter's shape that the optimizer calls its master."""
+    import torch
+
+    return [
+        value
+        for parameter in trained
+        if parameter.element_size() < 4
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if "master" in str(name) and isinstance(value, torch.Tensor)
+    ]

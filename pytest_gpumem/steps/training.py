@@ -1,0 +1,108 @@
+"""A training step as people write it: micro-batches, scaled gradients, clipping, the optimizer, zeroed gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.steps.batches import feed, micro_batches
+from pytest_gpumem.steps.checkpointing import saving
+from pytest_gpumem.steps.model_step import loss_of
+from pytest_gpumem.steps.precision import autocasting, scaler_of
+from pytest_gpumem.steps.runner import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.model_step import Loss
+
+
+@dataclass
+class Training:
+    """What a training step works with. ``run`` is the model as it is called: itself, or compiled."""
+
+    model: torch.nn.Module
+    run: Callable[..., Any]
+    batch: Any
+    optimizer: torch.optim.Optimizer | None
+    loss: Loss | None
+    config: StepConfig
+    device: torch.device
+    scaler: torch.amp.GradScaler | None = None
+    before_optimizer: Callable[[], object] | None = None
+    """Called when all gradients are there. While rehearsing only."""
+    _losses: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            self.scale_gradients()
+
+    def phases(self) -> list[Phase]:
+        """Forward and backward of each micro-batch, then the optimizer with clipping and ``zero_grad``.
+
+        The output lives until the loss is known, the loss until the end of the step. Gradients are freed at the end, as in
+        a training loop whose step is a function, so that every step begins alike.
+        """
+        parts = micro_batches(self.batch, self.config.accumulate)
+        phases = [
+            phase
+            for part in parts
+            for phase in (
+                Phase("forward", lambda part=part: self._forward(part, len(parts))),  # type: ignore[misc]
+                Phase("backward", self._backward),
+            )
+        ]
+        if self.optimizer is None:
+            return [*phases, Phase("backward", self._without_optimizer)]
+        return [*phases, Phase("optimizer", self._optimize)]
+
+    def scale_gradients(self) -> None:
+        """Scale them where the precision asks for it, also without an optimizer."""
+        self.scaler = scaler_of(self.config.precision, self.device)
+
+    def scale(self) -> float | None:
+        """What the gradients are scaled by; reading it waits for the device."""
+        return None if self.scaler is None else self.scaler.get_scale()
+
+    def _forward(self, batch: Any, parts: int) -> None:
+        with autocasting(self.config.precision, self.device), saving(self.config):
+            loss = loss_of(feed(self.run, batch), batch, self.loss)
+            self._losses.append(loss / parts if parts > 1 else loss)
+
+    def _backward(self) -> None:
+        loss = self._losses[-1]
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _optimize(self) -> None:
+        assert self.optimizer is not None, "phases() looks"
+        if self.before_optimizer is not None:
+            self.before_optimizer()
+        if self.scaler is None:
+            self._clip()
+            self.optimizer.step()
+        else:
+            if self.config.clip is not None:
+                self.scaler.unscale_(self.optimizer)
+                self._clip()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=self.config.zero_grad == "set_to_none")
+        self._losses.clear()
+
+    def _without_optimizer(self) -> None:
+        if self.before_optimizer is not None:
+            self.before_optimizer()
+        self._clip()
+        self.model.zero_grad(set_to_none=self.config.zero_grad == "set_to_none")
+        self._losses.clear()
+
+    def _clip(self) -> None:
+        import torch
+
+        if self.config.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
