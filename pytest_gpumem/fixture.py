@@ -191,8 +191,8 @@ class Gpumem:
         """Assert that a step gives every parameter the same gradient under both configs.
 
         Both begin with the weights and buffers that ``model_factory`` gave first, and the same random numbers (dropout). A
-        parameter's gradients are the same when no entry differs by more than ``atol + rtol * largest entry``; by default
-        as much as the less precise of the two configs explains (`DEFAULT_TOLERANCES`).
+        parameter's gradients are the same when the root mean square of their difference is at most ``atol`` + ``rtol`` times
+        that of the gradient under ``config_b``; by default as much as the less precise of the two configs explains.
 
         Raises ``AssertionError`` that names the first parameter that differs, with its error.
         """

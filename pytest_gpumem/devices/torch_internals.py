@@ -5,6 +5,7 @@ Every function here has a test that checks what it does and not which torch it i
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -80,15 +81,8 @@ def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
 
 
-def eager_random_numbers() -> AbstractContextManager[object]:
-    """Within, what torch.compile compiles draws the random numbers that eager code would draw."""
-    load_compiler()
-    import torch._inductor.config
-
-    return cast("AbstractContextManager[object]", torch._inductor.config.patch(fallback_random=True))
-
-
 def load_compiler() -> None:
     """Load torch.compile's default backend now, quietly: the import warns of torch's own use of torch.jit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import eager_random_numbers
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
@@ -29,12 +28,12 @@ DEFAULT_TOLERANCES: Mapping[str | None, float] = {
     None: 1e-4,
     "fp32": 1e-4,
     "tf32": 1e-2,
-    "amp-fp16": 2e-2,
-    "fp16": 2e-2,
+    "amp-fp16": 5e-2,
+    "fp16": 5e-2,
     "amp-bf16": 1e-1,
     "bf16": 1e-1,
 }
-"""``rtol`` by precision, of the largest entry of a parameter's gradient.
+"""``rtol`` by precision, of the root mean square of a parameter's gradient.
 
 Some tens of the precision's unit roundoff (6e-8, 5e-4 of TF32 and float16, 4e-3 of bfloat16; for float32 some thousands,
 since kernels sum in different orders), as errors add up over the layers. A gradient that is wrong is off by about its size.
@@ -75,14 +74,15 @@ def assert_same_gradients(
         rtol = max(DEFAULT_TOLERANCES[config.precision] for config in configs)
     message = difference(first, second, rtol, atol)
     if message is not None:
-        raise AssertionError(message)
+        raise AssertionError(message + _hint(*configs))
 
 
 def difference(mine: Gradients, theirs: Gradients, rtol: float, atol: float | None = None) -> str | None:
     """What differs between two steps' gradients, as a message; ``None`` when they are the same.
 
-    Without ``atol``, one hundredth of ``rtol`` times the largest entry of all: a gradient that is 0 but for rounding (the bias
-    of an attention's keys) has no size of its own to be compared with.
+    The root mean square of the error may be ``atol`` + ``rtol`` times that of the gradient: single entries may be far off where
+    rounding decides on which side of a ReLU's corner a value falls. Without ``atol`` it is one hundredth of ``rtol`` times the
+    largest gradient's: one that is 0 but for rounding (the bias of an attention's keys) has no size of its own.
     """
     names = list(theirs.by_name)
     if mine.by_name.keys() != theirs.by_name.keys():
@@ -108,15 +108,24 @@ def difference(mine: Gradients, theirs: Gradients, rtol: float, atol: float | No
     if not pairs:
         return "nothing to compare: no parameter has a gradient"
     if atol is None:
-        atol = 0.01 * rtol * max(float(b.abs().max()) for _, _, b in pairs if b.numel())
+        atol = 0.01 * rtol * max(_size(b) for _, _, b in pairs)
     wrong = [(name, told) for name, a, b in pairs if (told := _error(a, b, rtol, atol)) is not None]
     if not wrong:
         return None
     name, told = wrong[0]
     return (
-        f"gradients differ: {name}: {told} (rtol {rtol:g} of its largest entry, atol {atol:.3g}); "
+        f"gradients differ: {name}: {told} (rtol {rtol:g}, atol {atol:.3g}); "
         f"{mine.config} against {theirs.config}, {len(wrong)} of {len(names)} parameters differ"
     )
+
+
+def _hint(one: StepConfig, other: StepConfig) -> str:
+    """Where equal gradients cannot be expected of a model with dropout."""
+    if one.compile != other.compile or "none" not in (one.compile, other.compile):
+        return "; compiled code draws random numbers of its own: compare with dropout switched off"
+    if one.accumulate != other.accumulate:
+        return "; each micro-batch draws its own dropout, and batch statistics: compare with dropout switched off"
+    return ""
 
 
 def _error(mine: torch.Tensor, theirs: torch.Tensor, rtol: float, atol: float) -> str | None:
@@ -125,14 +134,13 @@ def _error(mine: torch.Tensor, theirs: torch.Tensor, rtol: float, atol: float) -
         return f"shape {list(mine.shape)} against {list(theirs.shape)}"
     if not mine.numel():
         return None
-    errors = (mine - theirs).abs()
-    allowed = atol + rtol * float(theirs.abs().max())
+    error, allowed = _size(mine - theirs), atol + rtol * _size(theirs)
     # Not the other way round: NaN is never within anything.
-    if bool((errors <= allowed).all()):
+    if error <= allowed:
         return None
-    at = int(errors.nan_to_num(nan=float("inf")).argmax())
+    at = int((mine - theirs).abs().nan_to_num(nan=float("inf")).argmax())
     values = f"{float(mine.flatten()[at]):.6g} against {float(theirs.flatten()[at]):.6g}"
-    return f"largest error {float(errors.flatten()[at]):.3g}, {values}, allowed {allowed:.3g}"
+    return f"error {error:.3g}, allowed {allowed:.3g}; entry {at} is {values}"
 
 
 def _gradients(
@@ -168,7 +176,6 @@ def _gradients(
         stack.enter_context(checkpointed(model, config))
         training.run = stack.enter_context(compiled(model, config.compile))
         if config.compile != "none":
-            stack.enter_context(eager_random_numbers())
             stack.enter_context(warnings_of_compiling())
         for _ in range(_MOST_TRIES):
             torch.manual_seed(SEED)
@@ -185,6 +192,11 @@ def _gradients(
 
 _MOST_TRIES = 5
 """Scales from 65536 down to 1, by 16: gradients that overflow at a large scale are no error."""
+
+
+def _size(gradient: torch.Tensor) -> float:
+    """The root mean square of a gradient's entries."""
+    return float(gradient.double().square().mean().sqrt()) if gradient.numel() else 0.0
 
 
 def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | None]:
