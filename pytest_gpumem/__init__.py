@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
+    from pytest_gpumem.steps.config import ConfigError, StepConfig
 
-__all__ = ["Measurement", "MeasuringError", "MissingMetric", "__version__"]
+__all__ = ["ConfigError", "Measurement", "MeasuringError", "MissingMetric", "StepConfig", "__version__"]
 
 __version__ = "0.1.0"
 
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> object:
         from pytest_gpumem import measurement
 
         return getattr(measurement, name)
+    if name in ("ConfigError", "StepConfig"):
+        from pytest_gpumem.steps import config
+
+        return getattr(config, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from pytest_gpumem.baselines.provenance import commit_of, today
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
+from pytest_gpumem.reports.matrix import matrices, matrix_table
 from pytest_gpumem.reports.summary import table
 from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated
 from pytest_gpumem.selection import Selection
@@ -145,6 +146,12 @@ class Controller:
                 "`gpumem prune` removes them"
             )
 
+    def _matrix_lines(self, results: list[TestResult]) -> list[str]:
+        lines: list[str] = []
+        for title, rows in matrices(results).items():
+            lines += [*matrix_table(title, rows, self._settings.units), ""]
+        return lines
+
     def _selected(self) -> int:
         """How many measured tests were selected to run."""
         if self._selection is None or self._config.option.collectonly:
@@ -164,6 +171,8 @@ class Controller:
             for line in lines:
                 reporter.write_line(line)
             reporter.write_line("")
+        for line in self._matrix_lines(results) if not quiet else ():
+            reporter.write_line(line)
         for pattern in idle:
             reporter.write_line(
                 f"gpumem: the budget for tests = {pattern!r} holds nothing: none of the tests that it matches is measured; "

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
 _STRICT = pytest.StashKey[bool]()
+_REFUSED = "gpumem: "
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
@@ -54,7 +55,7 @@ def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
     reason = item.stash[_UNAVAILABLE] if why is None else why
     if item.stash[_STRICT]:
         pytest.fail(f"Not measured, which --gpumem-strict does not let pass: {reason}", pytrace=False)
-    pytest.skip(f"gpumem: {reason}")
+    pytest.skip(f"{_REFUSED}{reason}")
 
 
 def _forget(item: pytest.Item) -> None:
@@ -255,7 +256,10 @@ class Measuring:
 def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
     """The verdict on a test that did not get to its end because of ``error``."""
     if isinstance(error, pytest.skip.Exception):
-        return measured.not_measured("it was skipped")
+        # Skipped by `refuse`, or by the test itself.
+        said = str(error.msg)
+        refused = said.startswith(_REFUSED)
+        return measured.not_measured(said.removeprefix(_REFUSED) if refused else "it was skipped")
     return measured.not_measured("it failed by itself", failed_by_itself=True)
 
 

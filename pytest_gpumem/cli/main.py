@@ -12,6 +12,7 @@ from pytest_gpumem import __version__
 from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.unused import unused
+from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.plugin import SESSION
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpumem")
 def main() -> None:
-    """Keep the baselines of pytest-gpumem."""
+    """Keep the baselines of pytest-gpumem, and find out how a model fits into a GPU."""
+
+
+main.add_command(advise)
 
 
 @main.command(context_settings={"ignore_unknown_options": True})

@@ -62,6 +62,11 @@ def table(results: Iterable[TestResult], units: UnitSystem, *, everything: bool)
         if m.reason and m.outcome is Outcome.UNCERTAIN
     )
     lines += [f"{outcome}: {reason}{f' ({n} times)' if n > 1 else ''}" for (outcome, reason), n in reasons.items()]
+    # A step that had not settled says so where that decides something.
+    notes = [
+        (_title(test, one), note) for test, one in rows if one.measurement.settled for note in one.measurement.notes
+    ]
+    lines += [f"note: {title}: {note}" for title, note in notes]
     return lines
 
 
@@ -77,10 +82,12 @@ def _change(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def _row(test: TestVerdict, verdict: Verdict, metrics: list[str], units: UnitSystem, *, changes: bool) -> list[str]:
-    title = f"{test.file}::{test.test}"
-    if len(test.verdicts) > 1:
-        title += f" ({verdict.measurement.name})"
     cells = [shown(name, metric.value, units) if (metric := verdict.of(name)) else "-" for name in metrics]
     if changes:
         cells.insert(1, _change(verdict, units))
-    return [title, *cells, verdict.outcome.words]
+    return [_title(test, verdict), *cells, verdict.outcome.words]
+
+
+def _title(test: TestVerdict, verdict: Verdict) -> str:
+    title = f"{test.file}::{test.test}"
+    return f"{title} ({verdict.measurement.name})" if len(test.verdicts) > 1 else title

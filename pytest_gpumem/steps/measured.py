@@ -181,7 +181,7 @@ def can_run(device: Device, config: StepConfig) -> None:
     for feature in (config.precision, config.checkpointing.kind):
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:
-            raise CannotRun(f"{config}: {why_not}")
+            raise CannotRun(why_not)
 
 
 def _given(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:

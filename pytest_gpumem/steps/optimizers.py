@@ -37,24 +37,29 @@ def optimizer_named(word: str) -> OptimizerFactory:
     import torch
 
     if word in _EIGHT_BIT:
-        return _eight_bit(word)
+        module, name = eight_bit_module(word)
+        # torchao's optimizer compiles its step.
+        load_compiler()
+        eight_bit: OptimizerFactory = getattr(importlib.import_module(module), name)
+        return eight_bit
     name, _, form = word.partition("-")
     optimizer: Any = getattr(torch.optim, _CLASSES[name])
     return functools.partial(optimizer, **({form: True} if form else {}))
 
 
-def _eight_bit(word: str) -> OptimizerFactory:
-    name = _EIGHT_BIT[word]
-    for package, module in (("torchao", "torchao.optim"), ("bitsandbytes", "bitsandbytes.optim")):
+def eight_bit_module(word: str) -> tuple[str, str]:
+    """The module that has the optimizer of this word, torchao's or bitsandbytes', and its class there.
+
+    Raises `ConfigError` when neither is installed.
+    """
+    for module in ("torchao.optim", "bitsandbytes.optim"):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found: OptimizerFactory = getattr(importlib.import_module(module), name)
-                if package == "torchao":
-                    load_compiler()
+                importlib.import_module(module)
         except ImportError:
             continue
-        return found
+        return module, _EIGHT_BIT[word]
     raise ConfigError(
         f"optimizer={word} needs torchao (pip install 'pytest-gpumem[torchao]') or bitsandbytes, and neither is installed"
     )

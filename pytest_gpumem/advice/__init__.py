@@ -1,0 +1,1 @@
+"""Advice: which step config makes a model fit, tried in the order in which people should."""

@@ -1,0 +1,96 @@
+"""The table of a matrix of step configs: what each saves against the first, what that costs, and which are worth it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.relations.rates import return_on
+from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.units import format_bytes, format_ratio, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.results import TestResult
+    from pytest_gpumem.units import UnitSystem
+
+EFFICIENT = "*"
+"""Marks rows that no other one beats in both memory and time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A config and what it took: ``peak`` in bytes, ``time`` in seconds. ``why_not`` is a clause where there are no figures."""
+
+    config: str
+    peak: int | None = None
+    time: float | None = None
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, config: str, measurement: Measurement) -> Row:
+        return cls(config, measurement.peak_allocated, measurement.metrics.get("step_time"))
+
+
+def matrices(results: Iterable[TestResult]) -> dict[str, list[Row]]:
+    """The rows of each matrix, by its tests' common id, in the order in which the marker asked for them.
+
+    A test that measures several steps gives a table for each of their names.
+    """
+    cells = [(result.verdict, cell) for result in results if (cell := result.verdict.cell) is not None]
+    found: dict[str, list[Row]] = {}
+    for test, cell in sorted(cells, key=lambda entry: (entry[1].matrix, entry[1].index)):
+        if test.unmeasured:
+            found.setdefault(cell.matrix, []).append(Row(cell.config, why_not=test.unmeasured))
+        for one in test.verdicts if not test.unmeasured else ():
+            title = f"{cell.matrix} ({one.measurement.name})" if len(test.verdicts) > 1 else cell.matrix
+            found.setdefault(title, []).append(Row.of(cell.config, one.measurement))
+    return found
+
+
+def efficient(rows: Sequence[Row]) -> set[int]:
+    """The Pareto-efficient rows, by number: those that no other row beats in memory or time without being worse in the other.
+
+    Where no time was taken, only the smallest is.
+    """
+    measured = [(number, row.peak, row.time or 0.0) for number, row in enumerate(rows) if row.peak is not None]
+    return {
+        number
+        for number, peak, time in measured
+        if not any(p <= peak and t <= time and (p, t) != (peak, time) for _, p, t in measured)
+    }
+
+
+def matrix_table(title: str, rows: Sequence[Row], units: UnitSystem) -> list[str]:
+    """Lines: peak and step time of each config, against the first row that was measured."""
+    first = next((row for row in rows if row.peak is not None), None)
+    best = efficient(rows)
+    timed = any(row.time is not None for row in rows)
+    header = [title, "peak", "saving", *(("step time", "cost", "ROI") if timed else ()), ""]
+    cells = [
+        [*_cells(row, first, units, timed=timed), EFFICIENT if number in best else row.why_not]
+        for number, row in enumerate(rows)
+    ]
+    lines = columns(header, cells, left=(0, len(header) - 1))
+    if first is not None:
+        against = f"saving and cost against {first.config}; "
+        lines.append(f"  {against}ROI is saving over cost, above 1.5 is recommended; {EFFICIENT} is Pareto-efficient")
+    return lines
+
+
+def _cells(row: Row, first: Row | None, units: UnitSystem, *, timed: bool) -> list[str]:
+    if row.peak is None or first is None or first.peak is None:
+        return [row.config, *["-"] * (5 if timed else 2)]
+    saving = (first.peak - row.peak) / first.peak
+    is_first = row is first
+    cells = [row.config, format_bytes(row.peak, units), "" if is_first else format_ratio(saving)]
+    if not timed:
+        return cells
+    if row.time is None or first.time is None:
+        return [*cells, "-", "-", "-"]
+    cost = (row.time - first.time) / first.time
+    roi = return_on(saving, cost)
+    shown = "free" if roi == float("inf") else f"{roi:.1f}"
+    return [*cells, format_seconds(row.time), *(("", "") if is_first else (format_ratio(cost), shown))]
