@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.steps.bench import Bench
+    from pytest_gpumem.steps.bench import Bench, Start
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
-    from pytest_gpumem.steps.runner import StepFigures
+    from pytest_gpumem.steps.runner import Phase, StepFigures
 
 _PLAIN = StepConfig()
 
@@ -82,6 +82,57 @@ def measure_train_step(
 
     Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and `CannotRun` where the device cannot.
     """
+    with prepared_train_step(bench, model_or_factory, batch, config=config, loss=loss, optimizer=optimizer) as prepared:
+        figures = prepared.measure()
+        training, seen = prepared.training, prepared.seen
+        state = state_of(training, figures, bench) if with_state else None
+    notes = seen.notes if figures.settled else (*seen.notes, figures.unsettled_note())
+    workload = prepared.workload()
+    return MeasuredStep(figures, workload, items_in(training.batch, items), notes, state, seen.recomputed)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTrainStep:
+    """A training step that is ready to run under its config, on ``bench``; ``start`` is what was live before its model."""
+
+    bench: Bench
+    training: Training
+    phases: tuple[Phase, ...]
+    start: Start
+    seen: Rehearsal
+
+    def measure(self) -> StepFigures:
+        """Run the step until it repeats, then measure it."""
+        training = self.training
+        restless = training.config.compile != "none" or training.scaler is not None
+        return self.bench.measure(
+            self.phases,
+            self.start,
+            held=lambda: (training.model, training.batch, training.optimizer, training.scaler),
+            state=(lambda: (compiled_graphs(), training.scale())) if restless else None,
+        )
+
+    def workload(self) -> Workload:
+        """What is trained, and how."""
+        model = self.training.model
+        config = self.training.config.text(precision_of(model))
+        return Workload("train_step", config, parameters_of(model), describe(self.training.batch))
+
+
+@contextmanager
+def prepared_train_step(
+    bench: Bench,
+    model_or_factory: ModelOrFactory,
+    batch: Any,
+    *,
+    config: StepConfig | None = None,
+    loss: Loss | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+) -> Iterator[PreparedTrainStep]:
+    """Within, a training step stands ready: built on the bench's device, rehearsed if a config was given, checkpointed.
+
+    Raises as `measure_train_step`.
+    """
     config_given, config = config is not None, config or _PLAIN
     config.only_for("train_step")
     if optimizer is not None and config.optimizer != _PLAIN.optimizer:
@@ -113,17 +164,7 @@ def measure_train_step(
             with warnings_of_compiling():
                 for phase in phases:
                     phase.run()
-        restless = config.compile != "none" or training.scaler is not None
-        figures = bench.measure(
-            phases,
-            start,
-            held=lambda: (model, batch, made, training.scaler),
-            state=(lambda: (compiled_graphs(), training.scale())) if restless else None,
-        )
-        state = state_of(training, figures, bench) if with_state else None
-    notes = seen.notes if figures.settled else (*seen.notes, figures.unsettled_note())
-    workload = Workload("train_step", config.text(precision_of(model)), parameters_of(model), describe(batch))
-    return MeasuredStep(figures, workload, items_in(batch, items), notes, state, seen.recomputed)
+        yield PreparedTrainStep(bench, training, tuple(phases), start, seen)
 
 
 def measure_infer_step(
