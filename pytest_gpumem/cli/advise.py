@@ -73,9 +73,13 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
 
 def _try(device: Device, subject: Subject, config: StepConfig, number: int) -> Tried:
     from pytest_gpumem.advice.trial import try_config
+    from pytest_gpumem.steps.model_step import NotAStep
 
     click.echo(f"[{number}] {config} ... ", nl=False, err=True)
-    tried = try_config(device, subject, config)
+    try:
+        tried = try_config(device, subject, config)
+    except NotAStep as error:
+        raise click.UsageError(str(error)) from None
     click.echo(tried.why_not if tried.peak is None else format_bytes(tried.peak), err=True)
     return tried
 

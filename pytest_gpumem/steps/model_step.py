@@ -15,17 +15,21 @@ if TYPE_CHECKING:
     Loss = Callable[[Any, Any], torch.Tensor]
 
 
+class NotAStep(ValueError):
+    """Model, batch, loss and optimizer do not make a step; the message says what is missing."""
+
+
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
     """The model on ``device``: as it is when one was given, built there when a factory (or class) was.
 
-    Raises ``TypeError`` for anything else, and ``ValueError`` for a model that is somewhere else.
+    Raises ``TypeError`` for anything else, and `NotAStep` for a model that is somewhere else.
     """
     import torch
 
     if isinstance(model_or_factory, torch.nn.Module):
         elsewhere = {str(p.device) for p in model_or_factory.parameters() if p.device.type != device.type}
         if elsewhere:
-            raise ValueError(
+            raise NotAStep(
                 f"the model is on {', '.join(sorted(elsewhere))}, but this step is measured on {device}; "
                 "move it with model.to(gpumem.device), or pass a function that builds it"
             )
@@ -51,11 +55,11 @@ def build_optimizer(
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ValueError("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
+        raise NotAStep("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
     if isinstance(optimizer, torch.optim.Optimizer):
         theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not steps_given_model or theirs.isdisjoint(map(id, trainable)):
-            raise ValueError(
+            raise NotAStep(
                 "the optimizer holds none of the model's parameters; pass a function: optimizer=lambda parameters: ..."
             )
         return optimizer
@@ -68,7 +72,7 @@ def build_optimizer(
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     """The scalar to differentiate: ``loss(output, batch)``, or ``output.loss``, ``output["loss"]``, or a scalar output.
 
-    Raises ``ValueError`` when there is none, or when it does not depend on the model.
+    Raises `NotAStep` when there is none, or when it does not depend on the model.
     """
     import torch
 
@@ -79,12 +83,12 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     else:
         value = getattr(output, "loss", output)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ValueError(
+        raise NotAStep(
             f"there is no scalar loss: {'loss(...)' if loss else 'the model'} returned {_kind(value)}; "
             "pass loss=lambda output, batch: ..., which returns one number"
         )
     if not value.requires_grad:
-        raise ValueError("the loss does not depend on any parameter that requires a gradient")
+        raise NotAStep("the loss does not depend on any parameter that requires a gradient")
     return value
 
 

@@ -1,0 +1,183 @@
+"""``gpumem advise``: from a function that builds a model to the config with which it fits, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pytest_gpumem.advice import trial
+from pytest_gpumem.cli.main import main
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.steps.config import StepConfig
+
+MODELS = """
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(32, 128)
+        self.down = torch.nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make():
+    return Model(), torch.randn(512, 32), lambda output, batch: output.square().mean()
+
+
+def make_without_loss():
+    return Model(), torch.randn(512, 32)
+
+
+def make_nonsense():
+    return Model()
+
+
+def make_a_hungry_one():
+    class Hungry(Model):
+        def forward(self, x):
+            if x.shape[0] == 512:
+                raise torch.OutOfMemoryError("planted")
+            return super().forward(x)
+
+    return Hungry(), torch.randn(512, 32), lambda output, batch: output.square().mean()
+"""
+
+
+@pytest.fixture
+def advise(tmp_path, monkeypatch):
+    (tmp_path / "advised_models.py").write_text(MODELS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "advised_models", raising=False)
+    yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
+    sys.modules.pop("advised_models", None)
+
+
+def configs_in(text: str) -> list[str]:
+    """The configs in the order of the table's rows."""
+    rows = text.split("config ", 1)[1].splitlines()[1:]
+    return [line.split()[0] for line in rows if line.startswith(("fp32", "amp", "bf16"))]
+
+
+def test_the_first_config_that_fits_ends_the_search_and_comes_with_its_code(advise):
+    result = advise("advised_models:make", "--fits", "5 MB")
+    assert result.exit_code == 0, result.output
+    assert (
+        configs_in(result.stdout) == ["fp32", "amp-bf16", "amp-bf16,checkpoint=ops"][: len(configs_in(result.stdout))]
+    )
+    last = configs_in(result.stdout)[-1]
+    assert f"recommended: {last}: " in result.stdout
+    assert "    optimizer = torch.optim.AdamW(model.parameters())" in result.stdout
+    assert "[1] fp32 ... " in result.stderr
+
+
+def test_where_everything_fits_one_config_is_enough(advise):
+    result = advise("advised_models:make", "--fits", "1 GB")
+    assert configs_in(result.stdout) == ["fp32"]
+    assert result.exit_code == 0
+
+
+def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advise, monkeypatch):
+    # Without the 8-bit optimizer, which takes seconds to compile.
+    monkeypatch.setattr(trial, "try_config", without("adamw-8bit", trial.try_config))
+    result = advise("advised_models:make", "--fits", "1 kB")
+    assert result.exit_code == 1
+    smallest = "amp-bf16,checkpoint=blocks,accumulate=16"
+    assert "nothing fits into 1.00 kB; the smallest is " in result.stdout
+    assert f" with {smallest}\n" in result.stdout
+    # Its last resort is not one on a CPU, and is told as such.
+    assert "the CPU is the host" in result.stdout
+
+
+def without(optimizer, try_config):
+    def tried(device, subject, config):
+        if config.optimizer == optimizer:
+            return trial.Tried(config, why_not="left out")
+        return try_config(device, subject, config)
+
+    return tried
+
+
+def test_running_out_of_memory_is_an_answer_and_not_the_end(advise):
+    result = advise("advised_models:make_a_hungry_one", "--fits", "50 MB")
+    assert result.exit_code == 0, result.output
+    assert "[1] fp32 ... out of memory" in result.stderr
+    assert "recommended: amp-bf16,checkpoint=blocks,accumulate=2" in result.stdout
+
+
+def test_all_measures_every_combination(advise, monkeypatch):
+    asked = []
+
+    def answer(device, subject, config):
+        asked.append(config)
+        return trial.Tried(config, 1000 - len(asked), 1.0)
+
+    monkeypatch.setattr(trial, "try_config", answer)
+    result = advise("advised_models:make", "--all")
+    assert result.exit_code == 0
+    assert len(asked) == len(set(asked)) == 96
+    assert "recommended: " in result.stdout
+
+
+def test_the_recommended_config_repeats_to_the_byte():
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.ones(4, 8), loss
+
+    def loss(output, _):
+        return output.sum()
+
+    device = CpuDevice()
+    subject = trial.subject_of(make, device.torch_device)
+    peaks = {trial.try_config(device, subject, StepConfig(precision="fp32")).peak for _ in range(2)}
+    assert len(peaks) == 1
+    assert subject.samples == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["advised_models:make"], "say how much memory there is: --fits 24GB"),
+        (["advised_models:make", "--fits", "24"], "'24' has no unit; write it like '24 GB' or '24 MiB'"),
+        (["advised_models:mak", "--fits", "1GB"], "advised_models has no function 'mak'; it has Block, Model, make"),
+        (["advised_model:make", "--fits", "1GB"], "there is no module 'advised_model'"),
+        (["advised_models", "--fits", "1GB"], "'advised_models': write MODULE:FACTORY"),
+        (
+            ["advised_models:make_nonsense", "--fits", "1GB"],
+            "expected (model, batch) or (model, batch, loss) of make_nonsense(), got Model",
+        ),
+    ],
+)
+def test_wrong_usage_says_what_would_be_right(advise, args, message):
+    result = advise(*args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_model_without_a_loss_is_told_how_to_give_one(advise):
+    result = advise("advised_models:make_without_loss", "--fits", "1GB")
+    assert result.exit_code == 2
+    assert "there is no scalar loss" in result.stderr
+
+
+def test_an_unknown_device_is_told(advise):
+    result = CliRunner().invoke(main, ["advise", "advised_models:make", "--fits", "1GB", "--device", "gpu"])
+    assert result.exit_code == 2
+    assert "did you mean 'cuda'?" in result.stderr
