@@ -70,7 +70,8 @@ class Training:
     def _forward(self, batch: Any, parts: int) -> None:
         with autocasting(self.config.precision, self.device), saving(self.config):
             loss = loss_of(feed(self.run, batch), batch, self.loss)
-            self._losses.append(loss / parts if parts > 1 else loss)
+            # As in a loop over micro-batches, each loss takes the place of the one before.
+            self._losses[:] = [loss / parts if parts > 1 else loss]
 
     def _backward(self) -> None:
         loss = self._losses[-1]
