@@ -25,8 +25,46 @@ KEEPS_FLOAT32_SCORES = """\
         scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(mask, float("-inf"))
         y = scores.float().softmax(dim=-1).to(v.dtype) @ v
 """
+BREAKS_CHECKPOINTING = {
+    "blocks-that-are-not-called": (
+        "            x = block(x)\n",
+        """\
+            x = x + block.attention(block.attention_norm(x))
+            x = x + block.mlp(block.mlp_norm(x))
+""",
+        "test_checkpointing_saves_memory",
+        "checkpoint=blocks: blocks.0, blocks.1, blocks.2 and 1 more did not run in this step",
+    ),
+    "scores-that-are-kept": (
+        FUSED,
+        FUSED + "        self.scores = (q @ k.transpose(-2, -1)).detach()\n",
+        "test_checkpointing_saves_memory",
+        "> 0.35",
+    ),
+    "dropout-that-is-drawn-again": (
+        "        y: torch.Tensor = x + self.mlp(self.mlp_norm(x))\n",
+        """\
+        self.draws = getattr(self, "draws", torch.Generator(x.device).manual_seed(0))
+        kept = torch.rand(x.shape, generator=self.draws, device=x.device) > 0.1
+        y: torch.Tensor = x + self.mlp(self.mlp_norm(x)) * kept
+""",
+        "test_checkpointing_gives_the_same_gradients",
+        "gradients differ: ",
+    ),
+    "logits-that-are-kept": (
+        "        return logits\n",
+        """\
+        self.seen = [*getattr(self, "seen", []), logits.detach()]
+        return logits
+""",
+        "test_training_keeps_nothing",
+        "memory grows: 1.05 MB a step",
+    ),
+}
+"""What is replaced in the GPT, by what, the test that fails for it, and what it says."""
 KEPT_BYTES = 4 * 8 * 4 * 256 * 256 * 4
 """Of float32 scores, when 4 layers keep those of 8 sequences, 4 heads and 256 x 256 tokens."""
+CHECKPOINTING = ("", ",checkpoint=ops", ",checkpoint=blocks")
 REVERSES = """
 import pytest
 
@@ -103,12 +141,12 @@ class Example:
         kept_out = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".lock")
         return Example(Path(shutil.copytree(self.folder, folder / "example_project", ignore=kept_out)))
 
-    def plant(self) -> None:
-        """Make attention keep its scores."""
+    def plant(self, line: str, fault: str) -> None:
+        """Replace a line of the GPT."""
         path = self.folder / "tiny_models" / "gpt.py"
         text = path.read_text(encoding="utf-8")
-        assert text.count(FUSED) == 1
-        path.write_text(text.replace(FUSED, KEEPS_FLOAT32_SCORES), encoding="utf-8")
+        assert text.count(line) == 1
+        path.write_text(text.replace(line, fault), encoding="utf-8")
 
     @property
     def store(self) -> Path:
@@ -134,10 +172,10 @@ def recorded(tmp_path_factory) -> tuple[Example, Run]:
 def test_the_committed_baselines_hold(tmp_path, recorded):
     run = Example(EXAMPLE).copy(tmp_path).run("--gpumem-baseline")
     assert run.code == 0, run.output
-    assert run.accounting.startswith("11 gated")
+    assert run.accounting.startswith("20 gated")
     assert not re.search("new|regressed|over budget|unmeasured", run.accounting)
     assert run.figures == recorded[1].figures
-    assert len(run.printed) == 13
+    assert len(run.printed) == 21
     assert run.printed == recorded[1].printed
 
 
@@ -166,7 +204,7 @@ def test_figures_are_the_same_in_any_order_and_on_any_worker(recorded, tmp_path,
     (tmp_path / "reversed_order.py").write_text(REVERSES, encoding="utf-8")
     run = example.run("--gpumem-baseline", "--gpumem-no-time", *arguments)
     assert run.code == 0, run.output
-    assert run.accounting == "11 gated"
+    assert run.accounting == "20 gated"
     assert run.figures == expected.figures
     assert run.printed == expected.printed
 
@@ -183,7 +221,7 @@ def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
 def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tmp_path):
     first, expected = recorded
     example = first.copy(tmp_path)
-    example.plant()
+    example.plant(FUSED, KEEPS_FLOAT32_SCORES)
     options = ("--gpumem-no-time", "-p", "no:randomly")
     before = example.stored()
 
@@ -208,7 +246,7 @@ def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tm
     accepted = example.run("--gpumem-update=all", *options)
     assert accepted.code == 0, accepted.output
     after = example.stored()
-    assert {name for name in before if before[name] != after[name]} == {"test_gpt.py.toml"}
+    assert {name for name in before if before[name] != after[name]} == {"test_gpt.py.toml", "test_gpt_configs.py.toml"}
     changes = [
         line
         for line in difflib.unified_diff(before["test_gpt.py.toml"], after["test_gpt.py.toml"], n=0)
@@ -220,6 +258,50 @@ def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tm
     again = example.run("--gpumem-baseline", *options, tests="example_project/tests/test_gpt.py")
     assert again.code == 0, again.output
     assert again.figures.items() <= gated.figures.items()
+
+
+@pytest.mark.parametrize(
+    ("line", "fault", "test", "message"), BREAKS_CHECKPOINTING.values(), ids=BREAKS_CHECKPOINTING.keys()
+)
+def test_a_broken_model_fails_its_relation(recorded, tmp_path, line, fault, test, message):
+    first, _ = recorded
+    example = first.copy(tmp_path)
+    example.plant(line, fault)
+    run = example.run("--gpumem-no-time", tests=f"example_project/tests/test_gpt_configs.py::{test}")
+    assert run.code == 1, run.output
+    (failure,) = (text for case in run.report.iter("testcase") if (text := _failed(case)))
+    assert message in failure
+    assert run.accounting == "0 gated, 1 failed by itself"
+
+
+def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(recorded):
+    _, run = recorded
+    table = run.output.partition("tests/test_gpt_configs.py::test_matrix ")[2].splitlines()[1:7]
+    configs = [f"{precision}{ckpt}" for precision in ("fp32", "amp-bf16") for ckpt in CHECKPOINTING]
+    assert [line.split()[0] for line in table] == configs
+    peaks = {
+        config: run.figures[f"test_matrix[{config.replace(',checkpoint=', '-ckpt-')}]"]["train_step.peak_allocated"]
+        for config in configs
+    }
+    for line, config in zip(table[1:], configs[1:], strict=True):
+        assert f"+{(1 - peaks[config] / peaks['fp32']) * 100:.1f} %" in line
+
+
+def test_advise_finds_what_fits_and_shows_the_code_for_it(tmp_path):
+    example = Example(EXAMPLE).copy(tmp_path)
+    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "advise", "tiny_models.advice:make_gpt"]
+    done = subprocess.run(
+        [*command, "--device=cpu", "--fits=60MB"],
+        cwd=example.folder,
+        timeout=SECONDS,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "recommended: amp-bf16: " in done.stdout
+    assert '    with torch.autocast("cpu", dtype=torch.bfloat16):' in done.stdout
 
 
 def _failed(case: ElementTree.Element) -> str:
