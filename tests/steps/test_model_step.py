@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.model_step import (
+    autocast_off,
     build_model,
     build_optimizer,
     in_mode,
-    infer_phases,
     loss_of,
     parameters_of,
-    train_phases,
+    precision_of,
 )
 
 CPU = torch.device("cpu")
@@ -186,63 +186,35 @@ def test_a_loss_without_a_gradient_is_refused():
         loss_of(torch.tensor(1.0), None, None)
 
 
-# Phases
+# Precision
 
 
-def test_a_training_step_is_forward_backward_and_optimizer():
-    model, batch = Tiny(), torch.ones(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    forward, backward, step = train_phases(model, batch, optimizer, None)
-    assert [phase.name for phase in (forward, backward, step)] == ["forward", "backward", "optimizer"]
-    forward.run()
-    assert model.linear.weight.grad is None
-    backward.run()
-    assert torch.equal(model.linear.weight.grad, torch.full((2, 4), 3.0))
-    step.run()
-    assert model.linear.weight.grad is None
-    assert torch.equal(model.linear.weight, torch.full((2, 4), -3.0))
+@pytest.mark.parametrize(
+    ("dtype", "word"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float64, "fp64")],
+)
+def test_the_precision_of_a_plain_step_is_that_of_the_parameters(dtype, word):
+    assert precision_of(Tiny().to(dtype)) == word
 
 
-def test_a_training_step_can_be_repeated_and_trains_each_time():
-    model, batch = Tiny(), torch.ones(3, 4)
-    phases = train_phases(model, batch, torch.optim.SGD(model.parameters(), lr=1.0), None)
-    for _ in range(2):
-        for phase in phases:
-            phase.run()
-    assert torch.equal(model.linear.weight, torch.full((2, 4), -6.0))
+def test_parameters_of_several_dtypes_are_all_named():
+    model = torch.nn.Sequential(Tiny(), Tiny().bfloat16())
+    assert precision_of(model) == "bf16+fp32"
 
 
-def test_the_loss_lives_until_the_optimizer_has_stepped():
-    import weakref
-
-    made = []
-
-    def loss(output, _batch):
-        made.append(weakref.ref(value := output * 1))
-        return value
-
-    model = Tiny()
-    phases = train_phases(model, torch.ones(3, 4), torch.optim.SGD(model.parameters()), loss)
-    alive = []
-    for phase in phases:
-        phase.run()
-        alive.append(made[0]() is not None)
-    assert alive == [True, True, False]
+def test_a_model_without_parameters_runs_in_fp32():
+    assert precision_of(torch.nn.ReLU()) == "fp32"
 
 
-def test_an_inference_step_is_one_forward_pass_without_gradients():
-    seen = []
+def test_within_autocast_a_plain_step_is_in_the_models_own_precision():
+    linear, batch = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(batch).dtype == torch.bfloat16
+        with autocast_off(CPU):
+            assert linear(batch).dtype == torch.float32
 
-    class Watching(Tiny):
-        def forward(self, x):
-            seen.append((torch.is_inference_mode_enabled(), x.shape))
-            return super().forward(x)
 
-    (forward,) = infer_phases(Watching(), {"x": torch.ones(3, 4)})
-    assert forward.name == "forward"
-    assert forward.run() is None
-    assert seen == [(True, (3, 4))]
-    assert not torch.is_inference_mode_enabled()
+# Modes
 
 
 @pytest.mark.parametrize("training", [True, False])

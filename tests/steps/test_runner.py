@@ -14,9 +14,18 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import FrozenHeap, collect_everything, cyclic_collector_off
+from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.figures import Figures
-from pytest_gpumem.steps.model_step import infer_phases, train_phases
-from pytest_gpumem.steps.runner import MOST_WARM_UPS, Phase, StepFigures, live_at_rest, measure_step
+from pytest_gpumem.steps.inference import infer_phases
+from pytest_gpumem.steps.runner import (
+    MOST_RESTLESS_WARM_UPS,
+    MOST_WARM_UPS,
+    Phase,
+    StepFigures,
+    live_at_rest,
+    measure_step,
+)
+from pytest_gpumem.steps.training import Training
 
 KB = 1000
 F32 = 4
@@ -43,7 +52,7 @@ def device():
     device.close()
 
 
-def measured(device, phases, held: list, *, timed=False) -> StepFigures:
+def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigures:
     """Measure a step to which the tensors in ``held`` belong from the beginning."""
 
     def own():
@@ -60,6 +69,7 @@ def measured(device, phases, held: list, *, timed=False) -> StepFigures:
         own_before=sum(blocks.values()),
         live_before=device.live(),
         timed=timed,
+        state=state,
     )
 
 
@@ -78,8 +88,10 @@ BATCH, OUTPUT, LOSS = F32 * SAMPLES * INPUTS, F32 * SAMPLES * OUTPUTS, F32
 def linear_step(device, make_optimizer, **more) -> StepFigures:
     model, batch = torch.nn.Linear(INPUTS, OUTPUTS), torch.ones(SAMPLES, INPUTS)
     optimizer = make_optimizer(model.parameters())
-    phases = train_phases(model, batch, optimizer, lambda output, _batch: output.sum())
-    return measured(device, phases, [model, batch, optimizer], **more)
+    training = Training(
+        model, model, batch, optimizer, lambda output, _batch: output.sum(), StepConfig(), device.torch_device
+    )
+    return measured(device, training.phases(), [model, batch, optimizer], **more)
 
 
 def test_a_step_of_sgd_holds_parameters_gradients_and_one_output(device):
@@ -114,7 +126,8 @@ def test_a_backward_pass_ends_with_all_gradients(device):
 
 def test_an_inference_step_holds_parameters_batch_and_output(device):
     model, batch = torch.nn.Linear(INPUTS, OUTPUTS), torch.ones(SAMPLES, INPUTS)
-    figures = measured(device, infer_phases(model, batch), [model, batch])
+    phases = infer_phases(model, model, batch, StepConfig(), device.torch_device)
+    figures = measured(device, phases, [model, batch])
     assert figures.memory.memory_metrics() == {
         "peak_allocated": PARAMETERS + BATCH + OUTPUT,
         "retained": 0,
@@ -221,6 +234,18 @@ def test_a_single_phase_is_the_step_and_not_told_apart(device):
     assert metrics_of(device, lambda: tensor(KB)) == {"peak_allocated": KB, "retained": 0, "cyclic_garbage": 0}
 
 
+def test_phases_of_one_name_are_one_phase_with_the_highest_of_their_peaks(device):
+    phases = [Phase(name, lambda kb=kb: tensor(kb * KB)) for name, kb in [("a", 10), ("b", 5), ("a", 30), ("a", 20)]]
+    metrics = measured(device, phases, []).memory.memory_metrics()
+    assert (metrics["peak_a"], metrics["peak_b"], metrics["peak_allocated"]) == (30 * KB, 5 * KB, 30 * KB)
+
+
+def test_phases_that_all_have_one_name_are_the_step_and_not_told_apart(device):
+    phases = [Phase("a", lambda: tensor(KB)), Phase("a", lambda: tensor(2 * KB))]
+    metrics = measured(device, phases, []).memory.memory_metrics()
+    assert metrics == {"peak_allocated": 2 * KB, "retained": 0, "cyclic_garbage": 0}
+
+
 def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
     def fail():
         tensor(100 * KB)
@@ -305,6 +330,36 @@ def test_a_step_whose_phases_trade_bytes_has_not_settled(device):
     figures = measured(device, [Phase("first", first), Phase("second", lambda: tensor(500 * KB))], [])
     assert set(figures.warm_up_peaks) == {500 * KB}
     assert not figures.settled
+
+
+def moving_state(stays_from: int):
+    """A step whose state is another after each of its first runs; and how often it ran."""
+    ran: list[int] = []
+    return lambda: ran.append(0), lambda: min(len(ran), stays_from), ran
+
+
+def test_a_step_that_moves_its_state_keeps_warming_up_until_the_state_stays(device):
+    run, state, ran = moving_state(stays_from=9)
+    figures = measured(device, [Phase("step", run)], [], state=state)
+    assert figures.settled
+    assert len(figures.warm_up_peaks) == 10 > MOST_WARM_UPS
+    assert len(ran) == 11
+
+
+def test_a_state_that_stays_costs_no_more_warm_ups(device):
+    run, state, ran = moving_state(stays_from=1)
+    assert measured(device, [Phase("step", run)], [], state=state).settled
+    assert len(ran) == 3
+
+
+def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device):
+    run, state, ran = moving_state(stays_from=10**6)
+    figures = measured(device, [Phase("step", run)], [], state=state)
+    assert not figures.settled
+    assert len(ran) == MOST_RESTLESS_WARM_UPS + 1
+    assert figures.unsettled_note() == (
+        f"none of {MOST_RESTLESS_WARM_UPS} warm-up steps was like the one before: recompiled, or overflowed"
+    )
 
 
 # What a step leaves behind
