@@ -56,9 +56,9 @@ class Checkpointing:
         if (":" in form) != bool(argument) or (colon and not argument):
             raise ConfigError(f"checkpoint={text}: write checkpoint={form}")
         if kind in ("every", "sequential"):
-            return cls(kind, number=_count(f"checkpoint={kind}", argument))
+            return cls(kind, number=_count(f"checkpoint={text}", argument))
         if kind == "budget":
-            fraction = _number(f"checkpoint={kind}", argument)
+            fraction = _number(f"checkpoint={text}", argument)
             if not 0 <= fraction <= 1:
                 raise ConfigError(
                     f"checkpoint={text}: the budget is a fraction between 0 and 1 of the plain activations"
@@ -104,9 +104,9 @@ class StepConfig:
         if not isinstance(self.checkpoint, str):
             raise ConfigError(_unknown("checkpoint", self.checkpoint, CHECKPOINTS))
         kind = Checkpointing.parse(self.checkpoint).kind
-        object.__setattr__(self, "accumulate", _count("accumulate", self.accumulate))
+        object.__setattr__(self, "accumulate", _count(f"accumulate={self.accumulate}", self.accumulate))
         if self.clip is not None:
-            object.__setattr__(self, "clip", _number("clip", self.clip))
+            object.__setattr__(self, "clip", _number(f"clip={self.clip}", self.clip))
             if not (self.clip > 0 and math.isfinite(self.clip)):
                 raise ConfigError(f"clip={self.clip}: the norm to clip to is a number above 0")
         if self.blocks is not None and kind not in ON_BLOCKS:
@@ -126,18 +126,18 @@ class StepConfig:
         if not isinstance(text, str):
             raise ConfigError(f"{text!r} is no step config; write a text like 'amp-bf16,checkpoint=blocks'")
         values: dict[str, Any] = {}
-        for part in filter(None, map(str.strip, text.split(","))):
-            name, equals, value = part.partition("=")
-            if not equals:
-                if part == PLAIN:
-                    continue
-                name, value = "precision", _bare(part)
-            if name not in AXES:
-                raise ConfigError(f"step config {text!r}: {_unknown('setting', name, AXES)}")
-            if name in values:
-                raise ConfigError(f"step config {text!r} says {name} twice")
-            values[name] = value
         try:
+            for part in filter(None, map(str.strip, text.split(","))):
+                name, equals, value = part.partition("=")
+                if not equals:
+                    if part == PLAIN:
+                        continue
+                    name, value = "precision", _bare(part)
+                if name not in AXES:
+                    raise ConfigError(_unknown("setting", name, AXES))
+                if name in values:
+                    raise ConfigError(f"{name} is said twice")
+                values[name] = value
             return cls(**values)
         except ConfigError as error:
             raise ConfigError(f"step config {text!r}: {error}") from None
@@ -148,8 +148,10 @@ class StepConfig:
 
     def given(self) -> dict[str, str]:
         """What is not as by default, as texts, by name."""
-        told = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        return {name: f"{value:g}" if name == "clip" else str(value) for name, value, usual in told if value != usual}
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {field.name: str(told[field.name]) for field in fields(self) if told[field.name] != field.default}
+        # 1, as people write it, and not 1.0.
+        return {name: text.removesuffix(".0") if name == "clip" else text for name, text in given.items()}
 
     def text(self, own_precision: str | None = None) -> str:
         """The config as `parse` reads it. ``own_precision`` stands for a precision that is not given."""
@@ -269,21 +271,21 @@ def _unknown(what: str, value: object, words: Sequence[str]) -> str:
     return f"unknown {what} {value!r}; {hint}{valid}"
 
 
-def _count(name: str, value: object) -> int:
+def _count(said: str, value: object) -> int:
     try:
         number = int(str(value))
     except ValueError:
         number = 0
     if number < 1 or isinstance(value, bool):
-        raise ConfigError(f"{name}={value}: expected a whole number, 1 or more")
+        raise ConfigError(f"{said}: expected a whole number, 1 or more")
     return number
 
 
-def _number(name: str, value: object) -> float:
+def _number(said: str, value: object) -> float:
     try:
         return float(str(value))
     except ValueError:
-        raise ConfigError(f"{name}={value}: expected a number") from None
+        raise ConfigError(f"{said}: expected a number") from None
 
 
 def _in_an_id(text: str) -> str:

@@ -1,0 +1,392 @@
+"""Step configs: from text and back, their ids, and what is said of those that cannot be read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.steps.config import (
+    AXES,
+    CACHES,
+    CHECKPOINTS,
+    COMPILES,
+    ON_BLOCKS,
+    OPTIMIZERS,
+    PRECISIONS,
+    WEIGHTS,
+    ZERO_GRADS,
+    Checkpointing,
+    ConfigError,
+    StepConfig,
+    as_config,
+    combinations,
+)
+
+unhurried = settings(deadline=None)
+
+
+def raises(message: str):
+    return pytest.raises(ConfigError, match=f"^{re.escape(message)}$")
+
+
+# From text
+
+
+def test_a_config_without_anything_is_plain():
+    assert StepConfig.parse("plain") == StepConfig.parse("") == StepConfig()
+    assert (str(StepConfig()), StepConfig().id) == ("plain", "plain")
+
+
+def test_a_text_names_a_precision_and_settings():
+    config = StepConfig.parse("amp-bf16,checkpoint=every:2,optimizer=adamw-fused,clip=0.5,accumulate=4")
+    assert config == StepConfig(
+        precision="amp-bf16", checkpoint="every:2", optimizer="adamw-fused", clip=0.5, accumulate=4
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "accumulate=4,bf16,checkpoint=ops",
+        " bf16 , checkpoint=ops,accumulate=4 ",
+        "precision=bf16,checkpoint=ops,accumulate=4",
+        "plain,bf16,checkpoint=ops,accumulate=4,",
+        "bf16,checkpoint=ops,accumulate=04,optimizer=adamw",
+    ],
+)
+def test_order_blanks_and_defaults_do_not_matter(text):
+    assert str(StepConfig.parse(text)) == "bf16,checkpoint=ops,accumulate=4"
+
+
+def test_what_is_as_by_default_is_not_in_the_text():
+    assert str(StepConfig.parse("checkpoint=none,optimizer=adamw,accumulate=1,compile=none")) == "plain"
+
+
+def test_the_own_precision_stands_where_none_is_given():
+    assert StepConfig.parse("checkpoint=ops").text("fp32") == "fp32,checkpoint=ops"
+    assert StepConfig().text("bf16") == "bf16"
+    assert StepConfig.parse("fp16").text("fp32") == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("text", "checkpointing"),
+    [
+        ("none", Checkpointing("none")),
+        ("blocks", Checkpointing("blocks")),
+        ("every:3", Checkpointing("every", number=3)),
+        ("sequential:2", Checkpointing("sequential", number=2)),
+        ("modules:*.mlp", Checkpointing("modules", pattern="*.mlp")),
+        ("budget:0.25", Checkpointing("budget", fraction=0.25)),
+    ],
+)
+def test_a_kind_of_checkpointing_has_its_argument(text, checkpointing):
+    assert Checkpointing.parse(text) == checkpointing
+
+
+def test_what_a_test_author_writes_becomes_a_config():
+    config = StepConfig(precision="fp16")
+    assert as_config(config) is config
+    assert as_config("fp16") == config
+    assert as_config(None) is None
+
+
+# Ids
+
+
+@pytest.mark.parametrize(
+    ("text", "config_id"),
+    [
+        ("amp-bf16,checkpoint=every:2,optimizer=adamw-fused,accumulate=4", "amp-bf16-ckpt-every2-adamw-fused-acc4"),
+        ("checkpoint=modules:transformer.h.*", "ckpt-modules-transformer.h.*"),
+        ("checkpoint=blocks,blocks=transformer.h", "ckpt-blocks-of-transformer.h"),
+        ("checkpoint=budget:0.5,compile=default", "ckpt-budget0.5-compile"),
+        ("optimizer=none,clip=1,zero_grad=zero", "no-optimizer-clip1-zero-grad"),
+        ("fp32,compile=max-autotune", "fp32-compile-max-autotune"),
+        ("bf16,cache=on,weights=int8", "bf16-cache-int8"),
+        ("cache=off", "no-cache"),
+    ],
+)
+def test_an_id_is_short_and_in_the_fields_words(text, config_id):
+    assert StepConfig.parse(text).id == config_id
+
+
+# Any config
+
+CHECKPOINT_TEXTS = st.one_of(
+    st.sampled_from([word for word in CHECKPOINTS if ":" not in word]),
+    st.integers(1, 99).map("every:{}".format),
+    st.integers(1, 99).map("sequential:{}".format),
+    st.floats(0, 1).map("budget:{}".format),
+    st.from_regex(r"modules:[a-z0-9_.*?]{1,12}", fullmatch=True),
+)
+VALUES = {
+    "precision": st.sampled_from([None, *PRECISIONS]),
+    "checkpoint": CHECKPOINT_TEXTS,
+    "blocks": st.none() | st.from_regex(r"[a-z0-9_.*]{1,12}", fullmatch=True),
+    "optimizer": st.sampled_from(OPTIMIZERS),
+    "clip": st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False),
+    "zero_grad": st.sampled_from(ZERO_GRADS),
+    "accumulate": st.integers(1, 10**6),
+    "compile": st.sampled_from(COMPILES),
+    "cache": st.sampled_from([None, *CACHES]),
+    "weights": st.sampled_from([None, *WEIGHTS]),
+}
+
+
+def test_every_setting_is_among_those_that_are_tried():
+    assert set(VALUES) == set(AXES)
+
+
+@st.composite
+def configs(draw) -> StepConfig:
+    """A config that is valid: of two settings that contradict one another the second is left out."""
+    values = {name: draw(strategy) for name, strategy in VALUES.items()}
+    kind = values["checkpoint"].partition(":")[0]
+    if kind not in ON_BLOCKS:
+        values["blocks"] = None
+    if kind == "budget":
+        values["compile"] = draw(st.sampled_from([word for word in COMPILES[1:] if "eager" not in word]))
+    if values["precision"] in ("amp-fp16", "amp-bf16", "tf32"):
+        values["weights"] = None
+    return StepConfig(**values)
+
+
+@unhurried
+@given(configs())
+def test_a_config_is_what_its_text_says(config):
+    assert StepConfig.parse(str(config)) == config
+
+
+@unhurried
+@given(configs())
+def test_an_id_has_nothing_that_a_node_id_or_a_shell_stumbles_over(config):
+    assert re.fullmatch(r"[\w.*+-]+", config.id)
+
+
+@st.composite
+def matrices(draw) -> dict[str, list[object]]:
+    """Axes of which every combination is valid."""
+    axes = {
+        "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+        "checkpoint": CHECKPOINT_TEXTS.filter(lambda text: not text.startswith(("budget", "modules"))),
+        **{name: VALUES[name] for name in ("optimizer", "zero_grad", "accumulate", "compile", "cache")},
+    }
+    names = draw(st.lists(st.sampled_from(sorted(axes)), min_size=1, max_size=3, unique=True))
+    return {name: draw(st.lists(axes[name], min_size=1, max_size=3)) for name in names}
+
+
+@unhurried
+@given(matrices())
+def test_in_a_matrix_every_config_has_an_id_of_its_own(axes):
+    made = combinations(axes)
+    assert len({config.id for config in made}) == len(set(made)) == len(made)
+
+
+@unhurried
+@given(st.text() | st.lists(st.sampled_from([*AXES, *PRECISIONS, "=", ",", ":", "1", "ops", "every"])).map("".join))
+def test_any_text_makes_a_config_or_a_config_error(text):
+    try:
+        config = StepConfig.parse(text)
+    except ConfigError as error:
+        config = None
+        message = str(error)
+    if config is None:
+        assert repr(text) in message
+    else:
+        assert StepConfig.parse(str(config)) == config
+
+
+# Wrong ones
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("precision", PRECISIONS),
+        ("checkpoint", CHECKPOINTS),
+        ("optimizer", OPTIMIZERS),
+        ("zero_grad", ZERO_GRADS),
+        ("compile", COMPILES),
+        ("cache", CACHES),
+        ("weights", WEIGHTS),
+    ],
+)
+@pytest.mark.parametrize("wrong", ["zebra", 7, True])
+def test_an_unknown_word_is_told_with_all_that_are_valid(name, words, wrong):
+    with pytest.raises(ConfigError) as caught:
+        StepConfig(**{name: wrong})
+    message = str(caught.value)
+    assert message.startswith(f"unknown {name} {wrong!r}")
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("amp-bf61", "unknown precision 'amp-bf61'; did you mean 'amp-bf16'? Valid: " + ", ".join(PRECISIONS)),
+        ("checkpoints=ops", "unknown setting 'checkpoints'; did you mean 'checkpoint'? Valid: " + ", ".join(AXES)),
+        ("adamw", "'adamw' is no precision; write optimizer=adamw"),
+        ("every:2", "'every:2' is no precision; write checkpoint=every:2"),
+        ("blocks", "'blocks' is no precision; write checkpoint=blocks"),
+        ("reduce-overhead", "'reduce-overhead' is no precision; write compile=reduce-overhead"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_told_what_would_be_right(text, message):
+    with raises(f"step config {text!r}: {message}"):
+        StepConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("checkpoint=every", "checkpoint=every: write checkpoint=every:N"),
+        ("checkpoint=every:", "checkpoint=every:: write checkpoint=every:N"),
+        ("checkpoint=ops:2", "checkpoint=ops:2: write checkpoint=ops"),
+        ("checkpoint=modules", "checkpoint=modules: write checkpoint=modules:PATTERN"),
+        ("checkpoint=every:0", "checkpoint=every:0: expected a whole number, 1 or more"),
+        ("checkpoint=every:two", "checkpoint=every:two: expected a whole number, 1 or more"),
+        ("checkpoint=sequential:1.5", "checkpoint=sequential:1.5: expected a whole number, 1 or more"),
+        (
+            "checkpoint=budget:2,compile=default",
+            "checkpoint=budget:2: the budget is a fraction between 0 and 1 of the plain activations",
+        ),
+        (
+            "checkpoint=budget:nan,compile=default",
+            "checkpoint=budget:nan: the budget is a fraction between 0 and 1 of the plain activations",
+        ),
+        ("checkpoint=budget:half,compile=default", "checkpoint=budget:half: expected a number"),
+        (
+            "checkpoint=budget:0.5",
+            "checkpoint=budget:0.5 is the activation memory budget of torch.compile; add compile=default",
+        ),
+        (
+            "checkpoint=budget:0.5,compile=aot_eager",
+            "checkpoint=budget:0.5 is the activation memory budget of torch.compile; add compile=default",
+        ),
+        ("accumulate=0", "accumulate=0: expected a whole number, 1 or more"),
+        ("accumulate=1.5", "accumulate=1.5: expected a whole number, 1 or more"),
+        ("clip=0", "clip=0.0: the norm to clip to is a number above 0"),
+        ("clip=inf", "clip=inf: the norm to clip to is a number above 0"),
+        ("clip=nan", "clip=nan: the norm to clip to is a number above 0"),
+        ("clip=one", "clip=one: expected a number"),
+        ("blocks=h", "blocks=h does nothing with checkpoint=none: it takes no blocks"),
+        ("blocks=h,checkpoint=offload", "blocks=h does nothing with checkpoint=offload: it takes no blocks"),
+        ("amp-bf16,weights=int8", "weights=int8 goes with fp32, bf16 or fp16, not with amp-bf16"),
+    ],
+)
+def test_a_value_that_is_wrong_or_contradicts_another_is_told(text, message):
+    with raises(f"step config {text!r}: {message}"):
+        StepConfig.parse(text)
+
+
+def test_a_setting_is_said_once():
+    with raises("step config 'bf16,fp16': precision is said twice"):
+        StepConfig.parse("bf16,fp16")
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["fp32"]])
+def test_what_is_no_text_is_no_config(wrong):
+    with raises(f"{wrong!r} is no step config; write a text like 'amp-bf16,checkpoint=blocks'"):
+        StepConfig.parse(wrong)
+
+
+def test_true_is_no_number_of_micro_batches():
+    with raises("accumulate=True: expected a whole number, 1 or more"):
+        StepConfig(accumulate=True)
+
+
+# Steps that a config is for
+
+
+@pytest.mark.parametrize("text", ["cache=on", "cache=off", "weights=int8"])
+def test_a_training_step_has_no_use_for_what_only_inference_does(text):
+    config = StepConfig.parse(text)
+    config.only_for("infer_step")
+    with raises(f"step config '{text}': {text.partition('=')[0]} does nothing in gpumem.train_step"):
+        config.only_for("train_step")
+
+
+@pytest.mark.parametrize(
+    "text", ["checkpoint=blocks", "optimizer=sgd", "clip=1", "zero_grad=zero", "accumulate=2", "checkpoint=offload"]
+)
+def test_an_inference_step_has_no_use_for_what_only_training_does(text):
+    config = StepConfig.parse(text)
+    config.only_for("train_step")
+    with raises(f"step config '{text}': {text.partition('=')[0]} does nothing in gpumem.infer_step"):
+        config.only_for("infer_step")
+
+
+@pytest.mark.parametrize("kind", ["train_step", "infer_step"])
+@pytest.mark.parametrize("text", ["plain", "amp-bf16", "fp16,compile=default"])
+def test_precision_and_compiling_are_for_both(kind, text):
+    assert StepConfig.parse(text).only_for(kind) is None
+
+
+# Combinations
+
+
+def ids(*args, **kwargs) -> list[str]:
+    return [config.id for config in combinations(*args, **kwargs)]
+
+
+def test_the_last_axis_moves_fastest():
+    assert ids({"precision": ["fp32", "bf16"], "accumulate": [2, 4]}) == [
+        "fp32-acc2",
+        "fp32-acc4",
+        "bf16-acc2",
+        "bf16-acc4",
+    ]
+
+
+def test_an_axis_may_be_a_single_value():
+    assert ids({"precision": "bf16", "accumulate": (1, 2)}) == ["bf16", "bf16-acc2"]
+
+
+def test_equal_configs_are_one():
+    assert ids({"accumulate": [1, 1, 2], "optimizer": ["adamw", "adamw"]}) == ["plain", "acc2"]
+
+
+def test_what_has_all_of_a_skipped_text_is_left_out():
+    axes = {"precision": ["fp32", "fp16"], "checkpoint": ["none", "ops"]}
+    assert ids(axes, skip=["fp16,checkpoint=ops"]) == ["fp32", "fp32-ckpt-ops", "fp16"]
+    assert ids(axes, skip=["fp16"]) == ["fp32", "fp32-ckpt-ops"]
+
+
+def test_a_combination_that_makes_no_config_can_be_skipped():
+    axes = {"checkpoint": ["none", "budget:0.5"], "compile": ["none", "default"]}
+    with pytest.raises(ConfigError, match="add compile=default"):
+        combinations(axes)
+    assert ids(axes, skip=["checkpoint=budget:0.5,compile=none"]) == ["plain", "compile", "ckpt-budget0.5-compile"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "skip", "message"),
+    [
+        (
+            {"precisions": ["fp32"]},
+            (),
+            "unknown axis 'precisions'; did you mean 'precision'? Valid: " + ", ".join(AXES),
+        ),
+        ({"precision": []}, (), "an axis without a value makes no config"),
+        ({"precision": ["fp32"]}, ("fp16",), "skip='fp16' leaves nothing out: no combination has all of it"),
+        ({"precision": ["fp32"]}, ("fp32",), "skip leaves nothing to run"),
+        ({"precision": ["fp32"]}, ("",), "skip='': write settings, like 'fp16,checkpoint=ops'"),
+        ({"precision": ["fp32"]}, ("a=b",), "skip='a=b': write settings, like 'fp16,checkpoint=ops'"),
+    ],
+)
+def test_axes_that_make_no_matrix_are_told(axes, skip, message):
+    with raises(message):
+        combinations(axes, skip)
+
+
+def test_a_wrong_value_of_an_axis_is_told():
+    with pytest.raises(ConfigError, match=r"^unknown precision 'fp23'; did you mean 'fp32'\?"):
+        combinations({"precision": ["fp32", "fp23"]})
+
+
+def test_the_fields_of_a_config_are_its_axes():
+    assert tuple(field.name for field in fields(StepConfig)) == AXES
