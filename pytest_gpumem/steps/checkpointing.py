@@ -42,11 +42,18 @@ class Runs:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
+        self.segments: list[Segment] = []
+
+    def again(self) -> int:
+        """How many of the calls were repeated so far."""
+        return self.runs.total() - self.calls.total()
 
     def check(self, config: StepConfig) -> None:
         """Raises `ConfigError` when nothing of what was to be recomputed was, or a part of it did not even run."""
         if not self.calls:
             return
+        for segment in self.segments:
+            segment.check_ended()
         idle = [path for path in self.calls if not self.calls[path]]
         if idle:
             raise ConfigError(f"checkpoint={config.checkpoint}: {_some(idle)} did not run in this step")
@@ -121,6 +128,8 @@ def _recomputed_modules(model: torch.nn.Module, config: StepConfig) -> list[Bloc
 def _segment(blocks: list[Block], runs: Runs | None) -> Iterator[tuple[torch.nn.Module, Forward]]:
     path = blocks[0].path if len(blocks) == 1 else f"{blocks[0].path} to {blocks[-1].path}"
     segment = Segment(blocks, _recompute(path, runs, {}))
+    if runs is not None:
+        runs.segments.append(segment)
     for block, forward in zip(blocks, segment.forwards(), strict=True):
         yield block.module, functools.wraps(block.module.forward)(forward)
 

@@ -1,7 +1,8 @@
 """Segments: consecutive blocks that are recomputed as one, without touching the model's loop over them.
 
-The first block of a segment runs all of it; the others hand on what they get. That is right only where the loop does
-nothing between two blocks and gives each the same arguments, so both are checked, every time.
+The first block of a segment runs all of it; the others hand on what they get. That is right only where the loop runs
+each block once and in order, does nothing between two blocks and gives each the same arguments, so all of that is
+checked, every time.
 """
 
 from __future__ import annotations
@@ -39,16 +40,24 @@ class Segment:
         self._own = [block.module.forward for block in blocks]
         self._recompute = recompute
         self._output: Any = None
+        self._ran = 0
+        """How many of the blocks the loop has come to, in a call that has not ended."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forwards(self) -> list[Forward]:
         return [self._first(), *(self._follower(number) for number in range(1, len(self._own)))]
 
+    def check_ended(self) -> None:
+        """Raises `ConfigError` when the model's loop has come to the first block and not to all of them."""
+        if self._call is not None:
+            raise self._wrong(self._ran, f"it did not run after {self._paths[self._ran - 1]}")
+
     def _first(self) -> Forward:
         def run_all(*args: Any, **kwargs: Any) -> Any:
+            self.check_ended()
             output = self._recompute(self._run, *args, **kwargs)
             if len(self._own) > 1:
-                self._output, self._call = output, (args, kwargs)
+                self._output, self._call, self._ran = output, (args, kwargs), 1
             return output
 
         return run_all
@@ -68,6 +77,7 @@ class Segment:
                 raise self._wrong(number, f"it ran before {self._paths[0]}")
             self._check(number, args, kwargs)
             output = self._output
+            self._ran += 1
             if last:
                 self._output = self._call = None
             return output
@@ -76,6 +86,10 @@ class Segment:
 
     def _check(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._call is not None, "the caller has looked"
+        if number < self._ran:
+            raise self._wrong(number, "it ran more than once")
+        if number > self._ran:
+            self.check_ended()
         hidden, where = _hidden(args, kwargs)
         if hidden is not self._hidden_of(self._output, number - 1):
             raise self._wrong(number, "the model changes what it gets from the block before")
