@@ -6,12 +6,15 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import load_compiler
+from pytest_gpumem.devices.torch_internals import compiled_graphs, load_compiler
+from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
+
+    from pytest_gpumem.steps.runner import Phase
 
 BACKENDS = ("eager", "aot_eager")
 
@@ -37,6 +40,21 @@ def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
             yield torch.compile(model, mode=word)
     finally:
         torch.compiler.reset()
+
+
+def compile_now(phases: Iterable[Phase], word: str) -> None:
+    """Run a compiled step once, which compiles it; nothing with ``compile=none``.
+
+    Raises `ConfigError` when nothing was compiled.
+    """
+    if word == "none":
+        return
+    before = compiled_graphs()
+    with warnings_of_compiling():
+        for phase in phases:
+            phase.run()
+    if compiled_graphs() == before:
+        raise ConfigError(f"compile={word}: torch.compile found nothing to compile in the model's forward")
 
 
 @contextmanager

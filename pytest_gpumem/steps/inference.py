@@ -86,9 +86,10 @@ def _past(output: Any) -> Any:
 
 
 @contextmanager
-def caching(model: torch.nn.Module, cache: bool | None) -> Iterator[None]:
+def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
     """Within, the model keeps keys and values by default, or not (``config.use_cache``); ``None`` leaves it.
 
+    Raises `ConfigError` for a model without such a switch, if it is ``required``.
     Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
     """
     found: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
@@ -96,6 +97,10 @@ def caching(model: torch.nn.Module, cache: bool | None) -> Iterator[None]:
     if cache is None:
         yield
         return
+    if required and not configs:
+        raise ConfigError(
+            f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
+        )
     before = [(config, config.use_cache) for config in configs.values()]
     for config, _ in before:
         config.use_cache = cache

@@ -11,7 +11,7 @@ from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe, items_in, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
-from pytest_gpumem.steps.compiling import compiled, warnings_of_compiling
+from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.inference import caching, infer_phases, quantized
 from pytest_gpumem.steps.model_step import (
@@ -24,7 +24,7 @@ from pytest_gpumem.steps.model_step import (
 )
 from pytest_gpumem.steps.optimizers import optimizer_named
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision, matmul_precision
-from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse
+from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse, rehearse_inference
 from pytest_gpumem.steps.state import StateBytes, state_of
 from pytest_gpumem.steps.training import Training
 
@@ -160,10 +160,7 @@ def prepared_train_step(
         stack.enter_context(checkpointed(model, config))
         training.run = stack.enter_context(compiled(model, config.compile))
         phases = training.phases()
-        if config.compile != "none":
-            with warnings_of_compiling():
-                for phase in phases:
-                    phase.run()
+        compile_now(phases, config.compile)
         yield PreparedTrainStep(bench, training, tuple(phases), start, seen)
 
 
@@ -188,12 +185,10 @@ def measure_infer_step(
     model = quantized(model, config, given is not None)
     with ExitStack() as stack:
         stack.enter_context(surroundings(model, config, device, training=False))
+        rehearse_inference(infer_phases(model, model, batch, config, device), config)
         run = stack.enter_context(compiled(model, config.compile))
         phases = infer_phases(model, run, batch, config, device)
-        if config.compile != "none":
-            with warnings_of_compiling():
-                for phase in phases:
-                    phase.run()
+        compile_now(phases, config.compile)
         figures = bench.measure(
             phases, start, held=lambda: (model, batch), state=compiled_graphs if config.compile != "none" else None
         )
@@ -210,7 +205,7 @@ def surroundings(model: torch.nn.Module, config: StepConfig, device: torch.devic
     with (
         in_mode(model, training=training),
         matmul_precision(config.precision),
-        caching(model, cache),
+        caching(model, cache, required=config.cache == "off"),
         # Within an outer autocast, even one that is off, the copies of weights would outlive forward.
         nullcontext() if autocasts else autocast_off(device),
     ):

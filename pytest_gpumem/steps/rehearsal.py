@@ -12,10 +12,12 @@ from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import precision_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
+    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.runner import Phase
     from pytest_gpumem.steps.training import Training
 
 MOST_OVERFLOWS = 18
@@ -48,6 +50,7 @@ def rehearse(training: Training) -> Rehearsal:
         for attempt in range(MOST_OVERFLOWS + 1):
             wrong.clear()
             again.number = 0
+            parts_before = runs.again()
             before = training.scale()
             for phase in training.phases():
                 with cast.watched() if phase.name == "forward" else again.counted():
@@ -67,7 +70,19 @@ def rehearse(training: Training) -> Rehearsal:
     training.before_optimizer = None
     runs.check(config)
     cast.check(config.precision)
-    return Rehearsal(notes, again.number)
+    # The parts themselves are run again without being called, so that no hook of theirs sees it.
+    return Rehearsal(notes, again.number + runs.again() - parts_before)
+
+
+def rehearse_inference(phases: Iterable[Phase], config: StepConfig) -> None:
+    """Run an inference step that autocasts once, not compiled. Raises `ConfigError` when autocast cast nothing."""
+    cast = _CastTo(precision_named(config.precision))
+    if cast.is_idle:
+        return
+    with cast.watched():
+        for phase in phases:
+            phase.run()
+    cast.check(config.precision)
 
 
 class _CallsInBackward:
@@ -111,6 +126,11 @@ class _CastTo:
     def __init__(self, precision: Any) -> None:
         self._name: str | None = None if precision is None else precision.autocast
         self._seen = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the precision has no autocast, so that there is nothing to find out."""
+        return self._name is None
 
     def watched(self) -> AbstractContextManager[object]:
         if self._name is None:

@@ -1,0 +1,106 @@
+"""A config that has nothing to act on is an error: a step that silently runs plainly would be a gate that sees nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.steps.bench import Bench
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.measured import measure_infer_step, measure_train_step
+
+WIDTH = 8
+
+
+class Model(torch.nn.Module):
+    """Blocks that work, one that never runs, and a switch that ``config=`` can turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.never = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Frozen(Model):
+    """Only its input's gradient would flow through the blocks, and the input wants none."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class WithoutAutocast(Model):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class NotCompiled(Model):
+    forward = torch.compiler.disable(Model.forward)
+
+
+@pytest.fixture
+def bench():
+    device = CpuDevice()
+    device.open()
+    yield Bench(device, Windows(device), timed=False)
+    device.close()
+
+
+def train(bench, model, config):
+    return measure_train_step(bench, model, torch.ones(4, WIDTH), config=StepConfig.parse(config))
+
+
+def infer(bench, model, config):
+    return measure_infer_step(bench, model, torch.ones(4, WIDTH), config=StepConfig.parse(config))
+
+
+@pytest.mark.parametrize(
+    ("run", "model", "config", "message"),
+    [
+        (train, Model, "checkpoint=modules:never", "checkpoint=modules:never: never did not run in this step"),
+        (train, Model, "checkpoint=modules:*.mlp", "no module of Model matches '*.mlp'; it has blocks, blocks.0"),
+        (train, Model, "checkpoint=every:3", "checkpoint=every:3: Model has only 2 blocks in a row"),
+        (train, Model, "checkpoint=sequential:3", "3 segments cannot be made of 2 blocks"),
+        (train, Frozen, "checkpoint=blocks", "blocks.0, blocks.1 ran, but nothing was computed again in backward"),
+        (train, Frozen, "checkpoint=sqrt", "blocks.0 to blocks.1 ran, but nothing was computed again in backward"),
+        (train, lambda: torch.nn.Linear(WIDTH, 1), "checkpoint=blocks", "Linear has no repeated blocks"),
+        (train, WithoutAutocast, "amp-bf16", "amp-bf16: autocast was on and cast nothing to bfloat16"),
+        (infer, WithoutAutocast, "amp-fp16", "amp-fp16: autocast was on and cast nothing to float16"),
+        (train, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
+        (infer, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
+        (infer, Model, "cache=off", "Model has no config.use_cache"),
+        (infer, Model, "cache=on", "Model does not"),
+        (train, Model, "cache=on", "cache does nothing in gpumem.train_step"),
+        (infer, Model, "optimizer=sgd,accumulate=2", "accumulate, optimizer does nothing in gpumem.infer_step"),
+    ],
+)
+def test_a_config_with_nothing_to_act_on_says_what_it_missed(bench, run, model, config, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(bench, model, config)
+
+
+@pytest.mark.parametrize(
+    ("run", "config"),
+    [
+        (train, "amp-bf16,checkpoint=blocks"),
+        (train, "checkpoint=sqrt,compile=eager"),
+        (train, "checkpoint=modules:blocks.1"),
+        (infer, "amp-fp16,compile=eager"),
+    ],
+)
+def test_one_that_has_something_to_act_on_is_measured(bench, run, config):
+    assert run(bench, Model, config).figures.settled
