@@ -1,0 +1,337 @@
+"""Checkpointing without touching a model's code: the same gradients, less saved, and everything back as it was."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.steps.checkpointing import SAVED_OPERATORS, Runs, checkpointed, saving
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+
+BLOCKS = 4
+EVERY_KIND = ["blocks", "every:2", "sequential:2", "sqrt", "modules:h.*.mlp", "ops"]
+"""Those that replace the ``forward`` of modules."""
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.5))
+
+    def forward(self, hidden):
+        return hidden + self.mlp(hidden)
+
+
+class Model(nn.Module):
+    """Some blocks with dropout, in a loop."""
+
+    def __init__(self, count=BLOCKS):
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(Block() for _ in range(count))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, hidden):
+        for block in self.h:
+            hidden = block(hidden)
+        return self.head(hidden).sum()
+
+
+@pytest.fixture
+def device():
+    device = CpuDevice()
+    device.open()
+    yield device
+    device.close()
+
+
+def batch(samples: int = 4) -> torch.Tensor:
+    return torch.linspace(-1, 1, samples * 8).view(samples, 8)
+
+
+def config_of(checkpoint: str, **more) -> StepConfig:
+    return StepConfig(checkpoint=checkpoint, **more)
+
+
+def step(model: nn.Module, config: StepConfig, runs: Runs | None = None) -> dict[str, torch.Tensor]:
+    """The gradients of a step, always with the same random numbers."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    with checkpointed(model, config, runs):
+        with saving(config):
+            loss = model(batch())
+        loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def saved_bytes(device: CpuDevice, checkpoint: str) -> int:
+    """Bytes that are live after forward, and were not before."""
+    # Beside these samples the state of the random numbers, 5 kB for each part, is little.
+    model, inputs = Model(), batch(1024)
+    before = device.live()
+    with checkpointed(model, config_of(checkpoint)):
+        loss = model(inputs)
+        saved = device.live() - before
+        loss.backward()
+    return saved
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(config: StepConfig) -> Counter[str]:
+    model = Model()
+    with Operators() as operators:
+        step(model, config)
+    return operators.counts
+
+
+# What a step gives
+
+
+@pytest.mark.parametrize("checkpoint", [*EVERY_KIND, "none"])
+def test_gradients_are_those_of_the_plain_step_bit_for_bit_with_dropout(checkpoint):
+    plain = step(Model(), config_of("none"))
+    model = Model()
+    for _ in range(2):
+        found = step(model, config_of(checkpoint))
+        assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
+
+
+def test_gradients_are_those_of_the_plain_step_when_saved_tensors_were_moved():
+    plain, found = step(Model(), config_of("none")), step(Model(), config_of("offload"))
+    # A transposed weight comes back in another layout, for which another kernel sums.
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_moves_these_gradients():
+    plain = step(Model(), config_of("none"))
+    model = Model()
+    model.h.eval()
+    assert not torch.equal(step(model, config_of("none"))["h.0.mlp.0.weight"], plain["h.0.mlp.0.weight"])
+
+
+@pytest.mark.parametrize("checkpoint", EVERY_KIND)
+def test_the_model_is_as_it_was_afterwards(checkpoint):
+    model = Model()
+    names = list(model.state_dict())
+    with checkpointed(model, config_of(checkpoint)):
+        assert any("forward" in vars(module) for module in model.modules())
+        assert list(model.state_dict()) == names
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("checkpoint", EVERY_KIND)
+def test_the_model_is_as_it_was_after_an_error(checkpoint):
+    model = Model()
+    with pytest.raises(ZeroDivisionError), checkpointed(model, config_of(checkpoint)):
+        raise ZeroDivisionError
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_forward_that_somebody_else_had_put_there_comes_back():
+    model = Model()
+    model.h[0].forward = theirs = lambda hidden: hidden * 2
+    with checkpointed(model, config_of("blocks")):
+        assert model.h[0].forward is not theirs
+    assert model.h[0].forward is theirs
+
+
+def test_a_replaced_forward_still_tells_its_signature():
+    import inspect
+
+    model = Model()
+    with checkpointed(model, config_of("blocks")):
+        assert list(inspect.signature(model.h[0].forward).parameters) == ["hidden"]
+    with checkpointed(model, config_of("sequential:1")):
+        assert list(inspect.signature(model.h[3].forward).parameters) == ["hidden"]
+
+
+# What is saved, and what is computed again
+
+
+@pytest.mark.parametrize("checkpoint", EVERY_KIND)
+def test_every_kind_saves_less_than_the_plain_step(device, checkpoint):
+    assert saved_bytes(device, checkpoint) < saved_bytes(device, "none")
+
+
+def test_longer_segments_save_less_and_dear_operators_more(device):
+    kinds = ["sequential:1", "sequential:2", "sequential:4", "ops"]
+    saved = [saved_bytes(device, checkpoint) for checkpoint in kinds]
+    assert saved == sorted(saved)
+    assert len(set(saved)) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "calls"),
+    [
+        ("blocks", ["h.0", "h.1", "h.2", "h.3"]),
+        ("ops", ["h.0", "h.1", "h.2", "h.3"]),
+        ("every:2", ["h.1", "h.3"]),
+        ("every:3", ["h.2"]),
+        ("sequential:2", ["h.0 to h.1", "h.2 to h.3"]),
+        ("sequential:3", ["h.0 to h.1", "h.2", "h.3"]),
+        ("sequential:1", ["h.0 to h.3"]),
+        ("sqrt", ["h.0 to h.1", "h.2 to h.3"]),
+        ("modules:h.?.mlp", [f"h.{number}.mlp" for number in range(4)]),
+    ],
+)
+def test_what_is_called_for_runs_once_more(checkpoint, calls):
+    runs = Runs()
+    step(Model(), config_of(checkpoint), runs)
+    runs.check(config_of(checkpoint))
+    assert runs.calls == dict.fromkeys(calls, 1)
+    assert runs.runs == dict.fromkeys(calls, 2)
+    assert runs.again() == len(calls)
+
+
+@pytest.mark.parametrize(("blocks", "segments"), [(1, 1), (2, 1), (3, 2), (6, 2), (7, 3), (9, 3)])
+def test_the_root_of_the_number_of_blocks_is_rounded_to_segments(blocks, segments):
+    runs = Runs()
+    # A list of one has to be named.
+    step(Model(blocks), config_of("sqrt", blocks="h"), runs)
+    assert len(runs.calls) == segments
+
+
+def test_the_dear_operators_are_saved_and_run_no_more_often_than_in_the_plain_step():
+    plain, blocks, dear = (counted(config_of(checkpoint)) for checkpoint in ("none", "blocks", "ops"))
+    # Each of a block's linear layers has one product in forward.
+    assert blocks["addmm"] - plain["addmm"] == 2 * BLOCKS
+    assert dear["addmm"] == plain["addmm"]
+    assert dear["mm"] == blocks["mm"] == plain["mm"] > 0
+    assert dear["gelu"] == blocks["gelu"] == 2 * plain["gelu"] > 0
+
+
+def test_every_operator_that_is_saved_is_one_of_torch():
+    assert [name for name in SAVED_OPERATORS if not hasattr(torch.ops.aten, name)] == []
+
+
+def test_without_gradients_nothing_is_saved_or_counted_as_computed_again():
+    runs = Runs()
+    model = Model()
+    with checkpointed(model, config_of("blocks"), runs), torch.no_grad():
+        model(batch())
+    assert set(runs.runs.values()) == set(runs.calls.values()) == {1}
+
+
+def test_named_blocks_are_those_that_are_recomputed():
+    model = Model()
+    model.more = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    runs = Runs()
+    step(model, config_of("blocks", blocks="h.1"), runs)
+    assert list(runs.calls) == ["h.1"]
+
+
+def test_offloading_moves_saved_tensors_to_host_memory_and_back():
+    moved = []
+    original = torch.autograd.graph.save_on_cpu
+
+    class Noted(original):
+        def __init__(self, **kwargs):
+            moved.append(kwargs)
+            super().__init__(**kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.autograd.graph.save_on_cpu", Noted)
+        assert isinstance(saving(config_of("offload")), original)
+        with saving(config_of("blocks")) as nothing:
+            assert nothing is None
+    assert moved == [{"pin_memory": True}]
+
+
+# Nothing to act on
+
+
+@pytest.mark.parametrize("checkpoint", ["blocks", "every:2", "sequential:2", "sqrt", "ops"])
+def test_a_model_without_blocks_is_told(checkpoint):
+    with (
+        pytest.raises(ConfigError, match=r"^Linear has no repeated blocks"),
+        checkpointed(nn.Linear(1, 1), config_of(checkpoint)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ("every:5", "checkpoint=every:5: Model has only 4 blocks in a row"),
+        ("sequential:5", "5 segments cannot be made of 4 blocks"),
+        ("modules:*.attn", "no module of Model matches '*.attn'; it has h, h.0, h.0.mlp, "),
+    ],
+)
+def test_a_model_with_too_little_to_act_on_is_told_and_left_as_it_was(checkpoint, message):
+    model = Model()
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"), checkpointed(model, config_of(checkpoint)):
+        pass
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_modules_that_did_not_run_are_told():
+    class Partly(Model):
+        def forward(self, hidden):
+            return self.head(self.h[1](hidden)).sum()
+
+    runs = Runs()
+    config = config_of("blocks")
+    step(Partly(6), config, runs)
+    with pytest.raises(ConfigError, match=r"^checkpoint=blocks: h\.0, h\.2, h\.3 and 2 more did not run in this step$"):
+        runs.check(config)
+
+
+def test_a_segment_whose_blocks_did_not_all_run_is_told():
+    class Partly(Model):
+        def forward(self, hidden):
+            return self.head(self.h[0](hidden)).sum()
+
+    runs = Runs()
+    config = config_of("sequential:1")
+    step(Partly(), config, runs)
+    with pytest.raises(ConfigError, match=r"^h\.1 cannot be .*: it did not run after h\.0;"):
+        runs.check(config)
+
+
+def test_modules_that_ran_and_were_not_computed_again_are_told():
+    model = Model()
+    model.h.requires_grad_(False)
+    runs = Runs()
+    config = config_of("every:2")
+    step(model, config, runs)
+    message = (
+        "checkpoint=every:2: h.1, h.3 ran, but nothing was computed again in backward "
+        "(no gradient flows through, or it is frozen)"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        runs.check(config)
+
+
+def test_frozen_blocks_beside_trained_ones_are_no_error():
+    model = Model()
+    model.h[:2].requires_grad_(False)
+    runs = Runs()
+    step(model, config_of("blocks"), runs)
+    runs.check(config_of("blocks"))
+    assert runs.again() == 2
+
+
+def test_a_budget_of_activations_is_set_within_and_not_afterwards():
+    from torch._functorch import config as functorch
+
+    before = functorch.activation_memory_budget
+    with checkpointed(Model(), config_of("budget:0.25", compile="default")):
+        assert functorch.activation_memory_budget == 0.25
+    assert functorch.activation_memory_budget == before != 0.25
