@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s")
     made.add_argument("--list", action="store_true", help="print the names of the cases and run none")
+    made.set_defaults(again=False)
     earlier = made.add_mutually_exclusive_group()
     earlier.add_argument(
         "--resume", dest="again", action="store_false", help="leave out cases that the file has already (the default)"

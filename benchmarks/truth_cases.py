@@ -66,9 +66,9 @@ def result_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]:
         return head | {"cannot_run": str(error)}
     except Exception as error:  # noqa: BLE001 - the others are to run whatever becomes of this one
         if is_out_of_memory(error):
-            # How much was free and who held the rest is another each time.
-            return head | {"cannot_run": str(error).split(".")[0]}
-        return head | {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+            # Who held the rest of the GPU is another each time.
+            return head | {"cannot_run": _first_line(error).partition(" GPU ")[0]}
+        return head | {"failed": f"{type(error).__name__}: {_first_line(error)}"}
 
 
 def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]:
@@ -128,6 +128,10 @@ def _collections_made_short() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _over(before: Bytes, reading: Bytes) -> Bytes:

@@ -1,0 +1,66 @@
+"""A `CudaRuntime` over host memory: real steps, read through the counters that a CUDA allocator keeps.
+
+What is requested is what tensors hold on the host. The other counters are made from it, so that each is told from the
+others: no figure of them is one of a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_gpumem.devices.cuda_runtime import GpuProperties
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.devices.cpu import CpuDevice
+
+TIMES = {"requested": 1, "allocated": 2, "active": 3, "reserved": 4}
+"""How many bytes each counter counts for one that is requested."""
+
+
+class HostAsCuda:
+    """See above."""
+
+    def __init__(self, host: CpuDevice) -> None:
+        self._host = host
+        self._peak = 0
+
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def properties(self) -> GpuProperties:
+        return GpuProperties("A host", 10**9, "none", "no uuid", (9, 0))
+
+    def statistics(self) -> dict[str, int]:
+        self._peak = max(self._peak, self._host.take_peak().allocated)
+        readings = {"current": self._host.live(), "peak": self._peak}
+        return {
+            f"{name}_bytes.all.{which}": times * size
+            for which, size in readings.items()
+            for name, times in TIMES.items()
+        }
+
+    def reset_peaks(self) -> None:
+        self._host.take_peak()
+        self._peak = self._host.live()
+
+    def clear_workspaces(self) -> None:
+        return
+
+    def empty_cache(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+    def allocate(self, nbytes: int) -> object:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def time(self, run: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
