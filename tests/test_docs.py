@@ -14,15 +14,30 @@ from pathlib import Path
 import pytest
 
 import pytest_gpumem
-from pytest_gpumem import Measurement, hookspecs
+from pytest_gpumem import Measurement, StepConfig, hookspecs
 from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
+from pytest_gpumem.cli.advise import advise
+from pytest_gpumem.estimate import Estimate
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.marker import _ARGUMENTS
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.options import add_options
+from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.settings import _KEYS, _KIND_NAMES, Settings, read_table, settings_from_table
+from pytest_gpumem.steps.config import (
+    _NOT_IN,
+    AXES,
+    CACHES,
+    CHECKPOINTS,
+    COMPILES,
+    OPTIMIZERS,
+    PRECISIONS,
+    WEIGHTS,
+    ZERO_GRADS,
+    combinations,
+)
 from pytest_gpumem.units import parse_ratio, parse_size
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +78,11 @@ def blocks(language: str) -> list[Block]:
 def section_of(page: str, heading: str) -> str:
     """The text under a second-level heading."""
     return re.split(rf"^## {re.escape(heading)}$", read(page), flags=re.MULTILINE)[1].split("\n## ")[0]
+
+
+def subsection_of(page: str, heading: str, name: str) -> str:
+    """The text under a third-level heading of a section."""
+    return re.split(rf"^### {re.escape(name)}$", section_of(page, heading), flags=re.MULTILINE)[1].split("\n### ")[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -180,6 +200,96 @@ def test_the_reference_has_every_attribute_of_a_measurement():
     text = section_of("docs/reference.md", "Measurement")
     public = {name for name in dir(Measurement) if not name.startswith("_")} - {"to_plain"}
     assert {name for name in public if f"`{name}`" not in text} == set()
+
+
+def test_the_reference_has_every_attribute_of_an_estimate():
+    text = section_of("docs/reference.md", "Fixture")
+    public = {name for name in dir(Estimate) if not name.startswith("_")}
+    assert {name for name in public if f"`{name}`" not in text} == set()
+
+
+def test_the_reference_has_the_tolerance_of_gradients_of_every_precision():
+    (header, *lines) = rows(section_of("docs/reference.md", "Fixture").partition("### `gpumem.assert_same")[2])
+    assert header == ["precision", "default `rtol`"]
+    told = {}
+    for words, rtol in lines:
+        told.update(dict.fromkeys(re.findall(r"`(.+?)`", words), float(rtol)))
+        if words.startswith("none given"):
+            told[None] = float(rtol)
+    assert told == DEFAULT_TOLERANCES
+
+
+def axes() -> dict[str, list[str]]:
+    """The other cells of each axis' row: values, default, steps, meaning."""
+    return named_rows(section_of("docs/reference.md", "Step configs").partition("\n### ")[0])
+
+
+def test_the_reference_has_every_axis_of_a_step_config_with_its_default_and_steps():
+    table = axes()
+    assert list(table) == list(AXES)
+    for name, (_, default, steps, _) in table.items():
+        usual = getattr(StepConfig(), name)
+        assert default == f"`{usual}`" if usual is not None else default in ("the model's own", "found", "none")
+        kinds = [kind for kind in ("train_step", "infer_step") if name not in _NOT_IN[kind]]
+        assert steps == (f"`{kinds[0]}`" if len(kinds) == 1 else "both")
+
+
+@pytest.mark.parametrize(
+    ("heading", "words"), [("Precision", PRECISIONS), ("Checkpointing", CHECKPOINTS), ("Optimizers", OPTIMIZERS)]
+)
+def test_the_reference_has_every_word_of_a_step_config(heading, words):
+    table = rows(subsection_of("docs/reference.md", "Step configs", heading))
+    assert re.findall(r"`(.+?)`", " ".join(cells[0] for cells in table)) == list(words)
+
+
+@pytest.mark.parametrize(
+    ("axis", "words"), [("zero_grad", ZERO_GRADS), ("compile", COMPILES), ("cache", CACHES), ("weights", WEIGHTS)]
+)
+def test_the_reference_has_every_value_of_a_step_config(axis, words):
+    assert re.findall(r"`(.+?)`", axes()[axis][0]) == list(words)
+
+
+def test_the_config_and_the_id_in_the_reference_belong_together():
+    text = section_of("docs/reference.md", "Step configs")
+    (written,) = re.findall(r'config="(.+?)"\)', text)
+    assert f"`{StepConfig.parse(written).id}`" in text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_step_configs_in_the_pages_are_step_configs(page):
+    for text in re.findall(r'config="(.+?)"', read(page)):
+        assert StepConfig.parse(text)
+
+
+def test_the_matrices_in_the_pages_make_configs():
+    calls = [
+        node
+        for block in blocks("python")
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("gpumem_configs") and node.keywords
+    ]
+    assert len(calls) > 1
+    for call in calls:
+        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        skip = given.pop("skip", ())
+        assert len(combinations(given, [skip] if isinstance(skip, str) else skip)) > 1
+
+
+def test_the_reference_has_every_option_of_advise_with_its_default():
+    table = named_rows(section_of("docs/reference.md", "gpumem advise"))
+    told = {name: cells[0] for name, cells in table.items() if name.startswith("--")}
+    expected = {}
+    for option in advise.params:
+        if option.param_type_name == "option":
+            shown = "off" if option.is_flag else f"`{option.default}`" if isinstance(option.default, str) else "none"
+            expected[option.opts[0]] = shown
+    assert told == expected
+
+
+def test_the_reference_has_the_exit_codes_that_advise_tells_of():
+    table = rows(section_of("docs/reference.md", "gpumem advise"))
+    told = [cells[0] for cells in table if cells[0].isdigit()]
+    assert told == re.findall(r"\b(\d)\b", str(advise.help).partition("Exit status:")[2])
 
 
 def test_the_architecture_places_every_module():
