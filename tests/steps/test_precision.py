@@ -1,0 +1,170 @@
+"""Precision: which weights, batch, autocast, scaler and matrix products a word of ``precision=`` means."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.steps.config import PRECISIONS, ConfigError
+from pytest_gpumem.steps.precision import (
+    autocasting,
+    batch_in_precision,
+    in_precision,
+    matmul_precision,
+    precision_named,
+    scaler_of,
+)
+
+CPU = torch.device("cpu")
+FLOAT32 = ["fp32", "tf32", "amp-fp16", "amp-bf16"]
+HALF = [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+
+
+def linear(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return torch.nn.Linear(2, 2, dtype=dtype)
+
+
+def test_every_word_is_a_precision_and_no_word_is_the_models_own():
+    assert [word for word in PRECISIONS if precision_named(word) is None] == []
+    assert precision_named(None) is None
+
+
+# Weights
+
+
+@pytest.mark.parametrize(("word", "dtype"), [*((word, torch.float32) for word in FLOAT32), *HALF])
+def test_a_model_that_was_built_here_gets_the_weights_of_the_precision(word, dtype):
+    for built in (torch.float32, torch.float64, torch.bfloat16):
+        model = in_precision(linear(built), word, given=False)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_buffers_of_integers_stay_integers():
+    model = in_precision(torch.nn.BatchNorm1d(2), "bf16", given=False)
+    assert model.running_mean.dtype == torch.bfloat16
+    assert model.num_batches_tracked.dtype == torch.int64
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_without_a_precision_a_model_stays_as_it_is(given):
+    model = linear(torch.float64)
+    assert in_precision(model, None, given) is model
+    assert model.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("amp-bf16", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_given_model_in_the_right_dtype_is_taken_as_it_is(word, dtype):
+    model = linear(dtype)
+    assert in_precision(model, word, given=True) is model
+
+
+def test_a_given_model_in_another_dtype_is_told_how_to_get_there_and_not_converted():
+    model = torch.nn.Sequential(linear(), linear(torch.float16), linear(torch.bfloat16))
+    message = (
+        "bf16 trains bfloat16 parameters, but the model has float16, float32; "
+        "pass a function that builds the model, or convert it with model.to(torch.bfloat16)"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        in_precision(model, "bf16", given=True)
+    assert model[0].weight.dtype == torch.float32
+
+
+# Batches
+
+
+@pytest.mark.parametrize(("word", "dtype"), HALF)
+def test_half_precision_weights_get_floats_of_their_dtype_and_integers_as_they_are(word, dtype):
+    batch = {"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64), "text": "abc"}
+    converted = batch_in_precision(batch, word)
+    assert (converted["x"].dtype, converted["ids"].dtype, converted["text"]) == (dtype, torch.int64, "abc")
+    assert batch["x"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("word", [None, *FLOAT32])
+def test_other_precisions_take_the_batch_as_it_comes(word):
+    batch = {"x": torch.ones(2, dtype=torch.float64)}
+    assert batch_in_precision(batch, word) is batch
+
+
+def test_a_batch_of_integers_is_the_same_object():
+    batch = [torch.ones(2, dtype=torch.int64)]
+    assert batch_in_precision(batch, "bf16") is batch
+
+
+# Autocast
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("amp-fp16", torch.float16), ("amp-bf16", torch.bfloat16)])
+def test_within_autocast_a_matrix_product_is_in_its_dtype(word, dtype):
+    model, batch = linear(), torch.ones(2, 2)
+    with autocasting(word, CPU):
+        assert model(batch).dtype == dtype
+    assert model(batch).dtype == torch.float32
+
+
+@pytest.mark.parametrize("word", [None, "fp32", "tf32", "bf16", "fp16"])
+def test_other_precisions_do_not_autocast(word):
+    with autocasting(word, CPU):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_copies_of_weights_are_freed_also_within_anothers_autocast(monkeypatch):
+    cleared = []
+    original = torch.clear_autocast_cache
+    monkeypatch.setattr("torch.clear_autocast_cache", lambda: (cleared.append(True), original()))
+    with torch.autocast("cpu", enabled=False):
+        with autocasting("amp-bf16", CPU):
+            before = len(cleared)
+        assert len(cleared) == before + 1
+
+
+def test_an_autocast_that_does_not_come_on_is_told(monkeypatch):
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda _device_type: False)
+    message = "autocast to bfloat16 is not on: torch does not support it on cpu here"
+    with pytest.raises(MeasuringError, match=f"^{re.escape(message)}$"), autocasting("amp-bf16", CPU):
+        pass
+
+
+def test_an_autocast_to_another_dtype_is_told(monkeypatch):
+    monkeypatch.setattr("torch.get_autocast_dtype", lambda _device_type: torch.bfloat16)
+    with pytest.raises(MeasuringError, match=r"^autocast to float16 is not on"), autocasting("amp-fp16", CPU):
+        pass
+
+
+# Matrix products and scalers
+
+
+@pytest.fixture(params=["highest", "high", "medium"])
+def outside(request):
+    """How float32 matrix products run before."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("word", "within"), [("tf32", "high"), ("fp32", "highest"), ("amp-bf16", "highest")])
+def test_matrix_products_are_as_the_precision_says_and_afterwards_as_before(word, within, outside):
+    with matmul_precision(word):
+        assert torch.get_float32_matmul_precision() == within
+    assert torch.get_float32_matmul_precision() == outside
+
+
+def test_matrix_products_are_as_before_after_an_error(outside):
+    with pytest.raises(ZeroDivisionError), matmul_precision("tf32"):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == outside
+
+
+def test_without_a_precision_matrix_products_are_left_alone(outside):
+    with matmul_precision(None):
+        assert torch.get_float32_matmul_precision() == outside
+
+
+def test_only_amp_in_float16_scales_gradients():
+    scaled = [word for word in [None, *PRECISIONS] if scaler_of(word, CPU) is not None]
+    assert scaled == ["amp-fp16"]
+    assert scaler_of("amp-fp16", CPU).get_scale() == 65536
