@@ -5,85 +5,35 @@ They are built from small configurations with random weights: nothing is downloa
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.measurement import Measurement
-
-# Not importorskip: loading transformers takes seconds, and collecting the suite need not wait for them.
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="needs transformers: these are tests against its models",
+from tests.models.architectures import (
+    BERT,
+    GPT2,
+    LLAMA,
+    NEEDS_TRANSFORMERS,
+    ON_THE_CPU,
+    SCALARS,
+    VIT,
+    VOCABULARY,
+    bytes_of,
 )
 
-ON_THE_CPU = pytest.mark.gpumem(device="cpu")
+if TYPE_CHECKING:
+    from pytest_gpumem.fixture import Gpumem
+    from tests.models.architectures import Architecture
+
+pytestmark = NEEDS_TRANSFORMERS
 
 FLOAT = 4
-VOCABULARY = 512
-SCALARS = 64
-"""Bytes: operators with a Python number put it into a tensor or two of one element for as long as they run."""
-
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model of transformers and a batch for it. Both are random; their shapes are not."""
-
-    name: str
-    config: str
-    arguments: dict[str, Any]
-    batch: Callable[[], dict[str, torch.Tensor]]
-
-    def build(self) -> torch.nn.Module:
-        import transformers
-
-        config = getattr(transformers, self.config)(**self.arguments)
-        return getattr(transformers, self.name)(config)
-
-
-def token_batch() -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.randint(VOCABULARY, (4, 32)), "labels": torch.randint(VOCABULARY, (4, 32))}
-
-
-def image_batch() -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
-
-
-GPT2 = Architecture("GPT2LMHeadModel", "GPT2Config", SIZES | TOKENS, token_batch)
-LLAMA = Architecture("LlamaForCausalLM", "LlamaConfig", {**SIZES, **TOKENS, "num_key_value_heads": 2}, token_batch)
-BERT = Architecture("BertForMaskedLM", "BertConfig", SIZES | TOKENS, token_batch)
-VIT = Architecture(
-    "ViTForImageClassification",
-    "ViTConfig",
-    {**SIZES, "image_size": 32, "patch_size": 8, "num_labels": 10},
-    image_batch,
-)
 
 
 @pytest.fixture(params=[GPT2, LLAMA, BERT, VIT], ids=["gpt2", "llama", "bert", "vit"])
 def architecture(request: pytest.FixtureRequest) -> Architecture:
     return request.param
-
-
-def bytes_of(measurement: Measurement) -> dict[str, int]:
-    """The metrics that are bytes; times do not repeat."""
-    return {name: int(value) for name, value in measurement.metrics.items() if name not in ("step_time", "throughput")}
 
 
 def sizes_of(model: torch.nn.Module) -> list[int]:

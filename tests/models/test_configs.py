@@ -1,0 +1,202 @@
+"""Five models under the step configs: they run, learn the same, and measure the same again. On the CPU.
+
+TF32 and offloading need a GPU, and so are not here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.models.architectures import (
+    BERT,
+    CLASSES,
+    GPT2,
+    LLAMA,
+    NEEDS_TRANSFORMERS,
+    ON_THE_CPU,
+    RESNET,
+    SCALARS,
+    VIT,
+    Architecture,
+    bytes_of,
+)
+from tests.models.resnet import ResNet18
+
+if TYPE_CHECKING:
+    from pytest_gpumem.fixture import Gpumem
+
+pytestmark = NEEDS_TRANSFORMERS
+
+DROPOUT = 0.1
+PRECISIONS = ("fp32", "amp-fp16", "amp-bf16", "bf16", "fp16")
+HALF_PRECISIONS = PRECISIONS[1:]
+FLOAT32_WEIGHTS = PRECISIONS[:3]
+CHECKPOINTS = ("blocks", "every:2", "sequential:2", "sqrt", "modules:SOME", "ops")
+
+
+def four_blocks(architecture: Architecture) -> Architecture:
+    return architecture.but(num_hidden_layers=4)
+
+
+ARCHITECTURES = {
+    "gpt2": four_blocks(GPT2),
+    "llama": four_blocks(LLAMA),
+    "bert": four_blocks(BERT),
+    "vit": four_blocks(VIT),
+    "resnet": RESNET,
+}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    return ARCHITECTURES[request.param].with_dropout(DROPOUT)
+
+
+@pytest.fixture(autouse=True)
+def _the_same_weights_and_data() -> None:
+    torch.manual_seed(0)
+
+
+def checkpointed(architecture: Architecture, precision: str, kind: str) -> str:
+    return f"{precision},checkpoint={kind.replace('SOME', architecture.some)}"
+
+
+def test_the_stages_of_the_resnet_have_the_published_number_of_parameters() -> None:
+    published, their_stem, this_stem = 11_689_512, 7 * 7 * 3 * 64, 3 * 3 * 3 * 64
+    with torch.device("meta"):
+        model = ResNet18()
+    assert sum(parameter.numel() for parameter in model.parameters()) == published - their_stem + this_stem
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_trains_in_every_precision(gpumem: Gpumem, architecture: Architecture, precision: str) -> None:
+    measured = gpumem.train_step(architecture.build, architecture.batch(), config=precision)
+    assert measured.workload.config == precision
+    assert measured.settled
+    assert measured.notes == ()
+    assert measured.recomputed == 0
+    assert measured.retained == 0
+
+
+@ON_THE_CPU
+def test_every_kind_of_checkpointing_saves_in_forward_and_computes_again_in_backward(
+    gpumem: Gpumem, architecture: Architecture
+) -> None:
+    batch = architecture.batch()
+    plain = gpumem.train_step(architecture.build, batch, config="amp-bf16")
+    for kind in CHECKPOINTS:
+        measured = gpumem.train_step(architecture.build, batch, config=checkpointed(architecture, "amp-bf16", kind))
+        assert measured.settled, kind
+        assert measured.recomputed is not None
+        assert measured.recomputed > 0, kind
+        assert measured.peak_forward < plain.peak_forward, kind
+        assert measured.peak_optimizer == plain.peak_optimizer, kind
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("precision", FLOAT32_WEIGHTS)
+def test_checkpointing_changes_no_bit_of_any_gradient_even_with_dropout(
+    gpumem: Gpumem, architecture: Architecture, precision: str
+) -> None:
+    batch = architecture.batch()
+    for kind in CHECKPOINTS:
+        config = checkpointed(architecture, precision, kind)
+        gpumem.assert_same_gradients(architecture.build, batch, config, precision, rtol=0, atol=0)
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("precision", HALF_PRECISIONS)
+def test_a_half_precision_gives_the_gradients_of_fp32(
+    gpumem: Gpumem, architecture: Architecture, precision: str
+) -> None:
+    batch = architecture.batch()
+    if architecture.make is ResNet18:
+        # Smooth, and with enough to average: rounding moves values over a ReLU's corner, and their gradients are wholly wrong.
+        architecture = architecture.but(activation=functional.silu, width=16)
+        batch = {"images": torch.randn(32, 3, 16, 16), "labels": torch.randint(CLASSES, (32,))}
+    gpumem.assert_same_gradients(architecture.build, batch, precision, "fp32")
+    gpumem.assert_same_gradients(architecture.build, batch, checkpointed(architecture, precision, "blocks"), "fp32")
+
+
+@ON_THE_CPU
+def test_dropout_is_really_on_in_these_comparisons(gpumem: Gpumem, architecture: Architecture) -> None:
+    without = architecture.with_dropout(0.0).build().state_dict()
+    rates = iter((0.0, DROPOUT))
+
+    def build() -> torch.nn.Module:
+        model = architecture.with_dropout(next(rates)).build()
+        model.load_state_dict(without)
+        return model
+
+    with pytest.raises(AssertionError, match="gradients differ"):
+        gpumem.assert_same_gradients(build, architecture.batch(), "fp32", "fp32")
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize(
+    "config",
+    [
+        "amp-fp16,checkpoint=sqrt,accumulate=2",
+        "bf16,checkpoint=ops,optimizer=sgd,clip=1,zero_grad=zero",
+    ],
+)
+def test_a_config_gives_the_same_bytes_again_with_other_weights_and_data(
+    gpumem: Gpumem, architecture: Architecture, config: str
+) -> None:
+    seen = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        seen.append(gpumem.train_step(architecture.build, architecture.batch(), config=config))
+    assert bytes_of(seen[0]) == bytes_of(seen[1])
+    assert seen[0].recomputed == seen[1].recomputed
+
+
+@ON_THE_CPU
+def test_a_module_without_modules_in_it_counts_as_computed_again(gpumem: Gpumem) -> None:
+    measured = gpumem.train_step(RESNET.build, RESNET.batch(), config="fp32,checkpoint=modules:layer?.*.bn1")
+    assert measured.recomputed == 8
+
+
+@ON_THE_CPU
+def test_within_a_memory_budget_compiled_code_saves_and_gives_the_same_gradients(gpumem: Gpumem) -> None:
+    one_block = GPT2.but(num_hidden_layers=1).with_dropout(0.0)
+    batch = one_block.batch()
+    whole = gpumem.train_step(one_block.build, batch, config="fp32,compile=default")
+    half = gpumem.train_step(one_block.build, batch, config="fp32,compile=default,checkpoint=budget:0.5")
+    assert half.settled
+    assert half.peak_forward < whole.peak_forward
+    assert half.peak_optimizer == whole.peak_optimizer
+    gpumem.assert_same_gradients(one_block.build, batch, "fp32,compile=default,checkpoint=budget:0.5", "fp32")
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("name", "key_value_heads"), [("gpt2", 4), ("llama", 2)])
+def test_a_key_value_cache_costs_its_keys_and_values(
+    gpumem: Gpumem, name: str, key_value_heads: int, precision: str, size: int
+) -> None:
+    architecture = ARCHITECTURES[name]
+    tokens = architecture.batch()["input_ids"]
+    samples, length = tokens.shape
+    blocks, head_size = 4, 16
+    bytes_a_token = 2 * blocks * samples * key_value_heads * head_size * size
+
+    def peak(tokens: torch.Tensor, config: str) -> int:
+        measured = gpumem.infer_step(architecture.build, {"input_ids": tokens}, config=config)
+        assert measured.retained == 0
+        return measured.peak_allocated
+
+    by_itself = peak(tokens, precision)
+    off = peak(tokens, f"{precision},cache=off")
+    assert by_itself - off == length * bytes_a_token
+
+    prompt = tokens[:, :-1].contiguous()
+    beside = peak(tokens, f"{precision},cache=on") - peak(prompt, f"{precision},cache=off")
+    # The prompt is a view: the last token's column is held, too.
+    held = tokens.nbytes - prompt.nbytes
+    assert 0 <= beside - held - (length - 1) * bytes_a_token < SCALARS
