@@ -148,10 +148,9 @@ def prepared_train_step(
         given.zero_grad(set_to_none=True)
     start = bench.begin((given, batch, optimizer))
     model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-    wanted = optimizer
-    if wanted is None and config.optimizer != "none":
-        wanted = optimizer_named(config.optimizer)
-    made = build_optimizer(wanted, model, given is not None)
+    made = None
+    if optimizer is not None or config.optimizer != "none":
+        made = build_optimizer(optimizer or optimizer_named(config.optimizer), model, given is not None)
     training = Training(model, model, batch, made, loss, config, device)
     with ExitStack() as stack:
         stack.callback(model.zero_grad, set_to_none=True)
