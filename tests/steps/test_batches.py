@@ -1,7 +1,8 @@
-"""Batches: moved to a device, described, counted, and fed to a model."""
+"""Batches: moved to a device, described, counted, shared out, and fed to a model."""
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, UserDict
 from typing import NamedTuple
 
@@ -10,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.steps.batches import describe, feed, on_device, samples_in, tensors_in
+from pytest_gpumem.steps.batches import (
+    describe,
+    feed,
+    items_in,
+    mapped,
+    micro_batches,
+    on_device,
+    samples_in,
+    tensors_in,
+)
 
 unhurried = settings(deadline=None)
 # A device that every torch has and that is not where the tensors are made.
@@ -109,6 +119,85 @@ def test_a_mapping_of_a_library_becomes_keyword_arguments():
     assert moved["ids"].device == META
 
 
+def test_a_function_makes_the_batch_on_the_device():
+    seen = []
+
+    def make():
+        seen.append(torch.empty(1).device)
+        return {"ids": ids(), "elsewhere": torch.ones(1, device="cpu")}
+
+    moved = on_device(make, META)
+    assert seen == [META]
+    assert {tensor.device for tensor in tensors_in(moved)} == {META}
+
+
+# Changing
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [ids(), (ids(), 5), [ids(), "text"], Pair(ids(), mask()), {"nested": [(ids(),), {"mask": mask(), "none": None}]}],
+    ids=["tensor", "tuple", "list", "named tuple", "nested"],
+)
+def test_a_changed_batch_has_each_tensor_changed_and_the_rest_as_it_was(batch):
+    changed = mapped(batch, torch.bitwise_not)
+    assert type(changed) is type(batch)
+    before, after = list(tensors_in(batch)), list(tensors_in(changed))
+    assert [torch.equal(new, ~old) for new, old in zip(after, before, strict=True)] == [True] * len(before)
+    assert repr(mapped(changed, torch.bitwise_not)) == repr(batch)
+
+
+# Sharing out
+
+
+def test_one_part_is_the_batch_itself():
+    batch = {"ids": ids()}
+    assert micro_batches(batch, 1)[0] is batch
+    assert micro_batches(None, 1) == [None]
+
+
+def test_parts_are_views_of_equal_size_in_order():
+    batch = {"x": torch.arange(12).view(6, 2), "y": [torch.arange(6)]}
+    parts = micro_batches(batch, 3)
+    assert [part["x"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    assert [part["y"][0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    addresses = {part["x"].untyped_storage().data_ptr() for part in parts}
+    assert addresses == {batch["x"].untyped_storage().data_ptr()}
+
+
+def test_what_has_not_the_batchs_first_dimension_is_in_every_part():
+    shared, scalar = torch.ones(3, 3), torch.tensor(5.0)
+    parts = micro_batches({"x": torch.ones(4), "shared": shared, "scalar": scalar, "text": "abc"}, 2)
+    for part in parts:
+        assert part["x"].shape == (2,)
+        assert part["shared"] is shared
+        assert part["scalar"] is scalar
+        assert part["text"] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("batch", "number", "message"),
+    [
+        (torch.ones(6), 4, "accumulate=4 needs a batch of a multiple of 4 samples; this one has 6 samples"),
+        (torch.ones(2), 4, "accumulate=4 needs a batch of a multiple of 4 samples; this one has 2 samples"),
+        ("text", 2, "accumulate=2 needs a batch of a multiple of 2 samples; this one has no samples"),
+        (torch.tensor(1.0), 2, "accumulate=2 needs a batch of a multiple of 2 samples; this one has no samples"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared_out_equally_is_told(batch, number, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        micro_batches(batch, number)
+
+
+@unhurried
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 3))
+def test_parts_put_together_are_the_batch(number, size, more):
+    batch = torch.arange(number * size * (more + 1)).view(number * size, more + 1)
+    parts = micro_batches(batch, number)
+    assert {part.shape[0] for part in parts} == {size}
+    assert torch.equal(torch.cat(parts), batch)
+
+
 # Describing
 
 
@@ -126,6 +215,37 @@ def test_the_samples_of_a_batch_are_the_first_dimension_of_its_first_tensor():
 def test_a_batch_without_a_first_dimension_has_no_samples():
     assert samples_in(torch.tensor(1.0)) is None
     assert samples_in([]) is None
+
+
+def test_a_step_works_on_samples_unless_told_otherwise():
+    batch = {"x": torch.ones(4, 8), "ids": ids()}
+    assert items_in(batch, None) == items_in(batch, "samples") == 4
+    assert items_in("text", None) is None
+
+
+def test_a_step_works_on_as_many_items_as_are_given():
+    assert items_in(ids(), 2.5) == 2.5
+    assert items_in(ids(), 0) == 0
+
+
+def test_tokens_are_the_elements_of_the_first_tensor_of_integers():
+    assert items_in({"x": torch.ones(4, 8), "ids": ids(), "labels": ids()[:2]}, "tokens") == 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("batch", "items", "message"),
+    [
+        (ids(), "words", "items='words': write a number, 'samples' or 'tokens'"),
+        (
+            torch.ones(4, 2),
+            "tokens",
+            "items='tokens' counts a tensor of integers, and the batch has none: float32[4, 2]",
+        ),
+    ],
+)
+def test_items_that_cannot_be_counted_are_told(batch, items, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        items_in(batch, items)
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
