@@ -12,6 +12,7 @@ import torch
 
 from pytest_gpumem.devices.registry import make_cuda
 from tests.gpu.figures import Figures
+from tests.gpu.gpt2 import GIBIBYTE, NEEDED
 from tests.gpu.project import REPOSITORY, GpuProject
 
 if TYPE_CHECKING:
@@ -79,6 +80,16 @@ def device() -> Iterator[Device]:
     device.settle()
     yield device
     device.close()
+
+
+@pytest.fixture
+def room_for_gpt2() -> Iterator[None]:
+    """For tests with `tests.gpu.gpt2`."""
+    pytest.importorskip("transformers", reason="needs transformers: these are tests against its GPT-2")
+    if torch.cuda.get_device_properties().total_memory < NEEDED:
+        pytest.skip(f"needs a GPU with {NEEDED // GIBIBYTE} GiB")
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -7,45 +7,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.gpu.gpt2 import BATCH, FLOAT, MOST_WORKSPACES, PARAMETERS, TOKENS, VOCABULARY, batch, gpt2_small
 from tests.gpu.project import without_chance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.measurement import Measurement
 
-# What another library or its torch warn of is not what these tests are about.
-pytestmark = pytest.mark.filterwarnings("default")
-
-GIBIBYTE = 2**30
-NEEDED = 60 * GIBIBYTE
-FLOAT = 4
-PARAMETERS = 124_439_808
-BATCH, TOKENS, VOCABULARY = 8, 1024, 50_257
-MOST_WORKSPACES = 8 * 33_554_432
-"""More than cuBLAS keeps for the handles of two threads on any GPU up to now."""
-
-
-@pytest.fixture(autouse=True)
-def transformers_and_room() -> Iterator[None]:
-    pytest.importorskip("transformers", reason="needs transformers: these are tests against its GPT-2")
-    if torch.cuda.get_device_properties().total_memory < NEEDED:
-        pytest.skip(f"needs a GPU with {NEEDED // GIBIBYTE} GiB")
-    yield
-    torch.cuda.empty_cache()
-
-
-def gpt2_small() -> torch.nn.Module:
-    # Loading transformers takes seconds, and collecting the suite need not wait for them.
-    import transformers
-
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config())
-
-
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens.clone()}
+pytestmark = [
+    pytest.mark.usefixtures("room_for_gpt2"),
+    # What another library or its torch warn of is not what these tests are about.
+    pytest.mark.filterwarnings("default"),
+]
 
 
 def tokens_of(given: dict[str, torch.Tensor]) -> int:
