@@ -7,12 +7,13 @@ TEST_READY := $(VENV)/.test-installed
 DEV_READY := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help example test gpu lint clean
+.PHONY: help example test gpu gpu-tests truth cuda lint clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines, and show the table"
 	@echo "make test      run the whole suite"
-	@echo "make gpu       run the tests that need a GPU, in the environment that is active (torch with CUDA, pytest)"
+	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
+	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make lint      check format, style and types"
 	@echo "make clean     remove the virtual environment, caches and builds"
 	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest"
@@ -24,13 +25,23 @@ example: $(TEST_READY)
 test: $(TEST_READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# Installs nothing. A plugin that is installed must not be named again, and one that is not has to be.
-gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu:
-	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make gpu: torch finds no CUDA device')"
+# They install nothing. The table is made of what runs, also when a test has failed.
+gpu: cuda
+	$(MAKE) gpu-tests; tests=$$?; $(MAKE) truth && exit $$tests
+
+# A plugin that is installed must not be named again, and one that is not has to be.
+gpu-tests truth: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-tests: cuda
 	plugin=$$($(PYTHON) -c "from importlib.metadata import entry_points as e; \
 		print('' if any(p.name == 'gpumem' for p in e(group='pytest11')) else '-p pytest_gpumem.plugin')") && \
 	$(PYTHON) -m pytest $$plugin tests/gpu $(ARGS)
+	@echo "what the tests measured is in benchmarks/results/<device>/tests.json"
+
+truth: cuda
+	$(PYTHON) benchmarks/truth.py --device cuda --out benchmarks/results $(TRUTH)
+
+cuda:
+	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this needs a GPU: torch finds no CUDA device')"
 
 lint: $(DEV_READY)
 	$(BIN)/ruff format --check
