@@ -29,7 +29,7 @@ from tests.models.resnet import ResNet18
 if TYPE_CHECKING:
     from pytest_gpumem.fixture import Gpumem
 
-pytestmark = NEEDS_TRANSFORMERS
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and_data", "_without_times")]
 
 DROPOUT = 0.1
 PRECISIONS = ("fp32", "amp-fp16", "amp-bf16", "bf16", "fp16")
@@ -54,11 +54,6 @@ ARCHITECTURES = {
 @pytest.fixture(params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest) -> Architecture:
     return ARCHITECTURES[request.param].with_dropout(DROPOUT)
-
-
-@pytest.fixture(autouse=True)
-def _the_same_weights_and_data() -> None:
-    torch.manual_seed(0)
 
 
 def checkpointed(architecture: Architecture, precision: str, kind: str) -> str:

@@ -1,0 +1,115 @@
+"""Bytes of parameters, gradients and AdamW state of five models, against numbers worked out on paper. On the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from tests.models.architectures import (
+    BERT,
+    CLASSES,
+    GPT2,
+    LLAMA,
+    NEEDS_TRANSFORMERS,
+    ON_THE_CPU,
+    RESNET,
+    VIT,
+    VOCABULARY,
+    Architecture,
+)
+
+if TYPE_CHECKING:
+    from pytest_gpumem.fixture import Gpumem
+
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and_data", "_without_times")]
+
+D, INNER, BLOCKS, POSITIONS = 64, 128, 2, 64
+NORM = 2 * D
+"""Weight and bias of a layer normalisation."""
+FLOAT = 4
+
+
+class Size(NamedTuple):
+    """Of a model: how many parameters, in how many tensors, and how many bytes of buffers."""
+
+    parameters: int
+    tensors: int
+    buffers: int = 0
+
+
+def linear(inputs: int, outputs: int) -> int:
+    return inputs * outputs + outputs
+
+
+def gpt2() -> Size:
+    block = NORM + linear(D, 3 * D) + linear(D, D) + NORM + linear(D, 4 * D) + linear(4 * D, D)
+    return Size(VOCABULARY * D + POSITIONS * D + BLOCKS * block + NORM, 2 + BLOCKS * 12 + 2)
+
+
+def llama() -> Size:
+    """No biases, RMS norms without one, half as many heads for keys and values, and a head of its own."""
+    block = 2 * D * D + 2 * D * (D // 2) + 3 * D * INNER + 2 * D
+    frequencies = 2 * (D // 4 // 2) * FLOAT
+    return Size(2 * VOCABULARY * D + BLOCKS * block + D, 1 + BLOCKS * 9 + 2, frequencies)
+
+
+def encoder_block() -> int:
+    return 4 * linear(D, D) + linear(D, INNER) + linear(INNER, D) + 2 * NORM
+
+
+def bert() -> Size:
+    embeddings = (VOCABULARY + POSITIONS + 2) * D + NORM
+    head = linear(D, D) + NORM + VOCABULARY
+    numbers = 2 * POSITIONS * 8
+    return Size(embeddings + BLOCKS * encoder_block() + head, 5 + BLOCKS * 16 + 5, numbers)
+
+
+def vit() -> Size:
+    patches = (32 // 8) ** 2
+    embeddings = D + (patches + 1) * D + linear(3 * 8 * 8, D)
+    return Size(embeddings + BLOCKS * encoder_block() + NORM + linear(D, CLASSES), 4 + BLOCKS * 16 + 4)
+
+
+def resnet() -> Size:
+    """Batch normalisation keeps a mean and a variance for each channel, and counts its batches in an int64."""
+    width = 8
+    parameters, tensors, channels, norms = 9 * 3 * width + 2 * width, 3, width, 1
+    inputs = width
+    for outputs in (width, 2 * width, 4 * width, 8 * width):
+        for block_inputs in (inputs, outputs):
+            parameters += 9 * block_inputs * outputs + 9 * outputs * outputs + 4 * outputs
+            tensors, channels, norms = tensors + 6, channels + 2 * outputs, norms + 2
+        if inputs != outputs:
+            parameters += inputs * outputs + 2 * outputs
+            tensors, channels, norms = tensors + 3, channels + outputs, norms + 1
+        inputs = outputs
+    return Size(parameters + linear(inputs, CLASSES), tensors + 2, 2 * channels * FLOAT + norms * 8)
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize(
+    ("precision", "weight"), [("fp32", 4), ("amp-bf16", 4), ("amp-fp16", 4), ("bf16", 2), ("fp16", 2)]
+)
+@pytest.mark.parametrize(
+    ("architecture", "size"),
+    [(GPT2, gpt2()), (LLAMA, llama()), (BERT, bert()), (VIT, vit()), (RESNET, resnet())],
+    ids=["gpt2", "llama", "bert", "vit", "resnet"],
+)
+def test_parameters_gradients_and_adamw_state_are_to_the_byte_what_the_formula_says(
+    gpumem: Gpumem, architecture: Architecture, size: Size, precision: str, weight: int
+) -> None:
+    estimate = gpumem.estimate(architecture.build, architecture.batch(), precision)
+    state = estimate.state
+    assert estimate.measurement.workload.parameters == size.parameters
+    assert state.parameters.formula == state.parameters.measured == weight * size.parameters
+    assert state.gradients.formula == state.gradients.measured == weight * size.parameters
+    # Two averages in the parameter's dtype, and a float32 that counts the steps, for each tensor.
+    averages = 2 * weight * size.parameters
+    assert state.optimizer_state.formula == state.optimizer_state.measured == averages + FLOAT * size.tensors
+    assert state.master_weights.formula == state.master_weights.measured == 0
+    assert estimate.findings == ()
+    # The gradient scaler keeps its scale and a count.
+    assert state.other == (8 if precision == "amp-fp16" else 0)
+    if precision in ("fp32", "amp-bf16", "amp-fp16"):
+        assert state.buffers == size.buffers
