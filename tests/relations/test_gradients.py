@@ -1,0 +1,290 @@
+"""Equal gradients under two configs: what counts as equal, and what is said of the first that is not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.relations.gradients import Gradients, assert_same_gradients, difference
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+
+RTOL = 1e-2
+
+
+def gradients(config="fp32", **by_name) -> Gradients:
+    values = {
+        name: None if value is None else torch.as_tensor(value, dtype=torch.float32) for name, value in by_name.items()
+    }
+    return Gradients(config, values)
+
+
+def told(mine: Gradients, theirs: Gradients, **more) -> str | None:
+    return difference(mine, theirs, **({"rtol": RTOL} | more))
+
+
+# What differs
+
+
+def test_equal_gradients_do_not_differ():
+    one = gradients(weight=[[1.0, -2.0]], bias=[0.0], frozen=None)
+    assert told(one, one) is None
+    assert told(one, one, rtol=0, atol=0) is None
+
+
+@pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.02, True), (0.03, False), (10.0, False), (-0.03, False)])
+def test_the_error_may_be_a_part_of_the_gradients_size(off, same):
+    # The root mean square of the entries is 2, that of the error half of what one of four entries is off.
+    theirs = gradients(weight=[2.0, -2.0, 2.0, -2.0])
+    mine = gradients(weight=[2.0 + off * 2, -2.0, 2.0, -2.0])
+    assert (told(mine, theirs, atol=0.0) is None) == same
+
+
+def test_a_single_entry_may_be_far_off_where_the_others_are_not():
+    theirs = gradients(weight=torch.ones(10_000))
+    mine = gradients(weight=torch.ones(10_000).index_fill(0, torch.tensor([7]), 1.5))
+    assert told(mine, theirs) is None
+
+
+def test_a_gradient_of_rounding_errors_is_held_against_the_largest():
+    theirs = gradients(weight=[100.0], keys_bias=[1e-6])
+    assert told(gradients(weight=[100.0], keys_bias=[-1e-3]), theirs) is None
+    assert told(gradients(weight=[100.0], keys_bias=[2e-2]), theirs) is not None
+
+
+def test_of_several_gradients_the_first_that_differs_is_told():
+    message = (
+        "gradients differ: second: error 1, allowed 0.01; entry 1 is 3 against 1 (rtol 0.01, atol 0); "
+        "amp-bf16 against fp32, 2 of 3 parameters differ"
+    )
+    mine = gradients("amp-bf16", first=[1.0], second=[1.0, 3.0, 1.0, 1.0], third=[0.0])
+    theirs = gradients("fp32", first=[1.0], second=[1.0, 1.0, 1.0, 1.0], third=[1.0])
+    assert told(mine, theirs, atol=0.0) == message
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_the_same(wrong):
+    told_of = told(gradients(weight=[1.0, wrong]), gradients(weight=[1.0, 1.0]), rtol=1e9)
+    assert told_of is not None
+    assert f"entry 1 is {wrong:g} against 1" in told_of
+
+
+def test_shapes_that_differ_are_told():
+    told_of = told(gradients(weight=[[1.0, 2.0]]), gradients(weight=[1.0, 2.0]))
+    assert told_of is not None
+    assert told_of.startswith("gradients differ: weight: shape [1, 2] against [2] (")
+
+
+def test_a_missing_gradient_is_told_with_the_config_that_lacks_it():
+    message = (
+        "gradients differ: first has no gradient under ops, and has one under fp32: something "
+        "between it and the loss is detached (2 of 3 parameters)"
+    )
+    theirs = gradients("fp32", first=[1.0], second=[1.0], third=[1.0])
+    assert told(gradients("ops", first=None, second=None, third=[1.0]), theirs) == message
+    assert told(gradients("ops", first=[1.0], second=None, third=[1.0]), theirs) is not None
+
+
+def test_models_of_different_parameters_are_told():
+    message = "the models have different parameters: extra is only in one of them; build the same model each time"
+    one, other = gradients(weight=[1.0]), gradients(weight=[1.0], extra=[1.0])
+    assert told(one, other) == told(other, one) == message
+
+
+@pytest.mark.parametrize("nothing", [{}, {"frozen": None}])
+def test_without_any_gradient_nothing_is_the_same(nothing):
+    assert told(gradients(**nothing), gradients(**nothing)) == "nothing to compare: no parameter has a gradient"
+
+
+def test_empty_parameters_have_equal_gradients():
+    one = gradients(weight=[1.0], empty=[])
+    assert told(one, one) is None
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8),
+    st.floats(0, 1),
+)
+def test_gradients_that_are_scaled_differ_when_they_are_scaled_by_more_than_is_allowed(values, factor):
+    theirs = gradients(weight=values)
+    mine = gradients(weight=[value * (1 + factor) for value in values])
+    if factor < RTOL * 0.99:
+        assert told(mine, theirs, atol=1e-6) is None
+    elif factor > RTOL * 1.01 and max(map(abs, values)) > 1:
+        assert told(mine, theirs, atol=0.0) is not None
+
+
+# Two steps of a model
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5)) for _ in range(4))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, hidden):
+        for block in self.h:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean()
+
+
+class WithoutDropout(Model):
+    def __init__(self):
+        super().__init__()
+        for block in self.h:
+            block[2].p = 0.0
+
+
+@pytest.fixture
+def compare():
+    device = CpuDevice()
+
+    def run(model, config_a, config_b, **more):
+        batch = torch.linspace(-1, 1, 64).view(8, 8)
+        configs = (StepConfig.parse(config_a), StepConfig.parse(config_b))
+        return assert_same_gradients(device, model, batch, configs, **more)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "checkpoint=blocks",
+        "checkpoint=every:2",
+        "checkpoint=sequential:2",
+        "checkpoint=ops",
+        "checkpoint=modules:h.0",
+        "optimizer=sgd,clip=1,zero_grad=zero",
+    ],
+)
+def test_what_saves_memory_gives_the_same_gradients_with_dropout(compare, config):
+    assert compare(Model, config, "fp32", rtol=0, atol=0) is None
+
+
+@pytest.mark.parametrize(
+    "config", ["amp-bf16", "amp-fp16", "bf16", "accumulate=4", "amp-fp16,accumulate=2,checkpoint=blocks"]
+)
+def test_what_rounds_gives_the_same_gradients_within_what_that_explains(compare, config):
+    assert compare(WithoutDropout, config, "fp32") is None
+
+
+def test_half_precision_is_not_the_same_within_a_float32_tolerance(compare):
+    with pytest.raises(AssertionError, match=r"^gradients differ: h\.0\.0\.weight: error .* amp-bf16 against fp32, "):
+        compare(WithoutDropout, "amp-bf16", "fp32", rtol=1e-6)
+
+
+def test_a_model_that_detaches_under_one_config_names_the_first_parameter(compare):
+    class Detaching(Model):
+        def forward(self, hidden):
+            for number, block in enumerate(self.h):
+                hidden = block(hidden)
+                if number == 1 and torch.is_autocast_enabled("cpu"):
+                    hidden = hidden.detach()
+            return self.head(hidden).square().mean()
+
+    message = (
+        "gradients differ: h.0.0.weight has no gradient under amp-bf16, and has one under fp32: something "
+        "between it and the loss is detached (4 of 10 parameters)"
+    )
+    with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
+        compare(Detaching, "amp-bf16", "fp32")
+
+
+def test_a_block_that_is_not_the_same_when_it_runs_again_is_told(compare):
+    class Moody(nn.Linear):
+        ran = 0
+
+        def forward(self, hidden):
+            Moody.ran += 1
+            return super().forward(hidden) * (1.0 if Moody.ran % 3 else 2.0)
+
+    class WithMoody(Model):
+        def __init__(self):
+            super().__init__()
+            self.h = nn.ModuleList(nn.Sequential(Moody(8, 8), nn.Tanh()) for _ in range(2))
+
+    with pytest.raises(AssertionError, match=r"^gradients differ: h\.0\.0\.weight: error"):
+        compare(WithMoody, "checkpoint=blocks", "fp32")
+
+
+def test_micro_batches_draw_their_own_dropout_which_is_hinted_at(compare):
+    hint = "; each micro-batch draws its own dropout, and batch statistics: compare with dropout switched off"
+    with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
+        compare(Model, "accumulate=4", "fp32")
+
+
+def test_both_steps_begin_with_the_weights_and_buffers_of_the_first_model(compare):
+    built = []
+
+    class Drifting(WithoutDropout):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.full((8,), float(len(built))))
+            built.append(self)
+
+        def forward(self, hidden):
+            return super().forward(hidden + self.shift)
+
+    compare(Drifting, "checkpoint=blocks", "fp32", rtol=0, atol=0)
+    first, second = (model.state_dict() for model in built)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_comparison_changes_nothing_that_is_drawn_afterwards(compare):
+    torch.manual_seed(5)
+    model = Model()
+    before = torch.random.get_rng_state()
+    compare(lambda: copy_of(model), "checkpoint=blocks", "fp32")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def test_gradients_that_overflow_at_a_large_scale_are_taken_at_a_smaller_one(compare):
+    assert compare(WithoutDropout, "amp-fp16", "fp32", loss=lambda output, _batch: output * 1e4) is None
+
+
+def test_a_gradient_that_is_not_finite_is_no_relation(compare):
+    with pytest.raises(MeasuringError, match=r"^the gradient of h\.0\.0\.weight is not finite under fp32$"):
+        compare(WithoutDropout, "fp32", "checkpoint=blocks", loss=lambda output, _batch: output * float("nan"))
+
+
+def test_a_compiled_step_gives_the_same_gradients(compare):
+    assert compare(WithoutDropout, "compile=aot_eager", "fp32") is None
+
+
+def test_compiled_dropout_is_hinted_at(compare):
+    hint = "; compiled code draws random numbers of its own: compare with dropout switched off"
+    with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
+        compare(Model, "compile=eager,amp-bf16", "fp32", rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("configs", "error", "message"),
+    [
+        (("cache=on", "fp32"), ConfigError, "step config 'cache=on': cache does nothing in gpumem.train_step"),
+        (("fp32", "tf32"), CannotRun, "TF32 is a format of NVIDIA GPUs, and this is a CPU"),
+    ],
+)
+def test_a_config_that_makes_no_training_step_here_is_told(compare, configs, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        compare(Model, *configs)
+
+
+def test_a_model_that_was_built_already_is_refused(compare):
+    message = "assert_same_gradients builds the model twice: pass a class or function, not a model"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        compare(Model(), "fp32", "checkpoint=blocks")
