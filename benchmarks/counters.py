@@ -46,7 +46,9 @@ class CudaCounters:
 
     def _read(self, which: str) -> Bytes:
         statistics = self._runtime.statistics()
-        return {name: statistics[f"{name}_bytes.all.{which}"] for name in self.NAMES}
+        # Not every allocator that torch may be told to use keeps all of them.
+        keys = {name: f"{name}_bytes.all.{which}" for name in self.NAMES}
+        return {name: statistics[key] for name, key in keys.items() if key in statistics}
 
 
 class DeviceCounters:
