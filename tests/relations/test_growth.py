@@ -1,0 +1,214 @@
+"""No growth: what a step may keep, and what is said of one that keeps more and more."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.relations.growth import assert_no_growth, growth_text
+from pytest_gpumem.steps.collector import FrozenHeap
+
+KB = 1000
+
+
+@pytest.fixture
+def device():
+    """As while a test is measured: open, with what was there before left out of sight."""
+    heap = FrozenHeap()
+    heap.freeze()
+    device = CpuDevice()
+    device.open()
+    yield device
+    device.close()
+    heap.thaw()
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def grows(device, step, steps: int) -> str:
+    with pytest.raises(AssertionError) as caught:
+        assert_no_growth(device, step, steps)
+    return str(caught.value)
+
+
+# What is no growth
+
+
+def test_a_training_loop_keeps_nothing_more(device):
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses: list[float] = []
+
+    def step():
+        loss = model(torch.ones(4, 100)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    assert assert_no_growth(device, step) is None
+    assert len(losses) == 20
+
+
+def test_a_cache_that_fills_in_the_first_half_is_fine(device):
+    cache: dict[int, torch.Tensor] = {}
+    numbers = iter(range(100))
+
+    def step():
+        key = next(numbers) % 5
+        cache.setdefault(key, tensor(KB))
+
+    assert assert_no_growth(device, step, steps=10) is None
+    assert len(cache) == 5
+
+
+def test_a_tensor_that_is_replaced_is_no_growth(device):
+    kept = [tensor(KB)]
+
+    def step():
+        kept[0] = tensor(KB)
+
+    assert assert_no_growth(device, step) is None
+
+
+def test_garbage_that_the_collector_frees_is_no_growth(device):
+    def step():
+        cycle: list = [tensor(KB)]
+        cycle.append(cycle)
+
+    assert assert_no_growth(device, step) is None
+
+
+def test_a_step_that_frees_more_than_it_keeps_is_no_growth(device):
+    kept = [tensor(10 * KB) for _ in range(20)]
+
+    def step():
+        kept.pop()
+
+    assert assert_no_growth(device, step) is None
+    assert kept == []
+
+
+@pytest.mark.parametrize("steps", [2, 3, 20])
+def test_the_step_is_called_as_often_as_said(device, steps):
+    calls: list[bool] = []
+    assert_no_growth(device, lambda: calls.append(True), steps)
+    assert len(calls) == steps
+
+
+@pytest.mark.parametrize("steps", [1, 0, -5])
+def test_growth_is_not_seen_in_a_single_step(device, steps):
+    with pytest.raises(ValueError, match=re.escape(f"steps={steps}: growth is seen over two steps or more")):
+        assert_no_growth(device, lambda: None, steps)
+
+
+# What is growth
+
+
+def test_a_list_that_keeps_tensors_grows(device):
+    kept: list[torch.Tensor] = []
+    assert grows(device, lambda: kept.append(tensor(KB)), 10) == (
+        "memory grows: 1.00 kB a step, 5.00 kB in 5 steps\n  kept: 5 x uint8[1000], 5.00 kB"
+    )
+
+
+def test_a_list_that_keeps_losses_with_their_graph_grows(device):
+    model = torch.nn.Linear(100, 50)
+    losses: list[torch.Tensor] = []
+
+    def step():
+        loss = model(torch.ones(4, 100)).square().mean()
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        losses.append(loss)
+
+    assert grows(device, step, 10) == (
+        "memory grows: 2.40 kB a step, 12.02 kB in 5 steps\n"
+        "  kept: 5 x float32[4, 100], 8.00 kB\n"
+        "  kept: 5 x float32[4, 50], with the graph of its gradient, 4.00 kB\n"
+        "  kept: 5 x float32[], with the graph of its gradient, 20 B"
+    )
+
+
+def test_a_cache_that_goes_on_filling_in_the_second_half_grows(device):
+    cache: dict[int, torch.Tensor] = {}
+    numbers = iter(range(100))
+
+    def step():
+        cache.setdefault(min(next(numbers), 6), tensor(KB))
+
+    assert grows(device, step, 10).startswith("memory grows: 400 B a step, 2.00 kB in 5 steps")
+
+
+def test_what_was_there_before_the_second_half_is_not_listed(device):
+    kept = [tensor(7 * KB)]
+    told = grows(device, lambda: kept.append(tensor(KB)), 10)
+    assert "uint8[7000]" not in told
+    assert told.count("kept:") == 1
+
+
+def test_views_of_one_storage_count_once(device):
+    kept: list[torch.Tensor] = []
+
+    def step():
+        whole = tensor(KB)
+        kept.extend([whole[:500], whole[500:]])
+
+    assert grows(device, step, 10).splitlines()[1:] == ["  kept: 5 x uint8[1000], 5.00 kB"]
+
+
+def test_objects_that_answer_for_others_are_not_asked(device):
+    class Deprecated:
+        @property
+        def __class__(self):
+            raise AssertionError("asked")
+
+    kept: list[object] = []
+    told = grows(device, lambda: kept.extend([Deprecated(), tensor(KB)]), 10)
+    assert told.splitlines()[1:] == ["  kept: 5 x uint8[1000], 5.00 kB"]
+
+
+def test_an_error_of_the_step_goes_up(device):
+    with pytest.raises(ZeroDivisionError):
+        assert_no_growth(device, lambda: 1 / 0)
+
+
+# What is said
+
+
+def test_the_kinds_that_hold_most_are_said_first_and_the_rest_is_counted():
+    tensors = [torch.zeros(size) for size in (1, 50, 20, 40, 30, 50)]
+    assert growth_text(1000, 10, tensors) == (
+        "memory grows: 100 B a step, 1.00 kB in 10 steps\n"
+        "  kept: 2 x float32[50], 400 B\n"
+        "  kept: 1 x float32[40], 160 B\n"
+        "  kept: 1 x float32[30], 120 B\n"
+        "  kept: tensors of 2 more kinds\n"
+        "  kept: 236 B that no tensor in Python holds: saved in graphs of gradients, say"
+    )
+
+
+def test_where_tensors_explain_everything_nothing_more_is_said():
+    assert growth_text(40, 1, [torch.zeros(10)]) == (
+        "memory grows: 40 B a step, 40 B in 1 steps\n  kept: 1 x float32[10], 40 B"
+    )
+
+
+def test_a_test_that_grows_fails_with_what_it_kept(project):
+    project.write(
+        """
+KEPT = []
+
+
+def test_grows(gpumem):
+    gpumem.assert_no_growth(lambda: KEPT.append(torch.empty(250)), steps=4)
+"""
+    )
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * AssertionError: memory grows: 1.00 kB a step, 2.00 kB in 2 steps"])
