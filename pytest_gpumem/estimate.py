@@ -81,11 +81,11 @@ def findings_of(state: StateBytes) -> tuple[str, ...]:
             f"{title}: {format_bytes(share.measured)} held, {format_bytes(share.formula)} by formula{by}"
             + _copies(title, share.measured, share.formula)
         )
-    whole = max(share.formula or 0 for share in (state.optimizer_state, state.parameters))
+    whole = max(_formula(share) for share in (state.optimizer_state, state.parameters))
     if state.other > OFF * whole and state.other > 0:
         extra = ""
         for name in ("optimizer_state", "parameters", "gradients"):
-            formula = getattr(state, name).formula or 0
+            formula = _formula(getattr(state, name))
             extra = extra or _copies(name.replace("_", " "), formula + state.other, formula)
         found.append(
             f"{format_bytes(state.other)} at rest belong to neither the model, the optimizer nor the batch{extra}"
