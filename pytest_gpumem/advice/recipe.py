@@ -40,7 +40,7 @@ def _once(config: StepConfig, device_type: str, holders: Sequence[str]) -> list[
         imports.append(f"from torch.utils.checkpoint import {', '.join(names)}")
         for holder in holders:
             lines += [
-                f"for block in model.{holder}:",
+                f"for block in {_reached(holder)}:",
                 f"    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False{options})",
             ]
     if config.optimizer.endswith("-8bit"):
@@ -52,6 +52,13 @@ def _once(config: StepConfig, device_type: str, holders: Sequence[str]) -> list[
     if precision is not None and precision.scaled:
         lines.append(f'scaler = torch.amp.GradScaler("{device_type}")')
     return [*imports, "", *lines]
+
+
+def _reached(path: str) -> str:
+    """The expression for the submodule at ``path``: ``model.transformer.h``, ``model``, ``model.get_submodule("0.blocks")``."""
+    if all(part.isidentifier() for part in path.split(".")):
+        return f"model.{path}"
+    return f'model.get_submodule("{path}")' if path else "model"
 
 
 def _policy() -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
-from pytest_gpumem.steps.checkpointing import checkpointed
+from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.compiling import compiled, warnings_of_compiling
 from pytest_gpumem.steps.measured import can_run, surroundings
 from pytest_gpumem.steps.model_step import build_model
@@ -167,13 +167,14 @@ def _gradients(
         found.update(_unscaled(model, training.scale() or 1.0))
 
     batch = batch_in_precision(batch, config.precision)
+    runs = Runs()
     training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
     training.scale_gradients()
     with ExitStack() as stack:
         # What a test draws afterwards does not depend on this comparison.
         stack.enter_context(torch.random.fork_rng(devices=device.random_devices()))
         stack.enter_context(surroundings(model, config, torch_device, training=True))
-        stack.enter_context(checkpointed(model, config))
+        stack.enter_context(checkpointed(model, config, runs if config.compile == "none" else None))
         training.run = stack.enter_context(compiled(model, config.compile))
         if config.compile != "none":
             stack.enter_context(warnings_of_compiling())
@@ -184,6 +185,7 @@ def _gradients(
             if training.scaler is None or _finite(found):
                 break
             training.scaler.update(training.scaler.get_scale() / 16)
+    runs.check(config)
     unclean = [name for name, value in found.items() if value is not None and not bool(torch.isfinite(value).all())]
     if unclean:
         raise MeasuringError(f"the gradient of {unclean[0]} is not finite under {config}")

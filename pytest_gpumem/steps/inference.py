@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.steps.batches import describe, feed
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import autocasting
+from pytest_gpumem.steps.quiet_import import import_quietly
 from pytest_gpumem.steps.runner import Phase
 
 if TYPE_CHECKING:
@@ -123,9 +122,7 @@ def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.
     if given:
         raise ConfigError("weights=int8 changes the model; pass a function that builds it")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torchao = importlib.import_module("torchao.quantization")
+        torchao = import_quietly("torchao.quantization")
     except ImportError:
         raise ConfigError("weights=int8 needs torchao: pip install 'pytest-gpumem[torchao]'") from None
     if not any(isinstance(module, torch.nn.Linear) for module in model.modules()):

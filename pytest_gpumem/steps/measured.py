@@ -11,7 +11,7 @@ from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe, items_in, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
-from pytest_gpumem.steps.compiling import compile_now, compiled
+from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.inference import caching, infer_phases, quantized
 from pytest_gpumem.steps.model_step import (
@@ -154,6 +154,9 @@ def prepared_train_step(
     training = Training(model, model, batch, made, loss, config, device)
     with ExitStack() as stack:
         stack.callback(model.zero_grad, set_to_none=True)
+        if config.optimizer.endswith("-8bit"):
+            # It compiles its step by itself.
+            stack.enter_context(warnings_of_compiling())
         stack.enter_context(surroundings(model, config, device, training=True))
         seen = rehearse(training) if config_given else Rehearsal()
         stack.enter_context(checkpointed(model, config))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import load_compiler
 from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.quiet_import import import_quietly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +39,7 @@ def optimizer_named(word: str) -> OptimizerFactory:
         module, name = eight_bit_module(word)
         # torchao's optimizer compiles its step.
         load_compiler()
-        eight_bit: OptimizerFactory = getattr(importlib.import_module(module), name)
+        eight_bit: OptimizerFactory = getattr(import_quietly(module), name)
         return eight_bit
     name, _, form = word.partition("-")
     optimizer: Any = getattr(torch.optim, _CLASSES[name])
@@ -54,9 +53,7 @@ def eight_bit_module(word: str) -> tuple[str, str]:
     """
     for module in ("torchao.optim", "bitsandbytes.optim"):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module(module)
+            import_quietly(module)
         except ImportError:
             continue
         return module, _EIGHT_BIT[word]

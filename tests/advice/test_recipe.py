@@ -96,3 +96,17 @@ def test_every_list_of_blocks_is_recomputed():
         "for block in model.encoder.block:",
         "for block in model.decoder.block:",
     ]
+
+
+@pytest.mark.parametrize(
+    ("holder", "line"),
+    [
+        ("", "for block in model:"),
+        ("transformer.h", "for block in model.transformer.h:"),
+        ("0.blocks", 'for block in model.get_submodule("0.blocks"):'),
+    ],
+)
+def test_blocks_are_reached_wherever_they_are(holder, line):
+    lines = recipe(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", [holder])
+    assert line in lines
+    compile("\n".join(lines), "recipe", "exec")
