@@ -5,6 +5,7 @@ TF32 and offloading need a GPU, and so are not here.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -68,14 +69,15 @@ def test_the_stages_of_the_resnet_have_the_published_number_of_parameters() -> N
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_model_trains_in_every_precision(gpumem: Gpumem, architecture: Architecture, precision: str) -> None:
-    measured = gpumem.train_step(architecture.build, architecture.batch(), config=precision)
-    assert measured.workload.config == precision
-    assert measured.settled
-    assert measured.notes == ()
-    assert measured.recomputed == 0
-    assert measured.retained == 0
+def test_a_model_trains_in_every_precision(gpumem: Gpumem, architecture: Architecture) -> None:
+    batch = architecture.batch()
+    for precision in PRECISIONS:
+        measured = gpumem.train_step(architecture.build, batch, config=precision)
+        assert measured.workload.config == precision
+        assert measured.settled, precision
+        assert measured.notes == (), precision
+        assert measured.recomputed == 0, precision
+        assert measured.retained == 0, precision
 
 
 @ON_THE_CPU
@@ -94,28 +96,25 @@ def test_every_kind_of_checkpointing_saves_in_forward_and_computes_again_in_back
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize("precision", FLOAT32_WEIGHTS)
 def test_checkpointing_changes_no_bit_of_any_gradient_even_with_dropout(
-    gpumem: Gpumem, architecture: Architecture, precision: str
+    gpumem: Gpumem, architecture: Architecture
 ) -> None:
     batch = architecture.batch()
-    for kind in CHECKPOINTS:
+    for precision, kind in itertools.product(FLOAT32_WEIGHTS, CHECKPOINTS):
         config = checkpointed(architecture, precision, kind)
         gpumem.assert_same_gradients(architecture.build, batch, config, precision, rtol=0, atol=0)
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize("precision", HALF_PRECISIONS)
-def test_a_half_precision_gives_the_gradients_of_fp32(
-    gpumem: Gpumem, architecture: Architecture, precision: str
-) -> None:
+def test_half_precisions_give_the_gradients_of_fp32(gpumem: Gpumem, architecture: Architecture) -> None:
     batch = architecture.batch()
     if architecture.make is ResNet18:
         # Smooth, and with enough to average: rounding moves values over a ReLU's corner, and their gradients are wholly wrong.
         architecture = architecture.but(activation=functional.silu, width=16)
         batch = {"images": torch.randn(32, 3, 16, 16), "labels": torch.randint(CLASSES, (32,))}
-    gpumem.assert_same_gradients(architecture.build, batch, precision, "fp32")
-    gpumem.assert_same_gradients(architecture.build, batch, checkpointed(architecture, precision, "blocks"), "fp32")
+    for precision in HALF_PRECISIONS:
+        for config in (precision, checkpointed(architecture, precision, "blocks")):
+            gpumem.assert_same_gradients(architecture.build, batch, config, "fp32")
 
 
 @ON_THE_CPU
