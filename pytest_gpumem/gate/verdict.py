@@ -124,7 +124,7 @@ class Cell:
     """The tests' common id: ``"tests/test_gpt.py::test_matrix"``."""
     config: str
     index: int
-    """Its row; 0 is what the others are compared with."""
+    """Where its row stands: the others are compared with the lowest, which is 0 where there are no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
