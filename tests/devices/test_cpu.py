@@ -12,6 +12,7 @@ from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.reach import blocks_of, storages_of
+from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
 
 KB = 1000
 
@@ -463,3 +464,19 @@ def test_nothing_is_left_in_the_environment_variables(device):
     device.live()
     device.close()
     assert os.environ.get("KINETO_LOG_LEVEL") != "99"
+
+
+# What it cannot do
+
+
+def test_the_cpu_lacks_tf32_and_a_host_to_move_tensors_to_and_says_so():
+    features = [*PRECISIONS, *(word.partition(":")[0] for word in CHECKPOINTS)]
+    lacking = {feature: said for feature in features if (said := CpuDevice().lacks(feature)) is not None}
+    assert lacking == {
+        "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
+        "offload": "saved tensors are moved to the host, and the CPU is the host",
+    }
+
+
+def test_the_cpu_has_no_random_numbers_besides_those_of_the_host():
+    assert CpuDevice().random_devices() == ()

@@ -16,9 +16,11 @@ from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_runtime import GpuProperties
 from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.steps.figures import Figures
 
 MIB = 2**20
+FEATURES = [*PRECISIONS, *(word.partition(":")[0] for word in CHECKPOINTS)]
 ROUNDING = 512
 SEGMENT = 2 * MIB
 
@@ -40,12 +42,13 @@ class SyntheticCuda:
         self._peak = dict(self._current)
         self._workspace: Block | None = None
         self.calls: list[str] = []
+        self.capability = (9, 0)
 
     def torch_device(self):
         return torch.device("cuda", 0)
 
     def properties(self):
-        return GpuProperties("NVIDIA H100 80GB HBM3", 85_017_100_288, "580.95.05", "GPU-0", (9, 0))
+        return GpuProperties("NVIDIA H100 80GB HBM3", 85_017_100_288, "580.95.05", "GPU-0", self.capability)
 
     def statistics(self):
         values = {}
@@ -401,6 +404,25 @@ def test_time_is_that_of_the_runtime(device):
 
 def test_tensors_go_to_the_gpu_of_the_runtime(cuda):
     assert CudaDevice(cuda).torch_device == torch.device("cuda", 0)
+
+
+def test_random_numbers_are_those_of_this_gpu(cuda):
+    assert CudaDevice(cuda).random_devices() == (0,)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+def test_a_gpu_since_ampere_lacks_nothing(cuda, capability):
+    cuda.capability = capability
+    assert [feature for feature in FEATURES if CudaDevice(cuda).lacks(feature) is not None] == []
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])
+def test_a_gpu_before_ampere_lacks_tf32_and_bfloat16_and_says_so(cuda, capability):
+    cuda.capability = capability
+    has = "{}.{}".format(*capability)
+    why = f"needs a GPU of compute capability 8.0, and this one has {has}"
+    lacking = {feature: said for feature in FEATURES if (said := CudaDevice(cuda).lacks(feature)) is not None}
+    assert lacking == {"tf32": f"TF32 {why}", "amp-bf16": f"bfloat16 {why}", "bf16": f"bfloat16 {why}"}
 
 
 @pytest.mark.parametrize(

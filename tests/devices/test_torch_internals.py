@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from pytest_gpumem.devices.torch_internals import (
     PEAK_RESETS,
     AllocationEvent,
+    activation_memory_budget,
     allocation_events,
     clear_cublas_workspaces,
+    compiled_graphs,
+    load_compiler,
     parts_of_coo,
 )
 
@@ -148,3 +153,71 @@ def test_what_public_resets_end_in_is_among_the_names_that_are_guarded():
     for reset in public:
         source = inspect.getsource(reset)
         assert any(f"{module}.{name}(" in source for module, name in PEAK_RESETS), reset
+
+
+# torch.compile
+
+
+@pytest.fixture
+def compiled():
+    """A function that is compiled by a backend which compiles nothing; its code is forgotten afterwards."""
+    torch.compiler.reset()
+    yield torch.compile(lambda x: x.sin() + 1, backend="eager")
+    torch.compiler.reset()
+
+
+def test_compiled_graphs_are_counted_and_so_is_every_recompilation(compiled):
+    before = compiled_graphs()
+    compiled(torch.ones(3))
+    assert compiled_graphs() == before + 1
+    compiled(torch.ones(3))
+    assert compiled_graphs() == before + 1
+    compiled(torch.ones(3, dtype=torch.float64))
+    assert compiled_graphs() == before + 2
+
+
+def test_a_compiled_function_without_an_operator_of_torch_counts_no_graph():
+    torch.compiler.reset()
+    before = compiled_graphs()
+    assert torch.compile(lambda x: x, backend="eager")(5) == 5
+    assert compiled_graphs() == before
+
+
+def test_the_budget_of_activations_holds_within_and_decides_what_backward_computes_again():
+    def saved_for_backward(fraction: float) -> int:
+        from functorch.compile import min_cut_rematerialization_partition, nop
+        from torch._functorch.aot_autograd import aot_function
+
+        kept = []
+
+        def forward(graph, inputs):
+            kept.append(len(list(graph.graph.nodes)[-1].args[0]) - 1)
+            return nop(graph, inputs)
+
+        def run(x, weight):
+            for _ in range(4):
+                x = torch.tanh(x @ weight)
+            return x.sum()
+
+        function = aot_function(
+            run, fw_compiler=forward, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition
+        )
+        with activation_memory_budget(fraction):
+            x = torch.ones(64, 64, requires_grad=True)
+            weight = torch.eye(64, requires_grad=True)
+            function(x, weight).backward()
+        return kept[0]
+
+    assert saved_for_backward(0.0) < saved_for_backward(1.0)
+
+
+def test_the_compiler_is_loaded_and_nobody_is_warned(monkeypatch):
+    loaded = []
+
+    def load(name):
+        warnings.warn("of its own use of torch.jit", DeprecationWarning, stacklevel=1)
+        loaded.append(importlib.util.find_spec(name).name)
+
+    monkeypatch.setattr("pytest_gpumem.devices.torch_internals.importlib", SimpleNamespace(import_module=load))
+    load_compiler()
+    assert loaded == ["torch._inductor.compile_fx"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
+from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
 
@@ -93,6 +93,22 @@ def test_a_test_without_verdicts_is_not_gated():
     assert not TestVerdict("a.py", "test_a").gated
 
 
+def test_a_test_that_only_asserted_relations_is_ok_and_gated():
+    verdict = TestVerdict("a.py", "test_a", relations=1)
+    assert (verdict.outcome, verdict.gated, verdict.compared) == (Outcome.OK, True, False)
+
+
+def test_relations_make_a_measured_test_gated_and_its_outcome_that_of_what_was_measured():
+    new = verdict_of(MetricVerdict("peak_allocated", Outcome.NEW, 1))
+    verdict = TestVerdict("a.py", "test_a", (new,), relations=1)
+    assert (verdict.outcome, verdict.gated) == (Outcome.NEW, True)
+
+
+def test_relations_of_a_test_that_did_not_get_to_its_end_do_not_count():
+    verdict = TestVerdict("a.py", "test_a", unmeasured="it failed by itself", relations=1)
+    assert (verdict.outcome, verdict.gated) == (Outcome.UNMEASURED, False)
+
+
 def test_the_verdict_on_a_metric_is_found_by_name():
     retained = MetricVerdict("retained", Outcome.OK, 1)
     verdict = verdict_of(MetricVerdict("peak_allocated", Outcome.OK, 1), retained)
@@ -112,6 +128,7 @@ MEASUREMENTS = st.builds(
     metrics=st.dictionaries(st.sampled_from(list(METRICS)), NUMBERS, max_size=4),
     settled=st.booleans(),
     notes=st.lists(TEXTS, max_size=2).map(tuple),
+    recomputed=st.none() | st.integers(0),
 )
 METRIC_VERDICTS = st.builds(
     MetricVerdict,
@@ -138,6 +155,8 @@ TEST_VERDICTS = st.builds(
     verdicts=st.lists(VERDICTS, max_size=2).map(tuple),
     unmeasured=st.none() | TEXTS,
     failed_by_itself=st.booleans(),
+    relations=st.integers(0, 3),
+    cell=st.none() | st.builds(Cell, TEXTS, TEXTS, st.integers(0)),
 )
 
 
