@@ -1,0 +1,195 @@
+"""A model's step under a config, from what a test author hands in to figures; and the model as it was afterwards."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.steps.bench import Bench
+from pytest_gpumem.steps.collector import FrozenHeap
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.measured import MeasuredStep, measure_infer_step, measure_train_step
+
+WIDTH, SAMPLES, DEPTH = 32, 256, 4
+F32 = 4
+WEIGHTS = F32 * DEPTH * WIDTH * WIDTH
+ACTIVATION = F32 * SAMPLES * WIDTH
+
+
+class Model(torch.nn.Module):
+    """Blocks that save little else than what they get."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False), torch.nn.Tanh()) for _ in range(DEPTH)
+        )
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.fixture(params=[False])
+def bench(request):
+    heap = FrozenHeap()
+    heap.freeze()
+    device = CpuDevice()
+    device.open()
+    yield Bench(device, Windows(device), timed=request.param)
+    device.close()
+    heap.thaw()
+
+
+timed = pytest.mark.parametrize("bench", [True], indirect=True)
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(SAMPLES, WIDTH)
+
+
+def train(bench, config=None, model=Model, **more) -> MeasuredStep:
+    return measure_train_step(bench, model, batch, config=config and StepConfig.parse(config), **more)
+
+
+def peak(step: MeasuredStep) -> float:
+    return step.metrics()["peak_allocated"]
+
+
+# Figures
+
+
+def test_a_plain_config_is_the_step_without_one(bench):
+    without, plain = train(bench), train(bench, "plain")
+    assert without.metrics() == plain.metrics()
+    assert without.workload == plain.workload
+    assert (without.recomputed, plain.recomputed) == (None, 0)
+
+
+def test_the_workload_says_the_config_with_the_precision_that_the_model_has(bench):
+    class Double(Model):
+        def forward(self, x):
+            return super().forward(x.double())
+
+    step = train(bench, "checkpoint=blocks,optimizer=sgd", lambda: Double().double())
+    assert step.workload.config == "fp64,checkpoint=blocks,optimizer=sgd"
+    assert step.workload.batch == f"float32[{SAMPLES}, {WIDTH}]"
+
+
+@pytest.mark.parametrize("config", ["checkpoint=sequential:2", "bf16", "accumulate=4"])
+def test_what_saves_memory_is_seen_to(bench, config):
+    assert peak(train(bench, f"{config},optimizer=sgd")) < peak(train(bench, "fp32,optimizer=sgd"))
+
+
+def test_what_micro_batches_save_is_the_activations_of_the_others(bench):
+    whole, parts = (train(bench, f"optimizer=sgd,accumulate={number}").metrics() for number in (1, 4))
+    # A tanh's output of each block and the batch; the gradients of the first parts are beside the later ones.
+    saved = whole["peak_forward"] - parts["peak_forward"]
+    assert saved >= DEPTH * ACTIVATION * 3 / 4 - WEIGHTS
+
+
+@pytest.mark.parametrize("config", ["fp32", "amp-fp16", "compile=eager", "checkpoint=blocks,zero_grad=zero"])
+def test_a_step_gives_the_same_bytes_again_and_leaves_nothing_behind(bench, config):
+    first, second = train(bench, config), train(bench, config)
+    assert first.figures.settled
+    assert first.metrics() == second.metrics()
+    assert first.metrics()["retained"] == 0
+
+
+@pytest.mark.parametrize("config", ["amp-bf16", "amp-bf16,accumulate=2"])
+def test_the_copies_of_weights_that_autocast_makes_are_those_of_one_forward(bench, config):
+    inside = train(bench, config)
+    with torch.autocast("cpu", enabled=False):
+        within_another = train(bench, config)
+    assert within_another.metrics() == inside.metrics()
+
+
+@timed
+def test_throughput_is_of_samples_unless_told_otherwise(bench):
+    samples, items = (train(bench, "fp32", items=items).metrics() for items in (None, 10))
+    assert samples["throughput"] == SAMPLES / samples["step_time"]
+    assert items["throughput"] == 10 / items["step_time"]
+
+
+def test_gradients_that_overflow_at_every_scale_leave_a_note(bench):
+    class Overflowing(Model):
+        def forward(self, x):
+            return super().forward(x) + (self.h[-1][0].weight * float("inf")).sum()
+
+    step = train(bench, "amp-fp16", Overflowing)
+    overflow, unsettled = step.notes
+    assert overflow.startswith("the gradients overflow at every scale down to ")
+    # The scale comes down in every step, so that none is like the one before.
+    assert unsettled == step.figures.unsettled_note()
+    assert not step.figures.settled
+
+
+def test_an_inference_step_in_half_precision_holds_half_the_bytes(bench):
+    def build():
+        return torch.nn.Linear(WIDTH, WIDTH, bias=False)
+
+    full, half = (measure_infer_step(bench, build, batch, config=StepConfig(word)) for word in ("fp32", "bf16"))
+    assert full.figures.memory.own == F32 * WIDTH * WIDTH + ACTIVATION
+    assert half.figures.memory.own == full.figures.memory.own / 2
+    assert (full.workload.config, half.workload.config) == ("fp32", "bf16")
+
+
+# What is handed in
+
+
+def test_a_given_model_is_as_it_was_but_for_being_trained(bench):
+    model = Model().eval()
+    names = list(model.state_dict())
+    first = model.h[0][0].weight
+    before = first.detach().clone()
+    first.grad = torch.ones_like(first)
+    step = train(bench, "amp-bf16,checkpoint=blocks,optimizer=sgd,zero_grad=zero", model)
+    assert not torch.equal(first, before)
+    assert [parameter.grad for parameter in model.parameters()] == [None] * DEPTH
+    assert list(model.state_dict()) == names
+    assert not any("forward" in vars(module) or module.training for module in model.modules())
+    assert peak(step) == peak(train(bench, "amp-bf16,checkpoint=blocks,optimizer=sgd,zero_grad=zero"))
+
+
+def test_a_given_model_in_another_dtype_is_not_converted(bench):
+    with pytest.raises(ConfigError, match=r"^bf16 trains bfloat16 parameters, but the model has float32; "):
+        train(bench, "bf16", Model())
+
+
+def test_an_optimizer_is_given_once(bench):
+    message = "optimizer= is given, and the step config says optimizer=sgd; give one of them"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        train(bench, "optimizer=sgd", optimizer=torch.optim.Adam)
+
+
+def test_an_optimizer_may_be_given_beside_a_config_that_says_none(bench):
+    given = train(bench, "amp-bf16", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    assert given.metrics() == train(bench, "amp-bf16,optimizer=sgd").metrics()
+
+
+@pytest.mark.parametrize("config", ["tf32", "checkpoint=offload"])
+def test_what_the_device_cannot_run_is_not_run(bench, config):
+    def build():
+        raise AssertionError("built")
+
+    with pytest.raises(CannotRun):
+        train(bench, config, build)
+
+
+def test_after_an_error_nothing_of_the_config_is_left(bench):
+    model = Model()
+
+    def loss(_output, _batch):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(bench, "amp-bf16,checkpoint=ops", model, loss=loss)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not torch.is_autocast_enabled("cpu")
+    assert train(bench, "fp32", model).figures.settled
