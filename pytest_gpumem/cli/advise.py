@@ -31,7 +31,12 @@ def _size(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.argument("factory", metavar="MODULE:FACTORY")
 @click.option("--fits", metavar="SIZE", callback=_size, help="The memory that the step may take: 24GB, '80 GiB'.")
 @click.option("--device", "device_name", default="cuda", show_default=True, help="cuda, cpu or auto.")
-@click.option("--all", "everything", is_flag=True, help="Measure every combination, also when one fits already.")
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Measure every combination (up to 96 configs), also when one fits already.",
+)
 def advise(*, factory: str, fits: int | None, device_name: str, everything: bool) -> None:
     """Find the step config with which a model's training step fits into a GPU.
 

@@ -74,7 +74,7 @@ def matrix_table(title: str, rows: Sequence[Row], units: UnitSystem) -> list[str
         for number, row in enumerate(rows)
     ]
     lines = columns(header, cells, left=(0, len(header) - 1))
-    if first is not None:
+    if first is not None and len(rows) > 1:
         against = f"saving and cost against {first.config}; "
         lines.append(f"  {against}ROI is saving over cost, above 1.5 is recommended; {EFFICIENT} is Pareto-efficient")
     return lines

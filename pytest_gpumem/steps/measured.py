@@ -104,12 +104,14 @@ class PreparedTrainStep:
     def measure(self) -> StepFigures:
         """Run the step until it repeats, then measure it."""
         training = self.training
-        restless = training.config.compile != "none" or training.scaler is not None
+        compiles = training.config.compile != "none"
+        # A scale that falls in every step tells nothing of the next one.
+        scales = training.scaler is not None and not self.seen.overflows
         return self.bench.measure(
             self.phases,
             self.start,
             held=lambda: (training.model, training.batch, training.optimizer, training.scaler),
-            state=(lambda: (compiled_graphs(), training.scale())) if restless else None,
+            state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
         )
 
     def workload(self) -> Workload:

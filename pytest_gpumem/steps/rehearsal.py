@@ -30,6 +30,8 @@ class Rehearsal:
 
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
+    overflows: bool = False
+    """Whether gradients overflow at every scale, so that the optimizer is skipped in every step."""
 
 
 def rehearse(training: Training) -> Rehearsal:
@@ -71,7 +73,7 @@ def rehearse(training: Training) -> Rehearsal:
     runs.check(config)
     cast.check(config.precision)
     # The parts themselves are run again without being called, so that no hook of theirs sees it.
-    return Rehearsal(notes, again.number + runs.again() - parts_before)
+    return Rehearsal(notes, again.number + runs.again() - parts_before, overflows=bool(notes))
 
 
 def rehearse_inference(phases: Iterable[Phase], config: StepConfig) -> None:
