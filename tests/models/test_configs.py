@@ -26,6 +26,7 @@ from tests.models.architectures import (
     bytes_of,
 )
 from tests.models.resnet import ResNet18
+from tests.needs import NEEDS_COMPILER
 
 if TYPE_CHECKING:
     from pytest_gpumem.fixture import Gpumem
@@ -157,6 +158,7 @@ def test_a_module_without_modules_in_it_counts_as_computed_again(gpumem: Gpumem)
 
 
 @ON_THE_CPU
+@NEEDS_COMPILER
 def test_within_a_memory_budget_compiled_code_saves_and_gives_the_same_gradients(gpumem: Gpumem) -> None:
     one_block = GPT2.but(num_hidden_layers=1).with_dropout(0.0)
     batch = one_block.batch()

@@ -12,6 +12,7 @@ from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.runner import Phase
+from tests.needs import NEEDS_COMPILER
 
 
 class Model(torch.nn.Module):
@@ -58,6 +59,7 @@ def test_a_compiled_step_gives_the_gradients_of_the_plain_one(word):
     torch.testing.assert_close(gradient(word), model.linear.weight.grad)
 
 
+@NEEDS_COMPILER
 def test_the_default_mode_compiles_for_the_cpu_and_gives_the_same_gradients():
     model = Model()
     step_of(model)[0].run()

@@ -11,6 +11,7 @@ import torch
 from pytest_gpumem.reach import blocks_of, reachable_tensors
 from pytest_gpumem.steps.config import OPTIMIZERS, ConfigError
 from pytest_gpumem.steps.optimizers import eight_bit_module, optimizer_named, state_bytes
+from tests.needs import NEEDS_COMPILER
 
 CPU = torch.device("cpu")
 FULL = [word for word in OPTIMIZERS if word != "none" and "8bit" not in word]
@@ -117,6 +118,7 @@ def test_an_optimizer_that_only_has_a_known_name_has_no_formula():
 # 8 bits
 
 
+@NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore")  # torchao compiles its step, and compiling warns
 def test_the_formula_gives_the_bytes_of_an_8_bit_state():
     pytest.importorskip("torchao")
