@@ -46,6 +46,30 @@ def make_without_loss():
     return Model(), torch.randn(512, 32)
 
 
+def make_with_a_batch_of_samples():
+    return Model(), torch.randn(512, 32), lambda output, batch: output.square()
+
+
+def make_sized(width):
+    return Model(), torch.randn(512, width)
+
+
+def make_unlisted():
+    model = Model()
+    model.blocks.append(torch.nn.Identity())
+    return model, torch.randn(512, 32), lambda output, batch: output.square().mean()
+
+
+def make_one_that_cannot_be_cast():
+    class Stubborn(Model):
+        def forward(self, x):
+            if torch.is_autocast_enabled("cpu"):
+                raise RuntimeError("planted\\nand more")
+            return super().forward(x)
+
+    return Stubborn(), torch.randn(512, 32), lambda output, batch: output.square().mean()
+
+
 def make_nonsense():
     return Model()
 
@@ -64,11 +88,14 @@ def make_a_hungry_one():
 @pytest.fixture
 def advise(tmp_path, monkeypatch):
     (tmp_path / "advised_models.py").write_text(MODELS, encoding="utf-8")
+    few = "from functools import partial\n\nclass Animal: ...\n\ndef zoo(): ...\n"
+    (tmp_path / "advised_few.py").write_text(few, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "advised_models", raising=False)
     yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
-    sys.modules.pop("advised_models", None)
+    for name in ("advised_models", "advised_few"):
+        sys.modules.pop(name, None)
 
 
 def configs_in(text: str) -> list[str]:
@@ -121,6 +148,67 @@ def test_running_out_of_memory_is_an_answer_and_not_the_end(advise):
     assert "recommended: amp-bf16,checkpoint=blocks,accumulate=2" in result.stdout
 
 
+def test_an_error_of_a_later_config_does_not_throw_away_what_was_measured(advise):
+    result = advise("advised_models:make_one_that_cannot_be_cast", "--fits", "4 MB")
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.stdout.splitlines() if line.startswith("amp-bf16"))
+    assert row.endswith("RuntimeError: planted")
+    assert "recommended: fp32,checkpoint=" in result.stdout
+
+
+def test_blocks_that_are_named_are_measured_and_stand_in_the_code(advise, monkeypatch):
+    monkeypatch.setattr(trial, "try_config", without("adamw-8bit", trial.try_config))
+    unnamed = advise("advised_models:make_unlisted", "--fits", "2.5 MB")
+    assert "amp-bf16,checkpoint=blocks ... the model has no repeated blocks" in unnamed.stderr
+    assert "name them with --blocks PATTERN" in unnamed.stdout
+    result = advise("advised_models:make_unlisted", "--fits", "2.5 MB", "--blocks", "blocks.?")
+    assert result.exit_code == 0, result.output
+    assert "recommended: amp-bf16,checkpoint=blocks,blocks=blocks.?: " in result.stdout
+    assert "    for block in model.blocks:" in result.stdout
+
+
+def interrupted(monkeypatch, peaks):
+    """Ctrl-C comes when there is no other answer in ``peaks``: bytes, or ``None`` for out of memory."""
+    answers = iter(peaks)
+
+    def answer(device, subject, config):
+        for peak in answers:
+            return trial.Tried(config, peak, 1.0) if peak else trial.Tried(config, why_not="out of memory")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial, "try_config", answer)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "said"),
+    [
+        ([3000, None, 2000], "not finished: 2 configs measured, none of them fits\n"),
+        ([3000], "not finished: 1 config measured, none of them fits\n"),
+        ([None], "not finished: 0 configs measured\n"),
+    ],
+)
+def test_an_interrupted_search_concludes_nothing_of_what_was_not_tried(advise, monkeypatch, peaks, said):
+    interrupted(monkeypatch, peaks)
+    result = advise("advised_models:make", "--fits", "1 kB")
+    assert result.exit_code == 130
+    assert result.stdout.endswith(said)
+    assert len(configs_in(result.stdout)) == len(peaks)
+    assert "nothing" not in result.stdout
+
+
+def test_an_interrupted_search_without_a_row_has_no_table(advise, monkeypatch):
+    interrupted(monkeypatch, [])
+    result = advise("advised_models:make", "--fits", "1 kB")
+    assert (result.exit_code, result.stdout) == (130, "not finished: 0 configs measured\n")
+
+
+def test_an_interrupted_search_recommends_what_fits_already(advise, monkeypatch):
+    interrupted(monkeypatch, [3000, 900])
+    result = advise("advised_models:make", "--all", "--fits", "1 kB")
+    assert result.exit_code == 130
+    assert "not finished: 2 configs measured\nrecommended: fp32,optimizer=adamw-8bit: 900 B" in result.stdout
+
+
 def test_all_measures_every_combination(advise, monkeypatch):
     asked = []
 
@@ -154,7 +242,19 @@ def test_the_recommended_config_repeats_to_the_byte():
     [
         (["advised_models:make"], "say how much memory there is: --fits 24GB"),
         (["advised_models:make", "--fits", "24"], "'24' has no unit; write it like '24 GB' or '24 MiB'"),
-        (["advised_models:mak", "--fits", "1GB"], "advised_models has no function 'mak'; it has Block, Model, make"),
+        (
+            ["advised_models:mak", "--fits", "1GB"],
+            "advised_models has no function 'mak'; it has make, make_a_hungry_one",
+        ),
+        (["advised_few:mak", "--fits", "1GB"], "advised_few has no function 'mak'; it has zoo, Animal, partial\n"),
+        (["advised_models.py:make", "--fits", "1GB"], "names a file; write advised_models:make\n"),
+        (["./sub/models.py:make", "--fits", "1GB"], "names a file; write sub.models:make\n"),
+        (["../models.py:make", "--fits", "1GB"], "names a file; write models:make, in the folder of the file\n"),
+        (
+            ["advised_models:make_sized", "--fits", "1GB"],
+            "make_sized is called without arguments: missing a required argument: 'width'",
+        ),
+        (["advised_models:make", "--fits", "1GB", "--blocks", "block"], "no module of Model matches 'block'"),
         (["advised_model:make", "--fits", "1GB"], "there is no module 'advised_model'"),
         (["advised_models", "--fits", "1GB"], "'advised_models': write MODULE:FACTORY"),
         (
@@ -169,10 +269,17 @@ def test_wrong_usage_says_what_would_be_right(advise, args, message):
     assert message in result.stderr
 
 
-def test_a_model_without_a_loss_is_told_how_to_give_one(advise):
-    result = advise("advised_models:make_without_loss", "--fits", "1GB")
+@pytest.mark.parametrize(
+    ("factory", "returned"),
+    [("make_without_loss", "the model"), ("make_with_a_batch_of_samples", "loss(...)")],
+)
+def test_a_model_without_a_loss_is_told_how_to_give_one(advise, factory, returned):
+    result = advise(f"advised_models:{factory}", "--fits", "1GB")
     assert result.exit_code == 2
-    assert "there is no scalar loss" in result.stderr
+    assert (
+        f"there is no scalar loss: {returned} returned float32[512, 32]; return (model, batch, loss)" in result.stderr
+    )
+    assert "pass loss=" not in result.stderr
 
 
 def test_an_unknown_device_is_told(advise):

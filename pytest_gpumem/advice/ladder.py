@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.relations.rates import return_on
-from pytest_gpumem.steps.config import StepConfig, combinations
+from pytest_gpumem.steps.config import ON_BLOCKS, Checkpointing, StepConfig, combinations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,18 +40,22 @@ class _Rung:
 
 def rungs(samples: int | None) -> tuple[_Rung, ...]:
     """Precision, checkpointing, accumulation as far as ``samples`` can be shared out, 8-bit optimizer, offloading."""
-    shares = tuple(number for number in (2, 4, 8, 16) if samples is not None and samples % number == 0)
     return (
         _Rung("precision", ("amp-bf16", "amp-fp16"), first=True),
         _Rung("checkpoint", ("ops", "blocks")),
-        _Rung("accumulate", shares),
+        _Rung("accumulate", shares(samples)),
         _Rung("optimizer", ("adamw-8bit",)),
         _Rung("checkpoint", ("offload",)),
     )
 
 
-def next_config(tried: Sequence[Tried], samples: int | None) -> StepConfig | None:
-    """The next config to try; ``None`` when there is no other.
+def shares(samples: int | None) -> tuple[int, ...]:
+    """The numbers of micro-batches that a batch of ``samples`` can be shared out to."""
+    return tuple(number for number in (2, 4, 8, 16) if samples is not None and samples % number == 0)
+
+
+def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None = None) -> StepConfig | None:
+    """The next config to try; ``None`` when there is no other. ``blocks`` is the pattern that names the model's blocks.
 
     Each rung keeps what the ones before it brought. What ran out of memory is kept, too: it may have come close.
     """
@@ -61,7 +65,7 @@ def next_config(tried: Sequence[Tried], samples: int | None) -> StepConfig | Non
     base = known[START]
     for rung in rungs(samples):
         for value in rung.values:
-            config = replace(base.config, **{rung.axis: value})
+            config = _changed(base.config, blocks, **{rung.axis: value})
             if config not in known:
                 return config
             if _helps(known[config], base):
@@ -71,23 +75,30 @@ def next_config(tried: Sequence[Tried], samples: int | None) -> StepConfig | Non
     return None
 
 
+def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig:
+    """The config with other ``values``. It names the blocks where its checkpointing acts on them: elsewhere it may not."""
+    checkpoint = values.get("checkpoint", config.checkpoint)
+    acts_on_blocks = Checkpointing.parse(checkpoint).kind in ON_BLOCKS
+    return replace(config, **values, blocks=blocks if acts_on_blocks else None)
+
+
 def _helps(one: Tried, base: Tried) -> bool:
     if one.peak is None:
         return one.why_not == OUT_OF_MEMORY and base.peak is None
     return base.peak is None or one.peak < base.peak
 
 
-def every_config(samples: int | None) -> list[StepConfig]:
-    """Every combination of what the ladder uses, fp32 first."""
-    shares = next(rung for rung in rungs(samples) if rung.axis == "accumulate").values
-    return combinations(
+def every_config(samples: int | None, blocks: str | None = None) -> list[StepConfig]:
+    """Every combination of what the ladder uses, fp32 first. ``blocks`` is the pattern that names the model's blocks."""
+    configs = combinations(
         {
             "precision": [START.precision, "amp-bf16", "amp-fp16", "bf16"],
             "checkpoint": ["none", "ops", "blocks", "offload"],
-            "accumulate": [1, *shares[:2]],
+            "accumulate": [1, *shares(samples)[:2]],
             "optimizer": [START.optimizer, "adamw-8bit"],
         }
     )
+    return [_changed(config, blocks) for config in configs]
 
 
 def recommended(tried: Sequence[Tried], limit: int | None) -> Tried | None:

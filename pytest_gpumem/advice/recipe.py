@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.steps.config import StepConfig
 
+    Holder = str | tuple[str, ...]
+    """The path of a list of blocks, or the paths of blocks that are not a whole list."""
 
-def recipe(config: StepConfig, device_type: str, holders: Sequence[str]) -> list[str]:
+
+def recipe(config: StepConfig, device_type: str, holders: Sequence[Holder]) -> list[str]:
     """Python lines: what is done once, and the step.
 
-    ``holders`` are the paths of the modules that hold the model's blocks. The lines use ``model``, ``batches`` (the
-    micro-batches of a step, or the one batch) and ``loss_of(model, batch)``. For the configs that `advice.ladder` tries.
+    ``holders`` lead to the model's blocks. The lines use ``model``, ``batches`` (the micro-batches of a step, or the one
+    batch) and ``loss_of(model, batch)``. For the configs that `advice.ladder` tries.
     """
     return [*_once(config, device_type, holders), "", *_step(config, device_type)]
 
 
-def _once(config: StepConfig, device_type: str, holders: Sequence[str]) -> list[str]:
+def _once(config: StepConfig, device_type: str, holders: Sequence[Holder]) -> list[str]:
     kind = config.checkpointing.kind
     precision = precision_named(config.precision)
     imports, lines = ["import torch"], []
@@ -54,8 +57,11 @@ def _once(config: StepConfig, device_type: str, holders: Sequence[str]) -> list[
     return [*imports, "", *lines]
 
 
-def _reached(path: str) -> str:
-    """The expression for the submodule at ``path``: ``model.transformer.h``, ``model``, ``model.get_submodule("0.blocks")``."""
+def _reached(path: Holder) -> str:
+    """The expression for a list of blocks: ``model.transformer.h``, ``model``, ``model.get_submodule("0.blocks")``."""
+    if not isinstance(path, str):
+        names = ", ".join(f'"{one}"' for one in path)
+        return f"map(model.get_submodule, [{names}])"
     if all(part.isidentifier() for part in path.split(".")):
         return f"model.{path}"
     return f'model.get_submodule("{path}")' if path else "model"
@@ -83,7 +89,9 @@ def _step(config: StepConfig, device_type: str) -> list[str]:
     precision = precision_named(config.precision)
     contexts = []
     if precision is not None and precision.autocast is not None:
-        contexts.append(f'torch.autocast("{device_type}", dtype=torch.{precision.autocast})')
+        # Selective checkpointing needs each cast to be done again, as in the step that was measured.
+        cache = ", cache_enabled=False" if config.checkpointing.kind == "ops" else ""
+        contexts.append(f'torch.autocast("{device_type}", dtype=torch.{precision.autocast}{cache})')
     if config.checkpointing.kind == "offload":
         contexts.append("torch.autograd.graph.save_on_cpu(pin_memory=True)")
     loss = "loss = loss_of(model, batch)" + (f" / {config.accumulate}" if config.accumulate > 1 else "")

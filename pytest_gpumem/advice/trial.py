@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.advice.ladder import OUT_OF_MEMORY, Tried
+from pytest_gpumem.advice.ladder import OUT_OF_MEMORY, START, Tried
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.batches import samples_in
+from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.blocks import repeated_blocks
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError
 from pytest_gpumem.steps.measured import measure_train_step
+from pytest_gpumem.steps.model_step import NotAStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from pytest_gpumem.advice.recipe import Holder
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.steps.blocks import Block
     from pytest_gpumem.steps.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
 
+_NO_BLOCKS = (
+    "the model has no repeated blocks (a ModuleList or Sequential of modules of one type); "
+    "name them with --blocks PATTERN"
+)
+
 
 class SubjectError(ValueError):
-    """The function that was named does not give a model and a batch."""
+    """The function that was named does not give a model and a batch, or the model has not the blocks that were named."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +47,23 @@ class Subject:
     build: Callable[[], torch.nn.Module]
     batch: Any
     loss: Loss | None
-    holders: tuple[str, ...]
-    """Paths of the modules that hold the repeated blocks; empty when there are none."""
+    holders: tuple[Holder, ...]
+    """Where the repeated blocks are; empty when there are none."""
 
     @property
     def samples(self) -> int | None:
         return samples_in(self.batch)
 
 
-def subject_of(factory: Callable[[], Any], device: torch.device) -> Subject:
+def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | None = None) -> Subject:
     """What ``factory()`` gives: ``(model, batch)`` or ``(model, batch, loss)``; it is called again for each model.
 
-    Raises `SubjectError` when it gives something else.
+    A batch that is a function is made here, once. ``blocks`` is the pattern that names the model's blocks. Raises
+    `SubjectError` when something else is given, or nothing is so named.
     """
     import torch
+
+    _needs_no_arguments(factory, _name(factory))
 
     def make() -> tuple[Any, ...]:
         with torch.device(device):
@@ -65,40 +78,96 @@ def subject_of(factory: Callable[[], Any], device: torch.device) -> Subject:
         return made
 
     model, batch, *loss = make()
-    return Subject(lambda: make()[0], batch, loss[0] if loss else None, _holders(model))
+    if callable(batch):
+        _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
+    holders = _holders(model, blocks)
+    return Subject(lambda: make()[0], on_device(batch, device), loss[0] if loss else None, holders)
 
 
 def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:
-    """Measure the step under ``config``. Not to be able to, or to run out of memory, is an answer and no error."""
-    import torch
+    """Measure the step under ``config``. Not to be able to, or to run out of memory, is an answer and no error.
 
-    device.open()
+    So is any other failure of a config that is not the first: what was measured before is worth more than a traceback.
+    Raises `NotAStep`, and the errors of the first config, which are the model's own.
+    """
+    if config.checkpointing.kind in ON_BLOCKS and not subject.holders:
+        return Tried(config, why_not=_NO_BLOCKS)
     try:
-        step = measure_train_step(
-            Bench(device, Windows(device), timed=True), subject.build, subject.batch, config=config, loss=subject.loss
-        )
-    except torch.OutOfMemoryError as error:
-        # What the failed step held would be in the next one's way.
-        traceback.clear_frames(error.__traceback__)
-        return Tried(config, why_not=OUT_OF_MEMORY)
+        metrics = _metrics(device, subject, config)
+    except NotAStep:
+        raise
     except (CannotRun, ConfigError, MeasuringError) as error:
-        traceback.clear_frames(error.__traceback__)
         return Tried(config, why_not=str(error))
-    finally:
-        device.settle()
-        device.close()
-    metrics = step.metrics()
+    except Exception as error:
+        if _is_out_of_memory(error):
+            return Tried(config, why_not=OUT_OF_MEMORY)
+        if config == START:
+            raise
+        return Tried(config, why_not=_first_line(error))
     # What the allocator takes from the GPU is what has to fit.
     peak = metrics.get("peak_reserved", metrics["peak_allocated"])
     return Tried(config, int(peak), metrics.get("step_time"))
 
 
-def _holders(model: torch.nn.Module) -> tuple[str, ...]:
+def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
+    bench = Bench(device, Windows(device), timed=True)
+    with ExitStack() as stack:
+        device.open()
+        # In this order, since a device that has failed may not settle any more.
+        stack.callback(device.close)
+        stack.callback(device.settle)
+        try:
+            step = measure_train_step(bench, subject.build, subject.batch, config=config, loss=subject.loss)
+        except Exception as error:
+            # What the failed step held would be in the next one's way.
+            traceback.clear_frames(error.__traceback__)
+            raise
+    return step.metrics()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    # The CPU's allocator has no error of its own.
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:
     try:
-        lists = repeated_blocks(model)
-    except ConfigError:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise SubjectError(f"{name} is called without arguments: {error}") from None
+
+
+def _holders(model: torch.nn.Module, named: str | None) -> tuple[Holder, ...]:
+    try:
+        lists = repeated_blocks(model, named)
+    except ConfigError as error:
+        if named is not None:
+            raise SubjectError(str(error)) from None
         return ()
-    return tuple(blocks[0].path.rpartition(".")[0] for blocks in lists)
+    return tuple(_holder(model, blocks) for blocks in lists)
+
+
+def _holder(model: torch.nn.Module, blocks: list[Block]) -> Holder:
+    import torch
+
+    path = blocks[0].path.rpartition(".")[0]
+    module = model.get_submodule(path)
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and [*module] == [one.module for one in blocks]:
+        return path
+    return tuple(block.path for block in blocks)
 
 
 def _name(factory: object) -> str:

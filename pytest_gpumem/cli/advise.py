@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ import click
 from pytest_gpumem.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
     from pytest_gpumem.advice.ladder import Tried
     from pytest_gpumem.advice.trial import Subject
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.config import StepConfig
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 
 def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
@@ -37,7 +42,12 @@ def _size(_context: click.Context, _parameter: click.Parameter, value: str | Non
     is_flag=True,
     help="Measure every combination (up to 96 configs), also when one fits already.",
 )
-def advise(*, factory: str, fits: int | None, device_name: str, everything: bool) -> None:
+@click.option(
+    "--blocks",
+    metavar="PATTERN",
+    help="The modules that hold the model's repeated blocks (transformer.h), or the blocks themselves; found otherwise.",
+)
+def advise(*, factory: str, fits: int | None, device_name: str, everything: bool, blocks: str | None) -> None:
     """Find the step config with which a model's training step fits into a GPU.
 
     FACTORY is a function of MODULE without arguments that returns (model, batch), or (model, batch, loss) where loss is a
@@ -47,33 +57,47 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
     micro-batches, an 8-bit optimizer, saved tensors on the host. It ends at the first config that fits, and shows the code
     that makes it. On CUDA the reserved memory has to fit, on the CPU what tensors hold.
 
-    Exit status: 0 when a config fits, 1 when none does, 2 for wrong usage.
+    Exit status: 0 when a config fits, 1 when none does, 2 for wrong usage, 130 when interrupted.
     """
-    from pytest_gpumem.advice.ladder import every_config, next_config, recommended
+    from pytest_gpumem.advice.ladder import every_config, recommended
     from pytest_gpumem.advice.trial import SubjectError, subject_of
 
     if fits is None and not everything:
         raise click.UsageError("say how much memory there is: --fits 24GB (or --all, to see every combination)")
     device = _device(device_name)
     try:
-        subject = subject_of(_function(factory), device.torch_device)
+        subject = subject_of(_function(factory), device.torch_device, blocks)
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
     tried: list[Tried] = []
+    finished = False
     try:
-        if everything:
-            for config in every_config(subject.samples):
-                tried.append(_try(device, subject, config, len(tried) + 1))
-        else:
-            while (following := next_config(tried, subject.samples)) is not None:
-                tried.append(_try(device, subject, following, len(tried) + 1))
-                if fits is not None and tried[-1].fits(fits):
-                    break
+        configs = (
+            every_config(subject.samples, blocks) if everything else _climbed(tried, fits, subject.samples, blocks)
+        )
+        for config in configs:
+            tried.append(_try(device, subject, config, len(tried) + 1))
+        finished = True
     except KeyboardInterrupt:
-        click.echo("interrupted; this is what was measured until then", err=True)
+        click.echo("interrupted", err=True)
     chosen = recommended(tried, fits)
-    _tell(tried, chosen, fits, device, subject)
-    sys.exit(0 if chosen is not None else 1)
+    if tried:
+        _table(tried)
+    if not finished or chosen is None:
+        click.echo(_conclusion(tried, chosen, fits, finished=finished))
+    if chosen is not None:
+        _recommend(chosen, fits, device, subject)
+    sys.exit(INTERRUPTED if not finished else 0 if chosen is not None else 1)
+
+
+def _climbed(tried: Sequence[Tried], fits: int | None, samples: int | None, blocks: str | None) -> Iterator[StepConfig]:
+    """The configs to try until one fits, each chosen by what came of those in ``tried``."""
+    from pytest_gpumem.advice.ladder import next_config
+
+    while (config := next_config(tried, samples, blocks)) is not None:
+        yield config
+        if fits is not None and tried[-1].fits(fits):
+            return
 
 
 def _try(device: Device, subject: Subject, config: StepConfig, number: int) -> Tried:
@@ -84,31 +108,41 @@ def _try(device: Device, subject: Subject, config: StepConfig, number: int) -> T
     try:
         tried = try_config(device, subject, config)
     except NotAStep as error:
-        raise click.UsageError(str(error)) from None
+        # What steps say for tests, where the loss is an argument.
+        problem, no_loss, _ = str(error).partition("; pass loss=")
+        mend = "; return (model, batch, loss) from the factory, where loss(output, batch) gives one number"
+        raise click.UsageError(problem + mend if no_loss else problem) from None
     click.echo(tried.why_not if tried.peak is None else format_bytes(tried.peak), err=True)
     return tried
 
 
-def _tell(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, device: Device, subject: Subject) -> None:
-    from pytest_gpumem.advice.recipe import recipe
+def _table(tried: Sequence[Tried]) -> None:
     from pytest_gpumem.reports.matrix import Row, matrix_table
 
     rows = [Row(str(one.config), one.peak, one.time, one.why_not) for one in tried]
     for line in matrix_table("config", rows, "si"):
         click.echo(line)
     click.echo()
-    if chosen is None or chosen.peak is None:
-        smallest = min((one for one in tried if one.peak is not None), key=lambda one: one.peak or 0, default=None)
-        closest = (
-            "" if smallest is None else f"; the smallest is {format_bytes(smallest.peak or 0)} with {smallest.config}"
-        )
-        click.echo(
-            f"nothing fits into {format_bytes(fits)}{closest}" if fits is not None else "nothing could be measured"
-        )
-        return
+
+
+def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, *, finished: bool) -> str:
+    """What is to be said when nothing fits, or when not everything was tried."""
+    measured = [one for one in tried if one.peak is not None]
+    if not finished:
+        number = "1 config" if len(measured) == 1 else f"{len(measured)} configs"
+        none = ", none of them fits" if measured and chosen is None else ""
+        return f"not finished: {number} measured{none}"
+    smallest = min(measured, key=lambda one: one.peak or 0, default=None)
+    closest = "" if smallest is None else f"; the smallest is {format_bytes(smallest.peak or 0)} with {smallest.config}"
+    return f"nothing fits into {format_bytes(fits)}{closest}" if fits is not None else "nothing could be measured"
+
+
+def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject) -> None:
+    from pytest_gpumem.advice.recipe import recipe
+
     within = "" if fits is None else f" of {format_bytes(fits)}"
     time = "" if chosen.time is None else f", {format_seconds(chosen.time)} a step"
-    click.echo(f"recommended: {chosen.config}: {format_bytes(chosen.peak)}{within}{time}")
+    click.echo(f"recommended: {chosen.config}: {format_bytes(chosen.peak or 0)}{within}{time}")
     click.echo()
     for line in recipe(chosen.config, device.torch_device.type, subject.holders):
         click.echo(f"    {line}".rstrip())
@@ -132,6 +166,8 @@ def _function(text: str) -> Callable[[], Any]:
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
         raise click.UsageError(f"{text!r}: write MODULE:FACTORY, like my_project.models:make_gpt")
+    if module_name.endswith(".py"):
+        raise click.UsageError(f"{text!r} names a file; write {_as_module(module_name, name)}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -143,6 +179,24 @@ def _function(text: str) -> Callable[[], Any]:
         raise click.UsageError(f"there is no module {error.name!r}, neither installed nor in {here}") from None
     function: Any = getattr(module, name, None)
     if not callable(function):
-        there = ", ".join(sorted(one for one, value in vars(module).items() if callable(value) and one[0] != "_")[:8])
+        there = ", ".join(_callables(module)[:8]) or "none"
         raise click.UsageError(f"{module_name} has no function {name!r}; it has {there}")
     return function  # type: ignore[no-any-return]
+
+
+def _callables(module: ModuleType) -> list[str]:
+    """Names of what can be called: the module's own functions, its own classes, then what it has imported."""
+    found = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+
+    def order(name: str) -> tuple[bool, bool, str]:
+        own = getattr(found[name], "__module__", None) == module.__name__
+        return not own, isinstance(found[name], type), name
+
+    return sorted(found, key=order)
+
+
+def _as_module(path: str, function: str) -> str:
+    """How to name a function of the file at ``path``."""
+    parts = Path(os.path.relpath(path)).with_suffix("").parts
+    outside = os.pardir in parts
+    return f"{parts[-1]}:{function}, in the folder of the file" if outside else f"{'.'.join(parts)}:{function}"

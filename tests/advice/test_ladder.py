@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.advice.ladder import OUT_OF_MEMORY, START, Tried, every_config, next_config, recommended
+from pytest_gpumem.advice.ladder import OUT_OF_MEMORY, START, Tried, every_config, next_config, recommended, shares
 from pytest_gpumem.steps.config import StepConfig
 
 
@@ -94,6 +94,22 @@ def test_every_config_has_all_combinations_and_begins_with_the_plain_one():
     assert configs[0] == START
     assert len(configs) == len(set(configs)) == 4 * 4 * 3 * 2
     assert len(every_config(3)) == 4 * 4 * 1 * 2
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(6, (2,)), (8, (2, 4, 8)), (None, ()), (32, (2, 4, 8, 16))])
+def test_shares_are_the_numbers_of_equal_parts(samples, expected):
+    assert shares(samples) == expected
+
+
+def test_named_blocks_are_said_where_checkpointing_acts_on_them_and_nowhere_else():
+    tried: list[Tried] = []
+    while (config := next_config(tried, 2, "layers")) is not None:
+        tried.append(Tried(config, always_helps(config), 1.0))
+    climbed = [one.config for one in tried]
+    assert {config.checkpoint for config in climbed} == {"none", "ops", "blocks", "offload"}
+    for config in [*climbed, *every_config(2, "layers")]:
+        assert config.blocks == ("layers" if config.checkpoint in ("ops", "blocks") else None)
+    assert len(set(every_config(2, "layers"))) == len(every_config(2))
 
 
 FAST = Tried(StepConfig(precision="amp-bf16"), 80, 1.0)

@@ -35,12 +35,12 @@ class Model(torch.nn.Module):
         return x.square().mean()
 
 
-def run(text: str, parts: int = 1) -> tuple[Model, str]:
+def run(text: str, parts: int = 1, holders=("body.blocks",)) -> tuple[Model, str]:
     """Run the recipe once on a new model. Returns the model, and the lines."""
     torch.manual_seed(0)
     model = Model()
     batch = torch.randn(SAMPLES, WIDTH)
-    lines = "\n".join(recipe(StepConfig.parse(text), "cpu", ["body.blocks"]))
+    lines = "\n".join(recipe(StepConfig.parse(text), "cpu", holders))
     batches = batch.to(torch.bfloat16 if text == "bf16" else batch.dtype).chunk(parts)
     exec(compile(lines, text, "exec"), {"model": model, "batches": batches, "loss_of": lambda model, x: model(x)})
     return model, lines
@@ -88,6 +88,25 @@ def test_the_8_bit_optimizer_comes_from_the_package_that_is_installed():
     lines = recipe(StepConfig.parse("fp32,optimizer=adamw-8bit"), "cuda", [])
     assert "from torchao.optim import AdamW8bit" in lines
     assert "optimizer = AdamW8bit(model.parameters())" in lines
+
+
+def test_blocks_that_are_no_whole_list_are_computed_again_and_no_others():
+    model, _ = run("fp32,checkpoint=blocks", holders=[("body.blocks.0", "body.blocks.2")])
+    assert [block.calls for block in model.body.blocks] == [2, 1, 2]
+
+
+def test_selective_checkpointing_casts_anew_each_time():
+    lines = recipe(StepConfig.parse("amp-bf16,checkpoint=ops"), "cuda", ["h"])
+    assert '    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):' in lines
+    others = recipe(StepConfig.parse("amp-bf16,checkpoint=blocks"), "cuda", ["h"])
+    assert '    with torch.autocast("cuda", dtype=torch.bfloat16):' in others
+
+
+def test_selective_checkpointing_under_autocast_teaches_what_autocast_alone_does():
+    mine, plain = run("amp-bf16,checkpoint=ops")[0], run("amp-bf16")[0]
+    assert [block.calls for block in mine.body.blocks] == [2, 2, 2]
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_every_list_of_blocks_is_recomputed():
