@@ -145,7 +145,7 @@ def test_each_config_has_its_baseline(project):
     [
         ("precisions=['fp32']", f"unknown axis 'precisions'; did you mean 'precision'? Valid: {', '.join(AXES)}"),
         ("precision=['fp23']", f"unknown precision 'fp23'; did you mean 'fp32'? Valid: {', '.join(PRECISIONS)}"),
-        ("precision=[]", "an axis without a value makes no config"),
+        ("precision=[]", "precision has no value, so that there is no config"),
         ("precision='fp32', skip='bf16'", "skip='bf16' leaves nothing out: no combination has all of it"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
@@ -86,3 +87,53 @@ def load_compiler() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
+
+
+@contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """Within, it is as if no autocast were around: neither on, nor one whose end copies of weights would wait for.
+
+    torch frees the copies when the outermost autocast ends, so within another one they would outlive a forward pass.
+    """
+    import torch
+
+    enabled = torch.is_autocast_enabled(device_type)
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled(device_type, False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device_type, enabled)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
+@contextmanager
+def tf32_allowed(allowed: bool) -> Iterator[None]:
+    """Within, float32 matrix products and convolutions of a GPU may run in TF32, or may not.
+
+    Since torch 2.9 each backend has a setting of its own, and asking for the older, common ones fails when they differ.
+    """
+    import torch
+
+    settings: list[tuple[Any, str, object]]
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        wanted = "tf32" if allowed else "ieee"
+        settings = [
+            (torch.backends.cuda.matmul, "fp32_precision", wanted),
+            (torch.backends.cudnn.conv, "fp32_precision", wanted),  # type: ignore[attr-defined]
+        ]
+    else:
+        settings = [(torch.backends.cuda.matmul, "allow_tf32", allowed), (torch.backends.cudnn, "allow_tf32", allowed)]
+    before = [getattr(holder, name) for holder, name, _ in settings]
+    for holder, name, value in settings:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for (holder, name, _), value in zip(settings, before, strict=True):
+            setattr(holder, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
-from pytest_gpumem.steps.compiling import compiled, warnings_of_compiling
+from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
 from pytest_gpumem.steps.measured import can_run, surroundings
-from pytest_gpumem.steps.model_step import build_model
-from pytest_gpumem.steps.precision import batch_in_precision, in_precision
+from pytest_gpumem.steps.model_step import build_model, precision_of
+from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
+from pytest_gpumem.steps.rehearsal import CastTo
 from pytest_gpumem.steps.training import Training
 
 if TYPE_CHECKING:
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
 
-DEFAULT_TOLERANCES: Mapping[str | None, float] = {
-    None: 1e-4,
+DEFAULT_TOLERANCES: Mapping[str, float] = {
     "fp32": 1e-4,
     "tf32": 1e-2,
     "amp-fp16": 5e-2,
@@ -43,10 +44,12 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients of one step, by parameter, as float32 on the host; ``None`` where there is none."""
+    """The gradients of one step, by parameter, on the host; ``None`` where there is none."""
 
     config: str
     by_name: Mapping[str, torch.Tensor | None]
+    precisions: tuple[str, ...] = ("fp32",)
+    """Words of the precision in which they were computed."""
 
 
 def assert_same_gradients(
@@ -68,10 +71,11 @@ def assert_same_gradients(
         config.only_for("train_step")
         can_run(device, config)
     batch = on_device(batch, device.torch_device)
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, Any] = {}
     first, second = (_gradients(device, model_factory, batch, config, loss, weights) for config in configs)
     if rtol is None:
-        rtol = max(DEFAULT_TOLERANCES[config.precision] for config in configs)
+        words = (*first.precisions, *second.precisions)
+        rtol = max(DEFAULT_TOLERANCES.get(word, DEFAULT_TOLERANCES["fp32"]) for word in words)
     message = difference(first, second, rtol, atol, _hint(*configs))
     if message is not None:
         raise AssertionError(message)
@@ -110,6 +114,8 @@ def difference(
     ]
     if not pairs:
         return "nothing to compare: no parameter has a gradient"
+    if not any(bool(a.any()) or bool(b.any()) for _, a, b in pairs):
+        return "nothing to compare: every gradient is 0"
     if atol is None:
         atol = 0.01 * rtol * max(_size(b) for _, _, b in pairs)
     wrong = [(name, told) for name, a, b in pairs if (told := _error(a, b, rtol, atol)) is not None]
@@ -127,7 +133,7 @@ def _hint(one: StepConfig, other: StepConfig) -> str:
     if one.compile != other.compile or "none" not in (one.compile, other.compile):
         return "; compiled code draws random numbers of its own: compare with dropout switched off"
     if one.accumulate != other.accumulate:
-        return "; each micro-batch draws its own dropout, and batch statistics: compare with dropout switched off"
+        return "; each micro-batch draws its own dropout, and a mean over unequal numbers of tokens is not that of its parts"
     if one.precision != other.precision:
         return (
             "; rounding moves values across a ReLU's corner, which changes gradients by far more than itself: give rtol, or "
@@ -147,7 +153,7 @@ def _error(mine: torch.Tensor, theirs: torch.Tensor, rtol: float, atol: float) -
     if error <= allowed:
         return None
     at = int((mine - theirs).abs().nan_to_num(nan=float("inf")).argmax())
-    values = f"{float(mine.flatten()[at]):.6g} against {float(theirs.flatten()[at]):.6g}"
+    values = f"{mine.flatten()[at].item():.6g} against {theirs.flatten()[at].item():.6g}"
     return f"error {error:.3g}, allowed {allowed:.3g}; entry {at} is {values}"
 
 
@@ -157,18 +163,12 @@ def _gradients(
     batch: Any,
     config: StepConfig,
     loss: Loss | None,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Any],
 ) -> Gradients:
     """The gradients of one forward and backward. ``weights`` are those of the first model; empty before it is built."""
     import torch
 
     torch_device = device.torch_device
-    model = build_model(model_factory, torch_device)
-    if weights:
-        model.load_state_dict(weights)
-    else:
-        weights.update({name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()})
-    model = in_precision(model, config.precision, given=False)
     found: dict[str, torch.Tensor | None] = {}
 
     def keep() -> None:
@@ -176,16 +176,28 @@ def _gradients(
 
     batch = batch_in_precision(batch, config.precision)
     runs = Runs()
-    training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
-    training.scale_gradients()
+    cast = CastTo(precision_named(config.precision))
     with ExitStack() as stack:
         # What a test draws afterwards does not depend on this comparison.
         stack.enter_context(torch.random.fork_rng(devices=device.random_devices()))
+        # Buffers that are not in the state are the same in both models if they are drawn the same.
+        torch.manual_seed(SEED)
+        model = build_model(model_factory, torch_device)
+        if weights:
+            model.load_state_dict(weights)
+        else:
+            weights.update(copy.deepcopy(model.state_dict()))
+        model = in_precision(model, config.precision, given=False)
+        training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
+        training.scale_gradients()
         stack.enter_context(surroundings(model, config, torch_device, training=True))
         stack.enter_context(checkpointed(model, config, runs if config.compile == "none" else None))
         training.run = stack.enter_context(compiled(model, config.compile))
         if config.compile != "none":
             stack.enter_context(warnings_of_compiling())
+        else:
+            stack.enter_context(cast.watched())
+        stack.enter_context(something_compiled(config.compile))
         for _ in range(_MOST_TRIES):
             torch.manual_seed(SEED)
             for phase in training.phases():
@@ -194,10 +206,13 @@ def _gradients(
                 break
             training.scaler.update(training.scaler.get_scale() / 16)
     runs.check(config)
+    if config.compile == "none":
+        cast.check(config.precision)
     unclean = [name for name, value in found.items() if value is not None and not bool(torch.isfinite(value).all())]
     if unclean:
         raise MeasuringError(f"the gradient of {unclean[0]} is not finite under {config}")
-    return Gradients(str(config), found)
+    precision = config.precision or precision_of(model)
+    return Gradients(str(config), found, tuple(precision.split("+")))
 
 
 _MOST_TRIES = 5
@@ -206,15 +221,21 @@ _MOST_TRIES = 5
 
 def _size(gradient: torch.Tensor) -> float:
     """The root mean square of a gradient's entries."""
-    return float(gradient.double().square().mean().sqrt()) if gradient.numel() else 0.0
+    return float(gradient.abs().double().square().mean().sqrt()) if gradient.numel() else 0.0
 
 
 def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | None]:
     return {
-        name: None if parameter.grad is None else parameter.grad.detach().to_dense().float().cpu() / scale
+        name: None if parameter.grad is None else _on_the_host(parameter.grad) / scale
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+
+
+def _on_the_host(gradient: torch.Tensor) -> torch.Tensor:
+    """A dense copy, in at least single precision."""
+    dense = gradient.detach().to_dense().cpu()
+    return dense.float() if dense.element_size() < 4 else dense
 
 
 def _finite(gradients: Mapping[str, torch.Tensor | None]) -> bool:

@@ -7,42 +7,63 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.devices.windows import Windows
 
 MOST_KINDS = 3
 
 
-def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
-    """Call ``step`` ``steps`` times. Raises ``AssertionError`` when memory still grows in the second half of them."""
+def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object], steps: int = 20) -> None:
+    """Call ``step`` ``steps`` times. Raises ``AssertionError`` when memory still grows in the second half of them.
+
+    And `MeasuringError` when the steps held nothing on the device, so that they could not be seen to grow.
+    """
     if steps < 2:
         raise ValueError(f"steps={steps}: growth is seen over two steps or more")
     half = steps // 2
-    settled = 0
     with cyclic_collector_off():
-        for number in range(steps):
-            if number == half:
-                device.settle()
-                settled = device.live()
-                # Weakly: a tensor that the steps replace must go.
-                before = [weakref.ref(tensor) for tensor in _tensors(device).values()]
+        window = windows.open()
+        began = device.live()
+        for _ in range(half):
             step()
         device.settle()
-        kept = device.live() - settled
-        if kept <= 0:
+        live = [device.live()]
+        # Weakly: a tensor that the steps replace must go.
+        before = [weakref.ref(tensor) for tensor in _tensors(device).values()]
+        for _ in range(half, steps):
+            step()
+            device.settle()
+            live.append(device.live())
+        if windows.close(window).allocated <= began and {*live} == {began}:
+            raise MeasuringError(f"the step held no tensor on {device.torch_device}: it runs elsewhere, or not at all")
+        if not grows(live):
             return
         # Only of tensors that live: an id is used again.
         old = {id(reference()) for reference in before}
         fresh = [tensor for number, tensor in _tensors(device).items() if number not in old]
-    raise AssertionError(growth_text(kept, steps - half, fresh))
+    raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), fresh))
+
+
+def grows(live: Sequence[int]) -> bool:
+    """Whether bytes that are live after each of some steps grow: they never fall after their lowest and end higher.
+
+    Or they go up and down, but both their lowest and their highest are higher in the later half than in the earlier one.
+    """
+    since_lowest = live[live.index(min(live)) :]
+    if since_lowest[-1] > since_lowest[0] and list(since_lowest) == sorted(since_lowest):
+        return True
+    early, late = live[: len(live) // 2], live[len(live) // 2 :]
+    return min(late) > min(early) and max(late) > max(early)
 
 
 def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:

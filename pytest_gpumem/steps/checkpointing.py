@@ -49,16 +49,19 @@ class Runs:
         return self.runs.total() - self.calls.total()
 
     def check(self, config: StepConfig) -> None:
-        """Raises `ConfigError` when nothing of what was to be recomputed was, or a part of it did not even run."""
+        """Raises `ConfigError` when nothing of what was to be recomputed was.
+
+        Some parts may be left out of a step, as LayerDrop does.
+        """
         if not self.calls:
             return
         for segment in self.segments:
             segment.check_ended()
         idle = [path for path in self.calls if not self.calls[path]]
-        if idle:
+        if len(idle) == len(self.calls):
             raise ConfigError(f"checkpoint={config.checkpoint}: {_some(idle)} did not run in this step")
-        saved = [path for path in self.calls if self.runs[path] <= self.calls[path]]
-        if len(saved) == len(self.calls):
+        saved = [path for path in self.calls if self.calls[path]]
+        if not any(self.runs[path] > self.calls[path] for path in saved):
             raise ConfigError(
                 f"checkpoint={config.checkpoint}: {_some(saved)} ran, but nothing was computed again in backward "
                 "(no gradient flows through, or it is frozen)"
@@ -112,13 +115,24 @@ def _replacements(
 
 
 def _recomputed_modules(model: torch.nn.Module, config: StepConfig) -> list[Block]:
+    import torch
+
     wanted = config.checkpointing
     if wanted.kind == "modules":
-        return modules_matching(model, wanted.pattern)
+        matching = modules_matching(model, wanted.pattern)
+        for path, module in matching:
+            if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+                raise ConfigError(
+                    f"checkpoint={config.checkpoint}: {path} is a {type(module).__name__}, which is never called; "
+                    f"write checkpoint=modules:{path}.*"
+                )
+        return matching
     lists = repeated_blocks(model, config.blocks)
     every = wanted.number if wanted.kind == "every" else 1
     # As in torchtitan's selective checkpointing: of N blocks the last one is recomputed.
-    chosen = [block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0]
+    each = (block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0)
+    # A block that stands in two lists is one.
+    chosen = list({id(block.module): block for block in each}.values())
     if not chosen:
         longest = max(map(len, lists))
         raise ConfigError(f"checkpoint={config.checkpoint}: {type(model).__name__} has only {longest} blocks in a row")

@@ -49,11 +49,17 @@ def compile_now(phases: Iterable[Phase], word: str) -> None:
     """
     if word == "none":
         return
-    before = compiled_graphs()
-    with warnings_of_compiling():
+    with warnings_of_compiling(), something_compiled(word):
         for phase in phases:
             phase.run()
-    if compiled_graphs() == before:
+
+
+@contextmanager
+def something_compiled(word: str) -> Iterator[None]:
+    """Raises `ConfigError` when nothing was compiled within, unless with ``compile=none``."""
+    before = compiled_graphs() if word != "none" else 0
+    yield
+    if word != "none" and compiled_graphs() == before:
         raise ConfigError(f"compile={word}: torch.compile found nothing to compile in the model's forward")
 
 

@@ -218,8 +218,9 @@ def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[S
         if name not in AXES:
             raise ConfigError(_unknown("axis", name, AXES))
     lists = [list(values) if isinstance(values, (list, tuple)) else [values] for values in axes.values()]
-    if not all(lists):
-        raise ConfigError("an axis without a value makes no config")
+    empty = [name for name, values in zip(axes, lists, strict=True) if not values]
+    if empty:
+        raise ConfigError(f"{empty[0]} has no value, so that there is no config")
     used: set[str] = set()
     made: list[StepConfig] = []
     said = {text: _said_by(text) for text in skip}

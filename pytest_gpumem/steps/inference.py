@@ -62,6 +62,11 @@ def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any]
         raise ConfigError(
             f"cache=on needs a model whose forward takes past_key_values and use_cache; {type(model).__name__} does not"
         )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ConfigError(
+            f"cache=on cannot cut the batch of {type(model).__name__}, which has an encoder and a decoder: "
+            "measure its generate() with gpumem.measure"
+        )
     inputs = dict(batch) if isinstance(batch, Mapping) else {next(iter(taken)): batch}
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds", next(iter(taken))) if name in inputs), None)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:

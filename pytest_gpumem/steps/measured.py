@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.torch_internals import compiled_graphs
+from pytest_gpumem.devices.torch_internals import compiled_graphs, outside_autocast
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe, items_in, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
@@ -15,7 +15,6 @@ from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_com
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.inference import caching, infer_phases, quantized
 from pytest_gpumem.steps.model_step import (
-    autocast_off,
     build_model,
     build_optimizer,
     in_mode,
@@ -23,13 +22,14 @@ from pytest_gpumem.steps.model_step import (
     precision_of,
 )
 from pytest_gpumem.steps.optimizers import optimizer_named
-from pytest_gpumem.steps.precision import batch_in_precision, in_precision, matmul_precision
+from pytest_gpumem.steps.precision import batch_in_precision, float32_precision, in_precision
 from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse, rehearse_inference
 from pytest_gpumem.steps.state import StateBytes, state_of
 from pytest_gpumem.steps.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -148,13 +148,14 @@ def prepared_train_step(
     if given is not None:
         # Gradients that somebody left would be in the first step and not in the others.
         given.zero_grad(set_to_none=True)
-    start = bench.begin((given, batch, optimizer))
-    model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-    made = None
-    if optimizer is not None or config.optimizer != "none":
-        made = build_optimizer(optimizer or optimizer_named(config.optimizer), model, given is not None)
-    training = Training(model, model, batch, made, loss, config, device)
     with ExitStack() as stack:
+        stack.enter_context(_random_numbers_given_back(bench.device))
+        start = bench.begin((given, batch, optimizer))
+        model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+        made = None
+        if optimizer is not None or config.optimizer != "none":
+            made = build_optimizer(optimizer or optimizer_named(config.optimizer), model, given is not None)
+        training = Training(model, model, batch, made, loss, config, device)
         stack.callback(model.zero_grad, set_to_none=True)
         if config.optimizer.endswith("-8bit"):
             # It compiles its step by itself.
@@ -183,11 +184,12 @@ def measure_infer_step(
     can_run(bench.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
     given = _given(model_or_factory)
-    start = bench.begin((given, batch))
-    model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-    precision = precision_of(model)
-    model = quantized(model, config, given is not None)
     with ExitStack() as stack:
+        stack.enter_context(_random_numbers_given_back(bench.device))
+        start = bench.begin((given, batch))
+        model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+        precision = precision_of(model)
+        model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, device, training=False))
         rehearse_inference(infer_phases(model, model, batch, config, device), config)
         run = stack.enter_context(compiled(model, config.compile))
@@ -201,17 +203,23 @@ def measure_infer_step(
     return MeasuredStep(figures, workload, items_in(batch, items), notes)
 
 
+def _random_numbers_given_back(device: Device) -> AbstractContextManager[None]:
+    """What a test draws afterwards does not depend on how many steps were timed."""
+    import torch
+
+    return torch.random.fork_rng(devices=device.random_devices())
+
+
 @contextmanager
 def surroundings(model: torch.nn.Module, config: StepConfig, device: torch.device, *, training: bool) -> Iterator[None]:
     """Mode, matrix precision, key/value cache and autocast as the config wants them, whatever is outside."""
-    cache = False if training else {None: None, "on": True, "off": False}[config.cache]
-    autocasts = config.precision is not None and config.precision.startswith("amp")
+    # With cache=on the calls say so themselves.
+    cache = False if training or config.cache == "off" else None
     with (
         in_mode(model, training=training),
-        matmul_precision(config.precision),
+        float32_precision(config.precision),
         caching(model, cache, required=config.cache == "off"),
-        # Within an outer autocast, even one that is off, the copies of weights would outlive forward.
-        nullcontext() if autocasts else autocast_off(device),
+        outside_autocast(device.type),
     ):
         yield
 

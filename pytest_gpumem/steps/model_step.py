@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,13 +102,6 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def autocast_off(device: torch.device) -> AbstractContextManager[object]:
-    """Within, no autocast: a plain step runs in the model's own precision, whatever surrounds it."""
-    import torch
-
-    return torch.autocast(device.type, enabled=False)
 
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}

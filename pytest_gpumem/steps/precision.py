@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.devices.torch_internals import tf32_allowed
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import tensors_in
 from pytest_gpumem.steps.config import ConfigError
@@ -25,13 +26,13 @@ class Precision:
     autocast: str | None = None
     scaled: bool = False
     """Whether gradients are scaled (``torch.amp.GradScaler``), as float16's narrow exponent asks for."""
-    matmul: str = "highest"
-    """``torch.set_float32_matmul_precision``."""
+    tf32: bool = False
+    """Whether float32 products and convolutions of a GPU may run in TF32."""
 
 
 _PRECISIONS = {
     "fp32": Precision("float32"),
-    "tf32": Precision("float32", matmul="high"),
+    "tf32": Precision("float32", tf32=True),
     "amp-fp16": Precision("float32", autocast="float16", scaled=True),
     "amp-bf16": Precision("float32", autocast="bfloat16"),
     "bf16": Precision("bfloat16"),
@@ -55,7 +56,14 @@ def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch
     if precision is None:
         return model
     wanted = getattr(torch, precision.weights)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    imaginary = [name for name, tensor in tensors if tensor.is_complex()]
     others = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {wanted}
+    if imaginary and (others or precision.weights != "float32"):
+        raise ConfigError(
+            f"{word}: converting the model would make {imaginary[0]} real, which is complex; leave the precision out, or "
+            "build the model in float32 for fp32 or AMP"
+        )
     if not others:
         return model
     if given:
@@ -84,45 +92,33 @@ def batch_in_precision(batch: Any, word: str | None) -> Any:
     return mapped(batch, lambda tensor: tensor.to(wanted) if tensor.is_floating_point() else tensor)
 
 
-def autocasting(word: str | None, device: torch.device) -> AbstractContextManager[object]:
+def autocasting(word: str | None, device: torch.device, *, cached: bool = True) -> AbstractContextManager[object]:
     """Autocast around a forward pass, as the precision wants it; none for the others.
 
+    ``cached`` says whether a weight that is used twice is cast once (torch's default).
     Raises `MeasuringError` when autocast did not come on: then a step would be measured in another precision.
     """
     precision = precision_named(word)
     if precision is None or precision.autocast is None:
         return nullcontext()
-    return _autocast(device.type, precision.autocast)
+    return _autocast(device.type, precision.autocast, cached)
 
 
 @contextmanager
-def _autocast(device_type: str, dtype_name: str) -> Iterator[None]:
+def _autocast(device_type: str, dtype_name: str, cached: bool) -> Iterator[None]:
     import torch
 
     dtype = getattr(torch, dtype_name)
-    with torch.autocast(device_type, dtype=dtype):
+    with torch.autocast(device_type, dtype=dtype, cache_enabled=cached):
         if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) != dtype:
             raise MeasuringError(f"autocast to {dtype_name} is not on: torch does not support it on {device_type} here")
         yield
-    # Within somebody else's autocast the copies of weights would stay: torch frees them when the outermost one ends.
-    torch.clear_autocast_cache()
 
 
-@contextmanager
-def matmul_precision(word: str | None) -> Iterator[None]:
-    """Within, float32 matrix products run in TF32 (``tf32``) or in full precision (the others)."""
-    import torch
-
+def float32_precision(word: str | None) -> AbstractContextManager[object]:
+    """Within, float32 products and convolutions of a GPU run in TF32 (``tf32``) or in full precision (the others)."""
     precision = precision_named(word)
-    if precision is None:
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision.matmul)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return nullcontext() if precision is None else tf32_allowed(precision.tf32)
 
 
 def scaler_of(word: str | None, device: torch.device) -> torch.amp.GradScaler | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.steps.batches import tensors_in
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import precision_named
@@ -42,7 +43,7 @@ def rehearse(training: Training) -> Rehearsal:
     """
     config = training.config
     runs = Runs()
-    cast = _CastTo(precision_named(config.precision))
+    cast = CastTo(precision_named(config.precision))
     wrong: list[str] = []
     notes: tuple[str, ...] = ()
     if training.scaler is not None:
@@ -78,7 +79,7 @@ def rehearse(training: Training) -> Rehearsal:
 
 def rehearse_inference(phases: Iterable[Phase], config: StepConfig) -> None:
     """Run an inference step that autocasts once, not compiled. Raises `ConfigError` when autocast cast nothing."""
-    cast = _CastTo(precision_named(config.precision))
+    cast = CastTo(precision_named(config.precision))
     if cast.is_idle:
         return
     with cast.watched():
@@ -122,8 +123,8 @@ def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
                 yield name
 
 
-class _CastTo:
-    """Finds out whether autocast cast anything: whether any operation gave a tensor of its dtype."""
+class CastTo:
+    """Finds out whether autocast cast anything: whether any operation, or any module, gave a tensor of its dtype."""
 
     def __init__(self, precision: Any) -> None:
         self._name: str | None = None if precision is None else precision.autocast
@@ -135,22 +136,34 @@ class _CastTo:
         return self._name is None
 
     def watched(self) -> AbstractContextManager[object]:
-        if self._name is None:
-            return nullcontext()
+        """Look at what is computed within."""
+        return nullcontext() if self._name is None else self._watched(self._name)
+
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
         import torch
+        from torch.nn.modules.module import register_module_forward_hook
         from torch.overrides import TorchFunctionMode
 
-        dtype = getattr(torch, self._name)
+        dtype = getattr(torch, name)
         outer = self
 
         class Watch(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
-                if isinstance(result, torch.Tensor) and result.dtype == dtype:
-                    outer._seen = True
+                outer._see(result, dtype)
                 return result
 
-        return Watch()
+        # What a scripted module computes is seen by its output only.
+        handle = register_module_forward_hook(lambda _module, _inputs, output: self._see(output, dtype))
+        try:
+            with Watch():
+                yield
+        finally:
+            handle.remove()
+
+    def _see(self, result: object, dtype: torch.dtype) -> None:
+        self._seen = self._seen or any(tensor.dtype == dtype for tensor in tensors_in(result))
 
     def check(self, word: str | None) -> None:
         if self._name is not None and not self._seen:

@@ -88,11 +88,12 @@ def state_of(training: Training, figures: StepFigures, bench: Bench) -> StateByt
         phase.run()
     training.before_optimizer = None
     (bytes_of,) = seen
-    kept = bytes_of["gradients"] if training.config.zero_grad == "zero" else 0
+    # Those that zero_grad only fills with zeros, and those of parameters that the optimizer does not hold.
+    kept = sum(blocks_of((p.grad for p in parameters if p.grad is not None), device).values())
     at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + kept
     metrics = figures.memory.memory_metrics()
     # From the second micro-batch on, forward runs beside the gradients of those before.
-    beside = bytes_of["gradients"] if training.config.accumulate > 1 and not kept else 0
+    beside = bytes_of["gradients"] - kept if training.config.accumulate > 1 else 0
     word = training.config.precision
     return StateBytes(
         parameters=Share(_bytes_in(parameters, word), bytes_of["parameters"]),

@@ -68,7 +68,9 @@ class Training:
         return None if self.scaler is None else self.scaler.get_scale()
 
     def _forward(self, batch: Any, parts: int) -> None:
-        with autocasting(self.config.precision, self.device), saving(self.config):
+        # Selective checkpointing wants to see every cast again, also that of a weight that was used before.
+        cached = self.config.checkpointing.kind != "ops"
+        with autocasting(self.config.precision, self.device, cached=cached), saving(self.config):
             loss = loss_of(feed(self.run, batch), batch, self.loss)
             # As in a loop over micro-batches, each loss takes the place of the one before.
             self._losses[:] = [loss / parts if parts > 1 else loss]

@@ -109,7 +109,7 @@ def test_empty_parameters_have_equal_gradients():
 
 
 @given(
-    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8),
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8).filter(any),
     st.floats(0, 1),
 )
 def test_gradients_that_are_scaled_differ_when_they_are_scaled_by_more_than_is_allowed(values, factor):
@@ -217,7 +217,9 @@ def test_a_block_that_is_not_the_same_when_it_runs_again_is_told(compare):
 
 
 def test_micro_batches_draw_their_own_dropout_which_is_hinted_at(compare):
-    hint = "; each micro-batch draws its own dropout, and batch statistics: compare with dropout switched off"
+    hint = (
+        "; each micro-batch draws its own dropout, and a mean over unequal numbers of tokens is not that of its parts"
+    )
     with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
         compare(Model, "accumulate=4", "fp32")
 

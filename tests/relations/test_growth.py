@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.relations import growth
 from pytest_gpumem.relations.growth import assert_no_growth, growth_text
 from pytest_gpumem.steps.collector import FrozenHeap
 
@@ -32,7 +35,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 def grows(device, step, steps: int) -> str:
     with pytest.raises(AssertionError) as caught:
-        assert_no_growth(device, step, steps)
+        assert_no_growth(device, Windows(device), step, steps)
     return str(caught.value)
 
 
@@ -51,7 +54,7 @@ def test_a_training_loop_keeps_nothing_more(device):
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    assert assert_no_growth(device, step) is None
+    assert assert_no_growth(device, Windows(device), step) is None
     assert len(losses) == 20
 
 
@@ -63,7 +66,7 @@ def test_a_cache_that_fills_in_the_first_half_is_fine(device):
         key = next(numbers) % 5
         cache.setdefault(key, tensor(KB))
 
-    assert assert_no_growth(device, step, steps=10) is None
+    assert assert_no_growth(device, Windows(device), step, steps=10) is None
     assert len(cache) == 5
 
 
@@ -73,7 +76,7 @@ def test_a_tensor_that_is_replaced_is_no_growth(device):
     def step():
         kept[0] = tensor(KB)
 
-    assert assert_no_growth(device, step) is None
+    assert assert_no_growth(device, Windows(device), step) is None
 
 
 def test_garbage_that_the_collector_frees_is_no_growth(device):
@@ -81,7 +84,7 @@ def test_garbage_that_the_collector_frees_is_no_growth(device):
         cycle: list = [tensor(KB)]
         cycle.append(cycle)
 
-    assert assert_no_growth(device, step) is None
+    assert assert_no_growth(device, Windows(device), step) is None
 
 
 def test_a_step_that_frees_more_than_it_keeps_is_no_growth(device):
@@ -90,21 +93,60 @@ def test_a_step_that_frees_more_than_it_keeps_is_no_growth(device):
     def step():
         kept.pop()
 
-    assert assert_no_growth(device, step) is None
+    assert assert_no_growth(device, Windows(device), step) is None
     assert kept == []
 
 
 @pytest.mark.parametrize("steps", [2, 3, 20])
 def test_the_step_is_called_as_often_as_said(device, steps):
-    calls: list[bool] = []
-    assert_no_growth(device, lambda: calls.append(True), steps)
+    calls: list[int] = []
+    assert_no_growth(device, Windows(device), lambda: calls.append(tensor(KB).numel()), steps)
     assert len(calls) == steps
 
 
 @pytest.mark.parametrize("steps", [1, 0, -5])
 def test_growth_is_not_seen_in_a_single_step(device, steps):
     with pytest.raises(ValueError, match=re.escape(f"steps={steps}: growth is seen over two steps or more")):
-        assert_no_growth(device, lambda: None, steps)
+        assert_no_growth(device, Windows(device), lambda: None, steps)
+
+
+def test_steps_that_hold_nothing_on_the_device_prove_nothing(device):
+    with pytest.raises(MeasuringError, match="the step held no tensor on cpu: it runs elsewhere, or not at all"):
+        assert_no_growth(device, Windows(device), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("live", "is_growth"),
+    [
+        ([5, 5, 5, 5, 5], False),
+        ([5, 6, 7, 8, 9], True),
+        ([5, 5, 5, 5, 6], True),
+        ([9, 8, 7, 6, 5], False),
+        # Something large was freed meanwhile.
+        ([50, 51, 52, 3, 4, 5], True),
+        # Up and down, as with two buffers in turns; and the same with a leak.
+        ([5, 9, 5, 9, 5, 9], False),
+        ([9, 5, 9, 5, 9], False),
+        ([5, 9, 6, 10, 7, 11], True),
+        ([5, 6], True),
+        ([6, 5], False),
+    ],
+)
+def test_growth_is_what_ends_higher_and_does_not_come_down(live, is_growth):
+    assert growth.grows(live) is is_growth
+
+
+def test_a_leak_is_not_hidden_by_something_large_that_is_freed(device):
+    kept: list[torch.Tensor] = []
+    large = [tensor(4000 * KB)]
+    numbers = iter(range(100))
+
+    def step():
+        kept.append(tensor(KB))
+        if next(numbers) == 15:
+            large.clear()
+
+    assert grows(device, step, 20).startswith("memory grows: 1.00 kB a step, 4.00 kB in 4 steps")
 
 
 # What is growth
@@ -175,7 +217,7 @@ def test_objects_that_answer_for_others_are_not_asked(device):
 
 def test_an_error_of_the_step_goes_up(device):
     with pytest.raises(ZeroDivisionError):
-        assert_no_growth(device, lambda: 1 / 0)
+        assert_no_growth(device, Windows(device), lambda: 1 / 0)
 
 
 # What is said

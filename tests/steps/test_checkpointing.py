@@ -281,15 +281,15 @@ def test_a_model_with_too_little_to_act_on_is_told_and_left_as_it_was(checkpoint
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_modules_that_did_not_run_are_told():
+def test_modules_of_which_none_ran_are_told():
     class Partly(Model):
         def forward(self, hidden):
-            return self.head(self.h[1](hidden)).sum()
+            return self.head(hidden).sum()
 
     runs = Runs()
     config = config_of("blocks")
     step(Partly(6), config, runs)
-    with pytest.raises(ConfigError, match=r"^checkpoint=blocks: h\.0, h\.2, h\.3 and 2 more did not run in this step$"):
+    with pytest.raises(ConfigError, match=r"^checkpoint=blocks: h\.0, h\.1, h\.2 and 3 more did not run in this step$"):
         runs.check(config)
 
 

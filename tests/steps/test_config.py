@@ -371,7 +371,7 @@ def test_a_combination_that_makes_no_config_can_be_skipped():
             (),
             "unknown axis 'precisions'; did you mean 'precision'? Valid: " + ", ".join(AXES),
         ),
-        ({"precision": []}, (), "an axis without a value makes no config"),
+        ({"precision": []}, (), "precision has no value, so that there is no config"),
         ({"precision": ["fp32"]}, ("fp16",), "skip='fp16' leaves nothing out: no combination has all of it"),
         ({"precision": ["fp32"]}, ("fp32",), "skip leaves nothing to run"),
         ({"precision": ["fp32"]}, ("",), "skip='': write settings, like 'fp16,checkpoint=ops'"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.model_step import (
-    autocast_off,
     build_model,
     build_optimizer,
     in_mode,
@@ -204,14 +203,6 @@ def test_parameters_of_several_dtypes_are_all_named():
 
 def test_a_model_without_parameters_runs_in_fp32():
     assert precision_of(torch.nn.ReLU()) == "fp32"
-
-
-def test_within_autocast_a_plain_step_is_in_the_models_own_precision():
-    linear, batch = torch.nn.Linear(4, 4), torch.ones(2, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert linear(batch).dtype == torch.bfloat16
-        with autocast_off(CPU):
-            assert linear(batch).dtype == torch.float32
 
 
 # Modes

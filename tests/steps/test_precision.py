@@ -12,8 +12,8 @@ from pytest_gpumem.steps.config import PRECISIONS, ConfigError
 from pytest_gpumem.steps.precision import (
     autocasting,
     batch_in_precision,
+    float32_precision,
     in_precision,
-    matmul_precision,
     precision_named,
     scaler_of,
 )
@@ -111,16 +111,6 @@ def test_other_precisions_do_not_autocast(word):
         assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_copies_of_weights_are_freed_also_within_anothers_autocast(monkeypatch):
-    cleared = []
-    original = torch.clear_autocast_cache
-    monkeypatch.setattr("torch.clear_autocast_cache", lambda: (cleared.append(True), original()))
-    with torch.autocast("cpu", enabled=False):
-        with autocasting("amp-bf16", CPU):
-            before = len(cleared)
-        assert len(cleared) == before + 1
-
-
 def test_an_autocast_that_does_not_come_on_is_told(monkeypatch):
     monkeypatch.setattr("torch.is_autocast_enabled", lambda _device_type: False)
     message = "autocast to bfloat16 is not on: torch does not support it on cpu here"
@@ -137,31 +127,51 @@ def test_an_autocast_to_another_dtype_is_told(monkeypatch):
 # Matrix products and scalers
 
 
-@pytest.fixture(params=["highest", "high", "medium"])
+def settings():
+    """How float32 products and convolutions of a GPU run."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision, cudnn.conv.fp32_precision
+    return matmul.allow_tf32, cudnn.allow_tf32
+
+
+@pytest.fixture(params=["highest", "high"])
 def outside(request):
     """How float32 matrix products run before."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)
-    yield request.param
+    yield settings()
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize(("word", "within"), [("tf32", "high"), ("fp32", "highest"), ("amp-bf16", "highest")])
-def test_matrix_products_are_as_the_precision_says_and_afterwards_as_before(word, within, outside):
-    with matmul_precision(word):
-        assert torch.get_float32_matmul_precision() == within
-    assert torch.get_float32_matmul_precision() == outside
+@pytest.mark.parametrize(
+    ("word", "within"), [("tf32", {"tf32", True}), ("fp32", {"ieee", False}), ("bf16", {"ieee", False})]
+)
+def test_products_and_convolutions_are_as_the_precision_says_and_afterwards_as_before(word, within, outside):
+    with float32_precision(word):
+        assert set(settings()) <= within
+    assert settings() == outside
+    # The common setting can be asked for: torch refuses when those of the backends contradict one another.
+    assert torch.get_float32_matmul_precision() in ("highest", "high")
 
 
 def test_matrix_products_are_as_before_after_an_error(outside):
-    with pytest.raises(ZeroDivisionError), matmul_precision("tf32"):
+    with pytest.raises(ZeroDivisionError), float32_precision("tf32"):
         raise ZeroDivisionError
-    assert torch.get_float32_matmul_precision() == outside
+    assert settings() == outside
 
 
 def test_without_a_precision_matrix_products_are_left_alone(outside):
-    with matmul_precision(None):
-        assert torch.get_float32_matmul_precision() == outside
+    with float32_precision(None):
+        assert settings() == outside
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16"])
+def test_complex_numbers_are_not_made_real(word):
+    model = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match=f"^{word}: converting the model would make weight real"):
+        in_precision(model, word, given=False)
+    assert in_precision(model, "fp32", given=False) is model
 
 
 def test_only_amp_in_float16_scales_gradients():
