@@ -17,6 +17,10 @@ Blocks = Mapping[int, int]
 """Memory blocks: address -> bytes."""
 
 
+Known = frozenset[tuple[int, int]]
+"""Blocks that a device knew at some moment, by address and number: another block at the same address is another one."""
+
+
 class DeviceUnavailable(Exception):
     """This device cannot be used here; the message is a clause that says why ("no CUDA device: ...")."""
 
@@ -84,8 +88,8 @@ class Device(Protocol):
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 
-    def known(self) -> frozenset[int]:
-        """Addresses of the blocks that the device knows one by one; empty where it only knows sums."""
+    def known(self) -> Known:
+        """The blocks that the device knows one by one; empty where it only knows sums."""
 
     def paused(self) -> AbstractContextManager[None]:
         """A stretch in which nothing is recorded or slowed down, for taking times.
@@ -93,7 +97,7 @@ class Device(Protocol):
         Allocations and frees may go unnoticed in it; `believe` sets that right.
         """
 
-    def believe(self, since: frozenset[int], storages: Iterable[torch.UntypedStorage]) -> None:
+    def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""
 
     def time(self, run: Callable[[], None]) -> float:

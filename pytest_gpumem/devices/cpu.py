@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch.profiler import profile
 
+    from pytest_gpumem.devices.contract import Known
+
 _PROBE_BYTES = 61
 """Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
 
@@ -131,9 +133,9 @@ class CpuDevice:
                 self._ledger.adopt({address: storage.nbytes()})
                 self._obituaries.watch(storage, recording=lambda: self._profiler is not None)
 
-    def known(self) -> frozenset[int]:
+    def known(self) -> Known:
         self._flush()
-        return self._ledger.addresses
+        return self._ledger.known
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -143,7 +145,7 @@ class CpuDevice:
         finally:
             self._start()
 
-    def believe(self, since: frozenset[int], storages: Iterable[torch.UntypedStorage]) -> None:
+    def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
         seen = self._ledger.addresses
         blocks: dict[int, int] = {}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.devices.contract import Known
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
 
 _PROBE_BYTES = 4096
@@ -123,7 +124,7 @@ class CudaDevice:
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to learn: the allocator counts every block."""
 
-    def known(self) -> frozenset[int]:
+    def known(self) -> Known:
         return frozenset()
 
     @contextmanager
@@ -137,7 +138,7 @@ class CudaDevice:
             self._runtime.reset_peaks()
             self._seen_peak = kept
 
-    def believe(self, since: frozenset[int], storages: Iterable[torch.UntypedStorage]) -> None:
+    def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to set right: the allocator counts every block."""
 
     def time(self, run: Callable[[], None]) -> float:

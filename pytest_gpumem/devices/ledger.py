@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_gpumem.devices.contract import Blocks
+    from pytest_gpumem.devices.contract import Blocks, Known
     from pytest_gpumem.devices.torch_internals import AllocationEvent
 
 
@@ -18,10 +18,12 @@ class Ledger:
     that the earlier block's free was missed, so the new one replaces it.
     """
 
-    __slots__ = ("_blocks", "_live", "_peak")
+    __slots__ = ("_blocks", "_count", "_live", "_numbers", "_peak")
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._count = 0
         self._live = 0
         self._peak = 0
 
@@ -33,27 +35,40 @@ class Ledger:
     def addresses(self) -> frozenset[int]:
         return frozenset(self._blocks)
 
+    @property
+    def known(self) -> Known:
+        """The live blocks. An address is used again and again, so each block has a number, too."""
+        return frozenset((address, self._numbers[address]) for address in self._blocks)
+
     def apply(self, events: Iterable[AllocationEvent]) -> None:
         for event in events:
             self._live -= self._blocks.pop(event.address, 0)
             if event.nbytes > 0:
-                self._blocks[event.address] = event.nbytes
-                self._live += event.nbytes
+                self._learn(event.address, event.nbytes)
                 self._peak = max(self._peak, self._live)
 
     def adopt(self, blocks: Blocks) -> None:
         """Know blocks that were there all along. The peak rises with them: they were live during it."""
         for address, nbytes in blocks.items():
             if address not in self._blocks:
-                self._blocks[address] = nbytes
-                self._live += nbytes
+                self._learn(address, nbytes)
                 self._peak += nbytes
 
-    def restrict(self, addresses: frozenset[int], blocks: Blocks) -> None:
-        """Forget every block that is neither in ``addresses`` nor in ``blocks``, and know all of ``blocks``."""
-        self._blocks = {address: n for address, n in self._blocks.items() if address in addresses} | dict(blocks)
-        self._live = sum(self._blocks.values())
+    def restrict(self, known: Known, blocks: Blocks) -> None:
+        """Forget every block that is neither in ``known`` nor in ``blocks``, and know all of ``blocks``."""
+        kept = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}
+        self._blocks = {}
+        self._live = 0
+        for address, nbytes in {**kept, **blocks}.items():
+            self._learn(address, nbytes, new=address not in kept)
         self._peak = self._live
+
+    def _learn(self, address: int, nbytes: int, *, new: bool = True) -> None:
+        self._blocks[address] = nbytes
+        self._live += nbytes
+        if new:
+            self._count += 1
+            self._numbers[address] = self._count
 
     def take_peak(self) -> int:
         peak, self._peak = self._peak, self._live

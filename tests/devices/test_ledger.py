@@ -83,17 +83,31 @@ def test_the_free_of_an_adopted_block_is_seen():
     assert (ledger.live, ledger.addresses) == (50, {2})
 
 
+def known_at(ledger, addresses):
+    """What the ledger knows of these addresses."""
+    return frozenset(block for block in ledger.known if block[0] in addresses)
+
+
+def test_a_block_that_took_the_place_of_a_known_one_is_another():
+    ledger = Ledger()
+    ledger.apply([alloc(1, 100)])
+    known = ledger.known
+    ledger.apply([AllocationEvent(0, 1, -100), alloc(1, 100)])
+    ledger.restrict(known, {2: 100})
+    assert (ledger.live, ledger.addresses) == (100, {2})
+
+
 def test_restricting_forgets_what_is_neither_old_nor_kept():
     ledger = Ledger()
     ledger.apply([alloc(1, 100), alloc(2, 50), alloc(3, 20)])
-    ledger.restrict(frozenset({1}), {2: 50})
+    ledger.restrict(known_at(ledger, {1}), {2: 50})
     assert (ledger.live, ledger.addresses, ledger.take_peak()) == (150, {1, 2}, 150)
 
 
 def test_restricting_learns_of_what_is_kept():
     ledger = Ledger()
     ledger.apply([alloc(1, 100)])
-    ledger.restrict(frozenset({1}), {2: 50})
+    ledger.restrict(known_at(ledger, {1}), {2: 50})
     assert (ledger.live, ledger.addresses) == (150, {1, 2})
 
 
@@ -146,6 +160,9 @@ def test_the_ledger_counts_as_one_would_by_hand(actions):
     for action, *arguments in actions:
         if action == "apply":
             ledger.apply([AllocationEvent(0, *arguments)])
+        elif action == "restrict":
+            naive_addresses, blocks = arguments
+            ledger.restrict(known_at(ledger, naive_addresses), blocks)
         elif action != "take_peak":
             getattr(ledger, action)(*arguments)
         if action == "take_peak":
