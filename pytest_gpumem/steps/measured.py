@@ -29,7 +29,6 @@ from pytest_gpumem.steps.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     import torch
 
@@ -203,11 +202,21 @@ def measure_infer_step(
     return MeasuredStep(figures, workload, items_in(batch, items), notes)
 
 
-def _random_numbers_given_back(device: Device) -> AbstractContextManager[None]:
+@contextmanager
+def _random_numbers_given_back(device: Device) -> Iterator[None]:
     """What a test draws afterwards does not depend on how many steps were timed."""
     import torch
 
-    return torch.random.fork_rng(devices=device.random_devices())
+    if device.random_devices():
+        with torch.random.fork_rng(devices=device.random_devices()):
+            yield
+        return
+    # Kept as bytes: a tensor would be memory of the device that is measured.
+    state = bytes(torch.get_rng_state().tolist())
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
 
 
 @contextmanager
