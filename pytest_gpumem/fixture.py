@@ -11,14 +11,14 @@ from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.steps.config import ConfigError, StepConfig, as_config
-from pytest_gpumem.steps.measured import MeasuredStep, measure_infer_step, measure_train_step, metrics_of
-from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.steps.measured import MeasuredStep, measure_function, measure_infer_step, measure_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
 
+    from pytest_gpumem.steps.measured import Wanted
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
     from pytest_gpumem.test_run import TestRun
 
@@ -64,18 +64,21 @@ class Gpumem:
         """The torch device that is measured: put models and batches there."""
         return self._run.device.torch_device
 
-    def measure(self, fn: Callable[[], object], items: float | None = None, name: str | None = None) -> Measurement:
+    def measure(
+        self,
+        fn: Callable[[], object],
+        items: float | None = None,
+        name: str | None = None,
+        *,
+        explain: bool | None = None,
+    ) -> Measurement:
         """Measure ``fn()`` as a step that repeats: warmed up, then its memory, then its time.
 
         ``items`` is how many samples, tokens, ... one call works on; with it, throughput is measured. What ``fn`` holds
         (its closure, arguments bound to it, its object) belongs to the step; everything else that is live does not.
         """
-        bench = self._run.bench
-        figures = bench.measure([Phase("step", fn)], bench.begin(fn), held=lambda: fn)
-        notes = () if figures.settled else (figures.unsettled_note(),)
-        return self._run.record(
-            Workload("measure"), metrics_of(figures, items), name=name, settled=figures.settled, notes=notes
-        )
+        step = measure_function(self._run.bench, fn, items, wanted=self._wanted(name, explain))
+        return self._recorded(step, name)
 
     @contextmanager
     def track(self, name: str | None = None) -> Iterator[Region]:
@@ -102,6 +105,7 @@ class Gpumem:
         optimizer: OptimizerOrFactory | None = None,
         items: float | str | None = None,
         name: str | None = None,
+        explain: bool | None = None,
     ) -> Measurement:
         """Measure forward + backward + optimizer of a model, in training mode.
 
@@ -113,6 +117,8 @@ class Gpumem:
         ``loss(output, batch)`` returns a scalar; without it ``output.loss``, ``output["loss"]`` or a scalar output is taken.
         ``optimizer``: a class or function of the parameters, or an optimizer of a given model, in place of the config's.
         ``items``: what one step works on, for the throughput: a number, ``"samples"`` (the default) or ``"tokens"``.
+        ``explain``: whether one more step is run to tell what the peak is made of (`Measurement.composition`); by default
+        as ``--gpumem-explain`` says, and where the test reads it.
 
         Raises `ConfigError` for a config that cannot be read or has nothing to act on, ``ValueError`` or ``TypeError`` when
         model, batch, loss and optimizer do not make a step. What the device cannot run (TF32 on a CPU) skips the test.
@@ -126,6 +132,7 @@ class Gpumem:
                 loss=loss,
                 optimizer=optimizer,
                 items=items,
+                wanted=self._wanted(name, explain),
             )
         return self._recorded(step, name)
 
@@ -137,6 +144,7 @@ class Gpumem:
         config: StepConfig | str | None = None,
         items: float | str | None = None,
         name: str | None = None,
+        explain: bool | None = None,
     ) -> Measurement:
         """Measure one forward pass under ``torch.inference_mode``, in evaluation mode. Arguments as for `train_step`.
 
@@ -144,7 +152,14 @@ class Gpumem:
         key/value cache; with ``weights=int8``: int8 weights.
         """
         with self._or_refused():
-            step = measure_infer_step(self._run.bench, model_or_factory, batch, config=as_config(config), items=items)
+            step = measure_infer_step(
+                self._run.bench,
+                model_or_factory,
+                batch,
+                config=as_config(config),
+                items=items,
+                wanted=self._wanted(name, explain),
+            )
         return self._recorded(step, name)
 
     def estimate(
@@ -172,6 +187,7 @@ class Gpumem:
                 loss=loss,
                 optimizer=optimizer,
                 with_state=True,
+                wanted=self._wanted(name, None),
             )
         assert step.state is not None, "it was asked for"
         findings = findings_of(step.state)
@@ -222,6 +238,16 @@ class Gpumem:
             settled=step.figures.settled,
             notes=(*step.notes, *more_notes),
             recomputed=step.recomputed,
+            explanation=step.explanation,
+        )
+
+    def _wanted(self, name: str | None, explain: bool | None) -> Wanted:
+        """Whether a step is explained: as the call says, or else as the run wants it for the measurement it will be."""
+        run = self._run
+        if explain is not None:
+            return lambda _: explain
+        return lambda step: run.wants(
+            run.draft(step.workload, step.metrics(), name=name, settled=step.figures.settled, notes=step.notes)
         )
 
     @contextmanager

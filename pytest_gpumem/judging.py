@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.baselines.entry import Entry, entry_of
 from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import StoreError
-from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.gate.judge import failing_outcomes, judge
-from pytest_gpumem.gate.verdict import TestVerdict
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.results import PROPERTY
 from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
@@ -21,7 +23,7 @@ from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.baselines.entry import Absent, Entry
+    from pytest_gpumem.baselines.entry import Absent
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.gate.budget import Budget
     from pytest_gpumem.measurement import Measurement
@@ -66,15 +68,37 @@ class Judging:
             cell=measured.cell,
         )
 
-    def conclude(self, item: pytest.Item, verdict: TestVerdict) -> None:
-        """Tell the verdict, and fail the test if it must fail: with `pytest.fail`, so that it is the test's own failure."""
-        tell(item, verdict)
-        failing = failing_outcomes(
+    def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+        """Whether a measurement is to be explained: it fails by its bytes, or is going to be a baseline."""
+        if self._settings.explain != "on-failure":
+            return self._settings.explain == "always"
+        verdict = self.verdict(item, measured, [measurement])
+        failing = self._failing(verdict)
+        if any(guilty_metrics(one, failing) for one in verdict.verdicts):
+            return True
+        mode = self._settings.update
+        earlier = self._baseline(measured, measurement)
+        if mode is None or earlier is None:
+            return False
+        if mode == "all" and isinstance(earlier, Entry) and earlier.composition is None:
+            return True
+        key = measured.key(measurement.name)
+        return bool(
+            entries_to_write(mode, {key: (verdict.verdicts[0], entry_of(measurement, "", None))}, {key: earlier})
+        )
+
+    def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
+        return failing_outcomes(
             verdict,
             strict=self._settings.strict,
             accepts=ACCEPTS[self._settings.update],
             compares=self._settings.baseline,
         )
+
+    def conclude(self, item: pytest.Item, verdict: TestVerdict) -> None:
+        """Tell the verdict, and fail the test if it must fail: with `pytest.fail`, so that it is the test's own failure."""
+        tell(item, verdict)
+        failing = self._failing(verdict)
         if failing:
             text = failure_text(
                 verdict,

@@ -6,10 +6,14 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.composition import Composition, Explanation, MissingComposition, explanation_from_plain
 from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_EXPLAINED = ("measure", "train_step", "infer_step")
 
 
 class MissingMetric(AttributeError):
@@ -78,6 +82,8 @@ class Measurement:
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
     """Training steps under a config: module calls that were repeated in backward; ``None`` where nobody looked."""
+    explanation: Explanation | None = None
+    """What the peak, and what was retained, is made of, where that was recorded."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
@@ -140,6 +146,22 @@ class Measurement:
         """Items per second at `step_time`."""
         return float(self._metric("throughput"))
 
+    @property
+    def composition(self) -> Composition:
+        """What is live at the peak: category x module x source line x dtype and shape.
+
+        Raises `MissingComposition` where it was not recorded.
+        """
+        if self.explanation is None:
+            raise MissingComposition(
+                f"the composition of {self.name!r} was not recorded; --gpumem-explain=always records it for every test, "
+                f"and {self.workload.step}(..., explain=True) for this step"
+                if self.workload.step in _EXPLAINED
+                else f"the composition of {self.name!r} was not recorded, as of any {self.workload.step}; "
+                "gpumem.measure, train_step and infer_step record it with explain=True"
+            )
+        return self.explanation.peak
+
     def saves(self, other: Measurement) -> float:
         """The memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""
         from pytest_gpumem.relations.rates import saves
@@ -164,7 +186,7 @@ class Measurement:
         return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `from_plain` is the way back."""
+        """Dicts, lists, strings and numbers only; `from_plain` is the way back. Of an explanation, the largest rows."""
         return {
             "name": self.name,
             "workload": asdict(self.workload),
@@ -177,6 +199,7 @@ class Measurement:
             "settled": self.settled,
             "notes": list(self.notes),
             "recomputed": self.recomputed,
+            "explanation": None if self.explanation is None else self.explanation.kept().to_plain(),
         }
 
 
@@ -190,4 +213,5 @@ def from_plain(plain: Mapping[str, Any]) -> Measurement:
         settled=plain["settled"],
         notes=tuple(plain["notes"]),
         recomputed=plain["recomputed"],
+        explanation=None if plain["explanation"] is None else explanation_from_plain(plain["explanation"]),
     )

@@ -5,7 +5,7 @@ Every option's default is ``None``, so that what ``[tool.gpumem]`` says can appl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 
@@ -22,7 +22,11 @@ CONFIG_MARKER_HELP = (
     "gpumem_configs(precision=None, checkpoint=None, ..., skip=()): run the test once for each combination of step configs, "
     "which it gets as gpumem_config"
 )
-OPTIONS = tuple(f"gpumem_{name}" for name in ("baseline", "update", "store", "device", "strict", "no_time"))
+ExplainMode = Literal["on-failure", "always", "never"]
+EXPLAIN_MODES: tuple[ExplainMode, ...] = get_args(ExplainMode)
+OPTIONS = tuple(
+    f"gpumem_{name}" for name in ("baseline", "update", "store", "device", "strict", "no_time", "explain", "artifacts")
+)
 
 
 def is_measured(item: pytest.Item) -> bool:
@@ -63,6 +67,20 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         default=None,
         help="fail every measured test whose verdict is not ok or improved, also what could not be measured",
+    )
+    group.addoption(
+        "--gpumem-explain",
+        choices=EXPLAIN_MODES,
+        default=None,
+        help="tell what a peak is made of, with one more step: when a test fails or a baseline is written (on-failure, "
+        "the default), for every test (always), or never",
+    )
+    group.addoption(
+        "--gpumem-artifacts",
+        metavar="DIR",
+        default=None,
+        help="write the timeline of each step that is explained here (JSON), and on CUDA its snapshot for "
+        "pytorch.org/memory_viz",
     )
     group.addoption(
         "--gpumem-no-time",

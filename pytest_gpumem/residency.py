@@ -109,10 +109,13 @@ class Residency:
             hidden=sum(note.hidden for note in fixtures.values()),
         )
 
+    def values(self, item: pytest.Item) -> list[object]:
+        """What the test has at hand: its arguments, its class's attributes, and the values of its fixtures."""
+        return [*_values_of(item), *map(_value_of, self._serving(item))]
+
     def storages(self, item: pytest.Item) -> Iterator[torch.UntypedStorage]:
         """The storages behind the blocks of `own`. Whoever keeps one keeps its memory."""
-        values = [*_values_of(item), *map(_value_of, self._serving(item))]
-        return storages_of(reachable_tensors(values), self.device.torch_device)
+        return storages_of(reachable_tensors(self.values(item)), self.device.torch_device)
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
         """The fixtures that ``item`` uses. One that is overridden counts only if the one that overrides it asks for it."""

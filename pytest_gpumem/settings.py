@@ -15,6 +15,7 @@ from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.options import EXPLAIN_MODES, ExplainMode
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class Settings:
     device: str = "cuda"
     strict: bool = False
     no_time: bool = False
+    explain: ExplainMode = "on-failure"
+    artifacts: str | None = None
+    """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
+    artifacts_base: Path = field(default_factory=Path)
     units: UnitSystem = "si"
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
@@ -87,6 +92,8 @@ _OPTIONS: dict[str, type] = {
     "device": str,
     "strict": bool,
     "no_time": bool,
+    "explain": str,
+    "artifacts": str,
 }
 _KEYS: dict[str, type] = {**_OPTIONS, "units": str, "tolerance": dict, "budget": list}
 
@@ -99,12 +106,14 @@ def settings_of(config: pytest.Config) -> Settings:
     path = config.rootpath / "pyproject.toml"
     table = read_table(path)
     settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
-    settings = replace(settings, store_base=config.rootpath, explicit=table is not None)
+    settings = replace(settings, store_base=config.rootpath, artifacts_base=config.rootpath, explicit=table is not None)
     said = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
     if not said:
         return settings
     if "store" in said:
         settings = replace(settings, store_base=config.invocation_params.dir)
+    if "artifacts" in said:
+        settings = replace(settings, artifacts_base=config.invocation_params.dir)
     return replace(settings, explicit=True, **said)
 
 
@@ -141,6 +150,9 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
         raise SettingsError(f"{where}: store is empty, expected a folder or a URL")
     _one_of(values, "update", list(UPDATE_MODES), where)
     _one_of(values, "units", ["si", "iec"], where)
+    _one_of(values, "explain", list(EXPLAIN_MODES), where)
+    if values.get("artifacts") == "":
+        raise SettingsError(f"{where}: artifacts is empty, expected a folder")
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
     return Settings(
@@ -199,7 +211,7 @@ def check_device(settings: Settings, valid: list[str]) -> None:
 def options_given(config: pytest.Config) -> list[str]:
     """The options that decide what is measured, as they were typed, for a command that repeats this session's."""
     given: list[str] = []
-    for name in ("device", "store"):
+    for name in ("device", "store", "explain"):
         value = cast("str | None", config.getoption(f"gpumem_{name}"))
         if value is not None:
             given.append(f"--gpumem-{name}={value}")

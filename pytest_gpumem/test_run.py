@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import itertools
-import traceback
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.explain.recording import Subject
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.runner import live_at_rest
+from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Iterator
 
-    import pytest
-
+    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.residency import OwnBytes, Residency
+    from pytest_gpumem.steps.bench import Explaining
+
+
+def never_wanted(_: Measurement) -> bool:
+    """Nothing is explained."""
+    return False
 
 
 class TestRun:
     """A measured test from its set-up to the end of its call.
 
-    ``timed`` tells whether steps are timed; ``seen`` is told every measurement.
+    ``timed`` tells whether steps are timed; ``seen`` is told every measurement; ``wants`` tells which of them are explained,
+    by means of ``explaining``.
     """
 
     __test__ = False
@@ -41,11 +51,15 @@ class TestRun:
         *,
         timed: bool,
         seen: Callable[[Measurement], None],
+        explaining: Explaining | None = None,
+        wants: Callable[[Measurement], bool] = never_wanted,
     ) -> None:
         self.item = item
         self.device = device
         self.windows = Windows(device)
-        self.bench = Bench(device, self.windows, timed)
+        self.bench = Bench(device, self.windows, timed, explaining)
+        self.wants = wants
+        """Whether a measurement of this test is to be explained."""
         self.measurements: list[Measurement] = []
         self.measures_itself = False
         """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
@@ -113,19 +127,11 @@ class TestRun:
         settled: bool = True,
         notes: tuple[str, ...] = (),
         recomputed: int | None = None,
+        explanation: Explanation | None = None,
     ) -> Measurement:
         """Keep a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
-        taken = {measurement.name for measurement in self.measurements}
-        if name in taken:
-            raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
-        measurement = Measurement(
-            name or _numbered(workload.step, taken),
-            workload,
-            self._environment,
-            metrics,
-            settled,
-            notes,
-            recomputed,
+        measurement = self.draft(
+            workload, metrics, name=name, settled=settled, notes=notes, recomputed=recomputed, explanation=explanation
         )
         if metrics["peak_allocated"] <= 0:
             self.lost = (
@@ -135,39 +141,81 @@ class TestRun:
         self._seen(measurement)
         return measurement
 
+    def draft(
+        self,
+        workload: Workload,
+        metrics: dict[str, float] | dict[str, int],
+        *,
+        name: str | None = None,
+        settled: bool = True,
+        notes: tuple[str, ...] = (),
+        recomputed: int | None = None,
+        explanation: Explanation | None = None,
+    ) -> Measurement:
+        """The measurement that `record` would keep. Raises as it does."""
+        taken = {measurement.name for measurement in self.measurements}
+        if name in taken:
+            raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
+        return Measurement(
+            name or _numbered(workload.step, taken),
+            workload,
+            self._environment,
+            metrics,
+            settled,
+            notes,
+            recomputed,
+            explanation,
+        )
+
+    def explain_call(self, call: Callable[[], object]) -> None:
+        """Run the test's call once more, recorded, and put its explanation into the measurement of the call.
+
+        What goes wrong this time is no failure of the test, which has passed; it is noted.
+        """
+        measurement = self.measurements[-1]
+        try:
+            explanation = self.bench.explain(self._call_subject(call), measurement.peak_allocated)
+        except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - the test's own code
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            note = f"it could not be run again to tell what its peak is made of: {said}"
+            self.measurements[-1] = replace(measurement, notes=(*measurement.notes, note))
+        else:
+            self.measurements[-1] = replace(measurement, explanation=explanation)
+
+    def explain_call_out_of_memory(self, call: Callable[[], object]) -> None:
+        """Run the call that ran out of memory once more, recorded, and tell where it went if it runs out again."""
+        if self._at_call is not None:
+            self.bench.explain_out_of_memory(self._call_subject(call))
+
+    def _call_subject(self, call: Callable[[], object]) -> Subject:
+        assert self._at_call is not None, "the call has begun"
+        at_call, live_at_call = self._at_call
+
+        def know(tracker: Tracker) -> None:
+            values = self._residency.values(self.item)
+            for value in values:
+                tracker.know_value(value)
+            tracker.know(inputs=values)
+
+        return Subject(
+            lambda _: call(),
+            own=lambda: list(self._residency.storages(self.item)),
+            own_bytes=lambda: at_call.total + self.device.live() - live_at_call,
+            know=know,
+        )
+
     def failed(self, error: BaseException) -> None:
         """The test raised ``error``, whose traceback keeps its tensors alive until `release`."""
         self._failure = error
 
     def release(self) -> None:
         """Let go of everything that the test's failure and this run hold."""
-        for error in _chain(self._failure):
-            _clear_frames(error.__traceback__)
+        if self._failure is not None:
+            clear_frames(self._failure)
         self._failure = None
         self._at_call = None
         self._heap.thaw()
         self.device.close()
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """``error``, what it came from, and what it is a group of."""
-    chain: list[BaseException] = []
-    stack = [error]
-    while stack:
-        one = stack.pop()
-        if one is not None and not any(one is seen for seen in chain):
-            chain.append(one)
-            stack += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-    return chain
-
-
-def _clear_frames(trace: types.TracebackType | None) -> None:
-    """Drop the locals of a traceback's frames, and the copies of them that looking at a frame leaves in it."""
-    traceback.clear_frames(trace)
-    while trace is not None:
-        # Until Python 3.12 a frame keeps the last dict that f_locals gave; reading it again brings it up to date.
-        _ = trace.tb_frame.f_locals
-        trace = trace.tb_next
 
 
 def _numbered(name: str, taken: set[str]) -> str:

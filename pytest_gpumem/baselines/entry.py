@@ -10,6 +10,7 @@ from pytest_gpumem.metrics import METRICS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pytest_gpumem.composition import Composition
     from pytest_gpumem.measurement import Environment, Measurement, Workload
 
 
@@ -34,9 +35,11 @@ class Entry:
     metrics: Mapping[str, float]
     recorded: str
     commit: str | None = None
+    composition: Composition | None = None
+    """The largest rows of what was live at the peak; ``None`` where that was not recorded."""
 
     def says_the_same(self, other: Entry) -> bool:
-        """Whether replacing one by the other would change nothing that is compared: then the store is left alone.
+        """Whether replacing ``other`` by this one would change nothing that is compared: then the store is left alone.
 
         The same bytes with another driver or release of torch are no news; with other instructions, say, they are, since
         figures that depend on them are only doubted where they differ.
@@ -45,6 +48,8 @@ class Entry:
             self.workload == other.workload
             and _repeating(self.metrics) == _repeating(other.metrics)
             and _decisive(self.environment) == _decisive(other.environment)
+            # Lines move without any byte moving; a composition is news only where there is none.
+            and (self.composition is None or other.composition is not None)
         )
 
 
@@ -61,7 +66,11 @@ def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Ent
         name: int(value) if METRICS[name].unit == "bytes" else float(f"{value:.4g}")
         for name, value in measurement.metrics.items()
     }
-    return Entry(measurement.workload, measurement.environment, metrics, recorded, commit)
+    explanation = measurement.explanation
+    # One that was recorded in a run with another peak would not explain this one.
+    explains = explanation is not None and explanation.peak.total == metrics["peak_allocated"]
+    composition = explanation.peak.kept() if explanation is not None and explains else None
+    return Entry(measurement.workload, measurement.environment, metrics, recorded, commit, composition)
 
 
 def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:

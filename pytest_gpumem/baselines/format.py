@@ -14,6 +14,13 @@ One file holds the baselines of one test file on one device::
     batch = "int64[8, 1024]"
     peak_allocated = 8120000000
     ...
+    composition = [
+        "activation | blocks.*.attn | _softmax | model.py:88 |  | 24 x float32[8, 12, 1024, 1024] | 5100000000",
+        ...
+    ]
+    recomputed = [
+        "4 x blocks.*",
+    ]
 
     [environments."torch-2.11.0-5d2c9f"]
     device = "NVIDIA H100 80GB HBM3"
@@ -32,6 +39,7 @@ from dataclasses import fields
 from typing import Any
 
 from pytest_gpumem.baselines.entry import Entry, Key
+from pytest_gpumem.composition import Composition, CompositionError, row_from_text
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import nearest
@@ -48,6 +56,7 @@ Entries = Mapping[tuple[str, str], Entry]
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _META: dict[str, type] = {"environment": str, "recorded": str, "commit": str}
+_COMPOSITION = ("composition", "recomputed")
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
@@ -90,14 +99,21 @@ def render(entries: Mapping[Key, Entry]) -> str:
     import tomli_w
 
     environments: dict[str, dict[str, str | int]] = {}
-    tests: dict[str, dict[str, dict[str, str | int | float]]] = {}
+    tests: dict[str, dict[str, dict[str, Any]]] = {}
     for key, entry in sorted(entries.items()):
         environment = {"device": entry.environment.device, "slug": entry.environment.slug, **entry.environment.details}
         name = _environment_name(environment)
         environments[name] = environment
         workload = {field.name: getattr(entry.workload, field.name) for field in fields(Workload)}
         metrics = {metric: entry.metrics[metric] for metric in METRICS if metric in entry.metrics}
-        table = {"environment": name, "recorded": entry.recorded, "commit": entry.commit, **workload, **metrics}
+        table = {
+            "environment": name,
+            "recorded": entry.recorded,
+            "commit": entry.commit,
+            **workload,
+            **metrics,
+            **_composition_table(entry.composition),
+        }
         tests.setdefault(key.test, {})[key.name] = {k: value for k, value in table.items() if value is not None}
     # The environments come last: entries without the one that they name tell that the end of the file is missing.
     document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
@@ -132,10 +148,13 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
             if field == "step" or field in values
         }
     )
+    rows, recomputed = (values.pop(key, None) for key in _COMPOSITION)
     metrics: dict[str, float] = {}
     for key, value in values.items():
         if key not in METRICS:
-            raise FormatError(f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD])}")
+            raise FormatError(
+                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION])}"
+            )
         kinds: tuple[type, ...] = (int,) if METRICS[key].unit == "bytes" else (int, float)
         metrics[key] = _typed(value, kinds, f"{where}.{key}")
         if metrics[key] < 0:
@@ -144,7 +163,47 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
             raise FormatError(f"{where}.{key} is {value!r}, expected a finite number")
     if "peak_allocated" not in metrics:
         raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
-    return Entry(workload, environments[name], metrics, recorded, commit)
+    composition = _composition(rows, recomputed, int(metrics["peak_allocated"]), where)
+    return Entry(workload, environments[name], metrics, recorded, commit, composition)
+
+
+def _composition_table(composition: Composition | None) -> dict[str, list[str]]:
+    if composition is None:
+        return {}
+    table = {"composition": [row.text() for row in composition.rows]}
+    if composition.recomputed:
+        table["recomputed"] = [f"{calls} x {path}" for path, calls in composition.recomputed.items()]
+    return table
+
+
+def _composition(rows: object, recomputed: object, total: int, where: str) -> Composition | None:
+    if rows is None:
+        if recomputed is not None:
+            raise FormatError(f"{where}.recomputed is there without a composition")
+        return None
+    calls: dict[str, int] = {}
+    for text in _strings(recomputed if recomputed is not None else [], f"{where}.recomputed"):
+        count, times, path = text.partition(" x ")
+        if not times or not count.isdecimal():
+            raise FormatError(f"{where}.recomputed: {text!r} is no count of calls, like '4 x blocks.*'")
+        calls[path] = int(count)
+    try:
+        composition = Composition(
+            total, tuple(row_from_text(text) for text in _strings(rows, f"{where}.composition")), calls
+        )
+    except CompositionError as error:
+        raise FormatError(f"{where}.composition: {error}") from None
+    if composition.rest < 0:
+        raise FormatError(
+            f"{where}.composition: its rows hold {total - composition.rest} bytes, more than peak_allocated ({total})"
+        )
+    return composition
+
+
+def _strings(value: object, where: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise FormatError(f"{where} is {value!r}, expected an array of strings")
+    return value
 
 
 def _table(value: object, where: str) -> Mapping[str, Any]:

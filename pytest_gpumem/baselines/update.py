@@ -45,7 +45,9 @@ def entries_to_write(
             if better:
                 kept = {name: value for name, value in earlier.metrics.items() if name not in better}
                 metrics = {**entry.metrics, **kept}
-                wanted[key] = Entry(entry.workload, entry.environment, metrics, entry.recorded, entry.commit)
+                # A composition belongs to its peak.
+                composition = entry.composition if "peak_allocated" in better else earlier.composition
+                wanted[key] = replace(entry, metrics=metrics, composition=composition)
     return wanted
 
 

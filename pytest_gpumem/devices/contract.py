@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
 
+    from pytest_gpumem.devices.events import Token
     from pytest_gpumem.measurement import Environment
 
 Blocks = Mapping[int, int]
@@ -90,6 +92,18 @@ class Device(Protocol):
 
     def known(self) -> Known:
         """The blocks that the device knows one by one; empty where it only knows sums."""
+
+    def blocks(self) -> Blocks:
+        """The live blocks that the device knows one by one; empty where it only knows sums."""
+
+    def recorded(self, tokens: list[Token]) -> AbstractContextManager[None]:
+        """A stretch whose allocations are told with what they happened in: ``tokens`` is filled when it ends.
+
+        Readings are not possible within. Raises `MeasuringError` when the recording was cut short.
+        """
+
+    def keep_snapshot(self, path: Path) -> None:
+        """Write what the allocator itself recorded in the latest `recorded` stretch, where it does. Raises ``OSError``."""
 
     def paused(self) -> AbstractContextManager[None]:
         """A stretch in which nothing is recorded or slowed down, for taking times.

@@ -13,19 +13,24 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.devices.event_tree import tokens_of
+from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.devices.naming import CPU_SLUG
 from pytest_gpumem.devices.obituaries import Obituaries
-from pytest_gpumem.devices.torch_internals import AllocationEvent, allocation_events
+from pytest_gpumem.devices.torch_internals import allocation_events
 from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     import torch
     from torch.profiler import profile
 
-    from pytest_gpumem.devices.contract import Known
+    from pytest_gpumem.devices.contract import Blocks, Known
+    from pytest_gpumem.devices.events import Token
+    from pytest_gpumem.devices.obituaries import AnyToken
 
 _PROBE_BYTES = 61
 """Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
@@ -137,6 +142,28 @@ class CpuDevice:
         self._flush()
         return self._ledger.known
 
+    def blocks(self) -> Blocks:
+        self._flush()
+        return self._ledger.blocks
+
+    @contextmanager
+    def recorded(self, tokens: list[Token]) -> Iterator[None]:
+        self._ledger.apply(self._stop())
+        self._start(operators=True)
+        try:
+            yield
+        finally:
+            try:
+                recorded = self._stopped(lambda profiler: tokens_of(profiler, "cpu"))
+                self._ledger.apply(token for token in recorded if isinstance(token, AllocationEvent))
+                tokens.extend(recorded)
+            finally:
+                if self._threads is not None and self._profiler is None:
+                    self._start()
+
+    def keep_snapshot(self, path: Path) -> None:
+        """The host's allocator keeps no history."""
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         self._ledger.apply(self._stop())
@@ -161,15 +188,19 @@ class CpuDevice:
         run()
         return time.perf_counter() - began
 
-    def _start(self) -> None:
+    def _start(self, *, operators: bool = False) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=operators)
         with _quiet_kineto():
             profiler.start()
         self._profiler = profiler
 
     def _stop(self) -> list[AllocationEvent]:
+        return self._stopped(allocation_events)
+
+    def _stopped(self, read: Callable[[profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
+        """Stop recording; what ``read`` finds in the profile, without our own marks and with the deaths in their places."""
         import torch
 
         profiler = self._profiler
@@ -179,13 +210,15 @@ class CpuDevice:
         torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:
             profiler.stop()
-            events = allocation_events(profiler)
+            told = read(profiler)
         except RuntimeError:  # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events
-            events = []
+            told = []
         # The probe is a temporary: its allocation and its free are the last two events.
-        if [event.nbytes for event in events[-2:]] != [_PROBE_BYTES, -_PROBE_BYTES]:
+        places = [place for place, token in enumerate(told) if isinstance(token, AllocationEvent)][-2:]
+        probe = [token.nbytes for place in places if isinstance(token := told[place], AllocationEvent)]
+        if probe != [_PROBE_BYTES, -_PROBE_BYTES]:
             raise MeasuringError(_CUT_SHORT)
-        return self._obituaries.put_into(events[:-2])
+        return self._obituaries.put_into([token for place, token in enumerate(told) if place not in places])
 
     def _flush(self) -> None:
         try:

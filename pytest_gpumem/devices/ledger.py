@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pytest_gpumem.devices.contract import Blocks, Known
-    from pytest_gpumem.devices.torch_internals import AllocationEvent
+    from pytest_gpumem.devices.events import AllocationEvent
 
 
 class Ledger:
@@ -30,6 +30,10 @@ class Ledger:
     @property
     def live(self) -> int:
         return self._live
+
+    @property
+    def blocks(self) -> Blocks:
+        return dict(self._blocks)
 
     @property
     def addresses(self) -> frozenset[int]:

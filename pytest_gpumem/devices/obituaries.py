@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pytest_gpumem.devices.torch_internals import AllocationEvent
+from pytest_gpumem.devices.events import AllocationEvent, Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 _MARK_BYTES = 53
+
+AnyToken = TypeVar("AnyToken", bound=Token)
 
 
 class Obituaries:
@@ -40,22 +42,26 @@ class Obituaries:
 
         self._watched[address] = weakref.ref(storage, died)
 
-    def put_into(self, events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
+    def put_into(self, events: Sequence[AnyToken]) -> list[AnyToken | AllocationEvent]:
         """``events`` with the deaths in their places: each mark, an allocation and its free, becomes a free.
 
         Deaths without a mark among the events (nobody was recording, or it was another thread's) come at the end.
         """
-        told: list[AllocationEvent] = []
+        told: list[AnyToken | AllocationEvent] = []
         mark_to_drop: int | None = None
+        last = 0
         for event in events:
+            if not isinstance(event, AllocationEvent):
+                told.append(event)
+                continue
+            last = event.time_ns
             if event.address == mark_to_drop and event.nbytes == -_MARK_BYTES:
                 mark_to_drop = None
             elif self._dead and (event.address, event.nbytes) == (self._dead[0][1], _MARK_BYTES):
                 address, mark_to_drop = self._dead.popleft()
-                told.append(AllocationEvent(event.time_ns, address, -1))
+                told.append(AllocationEvent(last, address, -1))
             else:
                 told.append(event)
-        last = events[-1].time_ns if events else 0
         told += [AllocationEvent(last, address, -1) for address, _ in self._dead]
         self._dead.clear()
         return told

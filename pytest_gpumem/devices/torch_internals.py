@@ -6,9 +6,12 @@ Every function here has a test that checks what it does and not which torch it i
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_gpumem.devices.events import AllocationEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,14 +25,6 @@ PEAK_RESETS = (
     ("torch._C", "_accelerator_resetPeakStats"),
 )
 """What the public ``reset_peak_memory_stats`` functions end in; a name that a release lacks is passed over."""
-
-
-class AllocationEvent(NamedTuple):
-    """One allocation (``nbytes`` > 0) or free (``nbytes`` < 0) of a block of host memory."""
-
-    time_ns: int
-    address: int
-    nbytes: int
 
 
 def allocation_events(profiler: profile) -> list[AllocationEvent]:
@@ -73,6 +68,11 @@ def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def compiled_graphs_so_far() -> int:
+    """`compiled_graphs`, without loading the compiler where nobody has."""
+    return compiled_graphs() if "torch._dynamo" in sys.modules else 0
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.explain.difference import Difference, difference
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
 
@@ -43,7 +44,14 @@ def judge(
     )
     origin = _origin(baseline) if isinstance(baseline, Entry) else None
     elsewhere = baseline.elsewhere if isinstance(baseline, Absent) else ()
-    return Verdict(measurement, metrics, origin, why_not, elsewhere)
+    return Verdict(measurement, metrics, origin, why_not, elsewhere, _growth(measurement, comparable))
+
+
+def _growth(measurement: Measurement, baseline: Entry | None) -> Difference | None:
+    """What changed in the peak's composition, if it was recorded now as well as then."""
+    if baseline is None or baseline.composition is None or measurement.explanation is None:
+        return None
+    return difference(baseline.composition, measurement.explanation.peak)
 
 
 def _judge_metric(

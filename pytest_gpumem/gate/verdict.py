@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.difference import Difference
 from pytest_gpumem.measurement import Measurement, from_plain
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Verdict:
     reason: str | None = None
     elsewhere: tuple[str, ...] = ()
     """The devices for which there are baselines, where there is none for this one."""
+    growth: Difference | None = None
+    """What changed in the composition of the peak, where both sides have one."""
 
     @property
     def outcome(self) -> Outcome:
@@ -101,6 +104,7 @@ class Verdict:
             "origin": None if self.origin is None else asdict(self.origin),
             "reason": self.reason,
             "elsewhere": list(self.elsewhere),
+            "growth": None if self.growth is None else self.growth.to_plain(),
         }
 
     @classmethod
@@ -113,6 +117,7 @@ class Verdict:
             origin=None if plain["origin"] is None else Origin(**plain["origin"]),
             reason=plain["reason"],
             elsewhere=tuple(plain["elsewhere"]),
+            growth=None if plain["growth"] is None else Difference.from_plain(plain["growth"]),
         )
 
 

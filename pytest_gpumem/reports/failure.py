@@ -9,6 +9,7 @@ from pytest_gpumem.devices.naming import memory_title
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
 from pytest_gpumem.reports.values import allowance, change, shown
 from pytest_gpumem.units import UnitSystem, format_bytes_change, format_ratio
 
@@ -53,6 +54,8 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     if several:
         lines[0] = f"{verdict.measurement.name}: {lines[0]}"
     lines += ["", *(f"  {line}" for line in _metric_table(verdict, units))]
+    for block in explanation_blocks(verdict, guilty_metrics(verdict, failing), units):
+        lines += ["", *(f"  {line}" for line in block)]
     reasons = [f"{METRICS[metric.metric].title}: {metric.reason}" for metric in verdict.metrics if metric.reason]
     notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
     if notes:

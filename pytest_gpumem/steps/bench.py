@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.explain.births import births
+from pytest_gpumem.explain.recording import Subject, explain, explain_out_of_memory, know_nothing, phase
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
+from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.runner import measure_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
+    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.windows import Windows
+    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.sites import Site, Sites
+    from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.steps.runner import Phase, StepFigures
 
 
@@ -27,12 +35,25 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Explaining:
+    """How steps are explained. ``keep`` is told each recording that an explanation was taken from.
+
+    ``ran_out`` is told where memory went in a step that ran out of it.
+    """
+
+    sites: Sites
+    keep: Callable[[Recorded], None]
+    ran_out: Callable[[Explanation], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
-    """``timed`` tells whether steps are timed as well."""
+    """``timed`` tells whether steps are timed as well; ``explaining`` is ``None`` where nothing is ever explained."""
 
     device: Device
     windows: Windows
     timed: bool
+    explaining: Explaining | None = None
 
     def begin(self, held: object) -> Start:
         """Come to rest, before anything of a step is made. ``held`` is what there is of it already."""
@@ -58,6 +79,54 @@ class Bench:
             live_before=start.live,
             timed=self.timed,
             state=state,
+        )
+
+    def born(self, found: dict[int, Site]) -> AbstractContextManager[None]:
+        """Within, the lines that make tensors are entered in ``found``, by address; not where nothing is explained."""
+        return nullcontext() if self.explaining is None else births(self.explaining.sites, found)
+
+    def explain(self, subject: Subject, expected: int) -> Explanation:
+        """Run the step once more, recorded, and tell what its peak of ``expected`` bytes is made of."""
+        assert self.explaining is not None, "only asked for where something is explained"
+        with cyclic_collector_off():
+            explanation, recorded = explain(self.device, self.explaining.sites, subject, expected)
+        self.explaining.keep(recorded)
+        return explanation
+
+    def explain_out_of_memory(self, subject: Subject) -> None:
+        """Run the step that ran out of memory once more, recorded, and tell where it went if it runs out again."""
+        assert self.explaining is not None, "only asked for where something is explained"
+        with cyclic_collector_off():
+            told = explain_out_of_memory(self.device, self.explaining.sites, subject)
+        if told is not None:
+            explanation, recorded = told
+            self.explaining.keep(recorded)
+            self.explaining.ran_out(explanation)
+
+    def subject(
+        self,
+        phases: Sequence[Phase],
+        start: Start,
+        held: Callable[[], object],
+        *,
+        know: Callable[[Tracker], None] = know_nothing,
+        births_of: Mapping[int, Site] | None = None,
+        compiled: bool = False,
+    ) -> Subject:
+        """What is to be recorded of a step; ``held`` as in `measure`, the rest as in `Subject`."""
+
+        def run(tracker: Tracker) -> None:
+            for one in phases:
+                with phase(tracker, one.name):
+                    one.run()
+
+        return Subject(
+            run,
+            own=lambda: list(self.storages(held())),
+            own_bytes=lambda: start.own + self.device.live() - start.live,
+            know=know,
+            births=births_of or {},
+            compiled=compiled,
         )
 
     def storages(self, held: object) -> Iterator[torch.UntypedStorage]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.torch_internals import compiled_graphs, outside_autocast
+from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe, items_in, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
@@ -24,18 +26,24 @@ from pytest_gpumem.steps.model_step import (
 from pytest_gpumem.steps.optimizers import optimizer_named
 from pytest_gpumem.steps.precision import batch_in_precision, float32_precision, in_precision
 from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse, rehearse_inference
+from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.state import StateBytes, state_of
 from pytest_gpumem.steps.training import Training
+from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
 
+    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.recording import Subject
+    from pytest_gpumem.explain.sites import Site
+    from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.steps.bench import Bench, Start
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
-    from pytest_gpumem.steps.runner import Phase, StepFigures
+    from pytest_gpumem.steps.runner import StepFigures
 
 _PLAIN = StepConfig()
 
@@ -50,10 +58,15 @@ class MeasuredStep:
     notes: tuple[str, ...] = ()
     state: StateBytes | None = None
     recomputed: int | None = None
+    explanation: Explanation | None = None
 
     def metrics(self) -> dict[str, float]:
         """Every metric of the step: bytes, seconds, items per second."""
         return metrics_of(self.figures, self.items)
+
+
+Wanted = Callable[[MeasuredStep], bool]
+"""Whether a step that has been measured is to be explained."""
 
 
 def metrics_of(figures: StepFigures, items: float | None) -> dict[str, float]:
@@ -66,6 +79,23 @@ def metrics_of(figures: StepFigures, items: float | None) -> dict[str, float]:
     return metrics
 
 
+def measure_function(
+    bench: Bench, fn: Callable[[], object], items: float | None = None, wanted: Wanted | None = None
+) -> MeasuredStep:
+    """Measure ``fn()`` as a step that repeats. What it holds belongs to the step."""
+    start = bench.begin(fn)
+    phases = [Phase("step", fn)]
+
+    def know(tracker: Tracker) -> None:
+        tracker.know_value(fn)
+
+    subject = bench.subject(phases, start, lambda: fn, know=know)
+    with out_of_memory_explained(bench, subject, wanted):
+        figures = bench.measure(phases, start, held=lambda: fn)
+    notes = () if figures.settled else (figures.unsettled_note(),)
+    return explained(MeasuredStep(figures, Workload("measure"), items, notes), bench, subject, wanted)
+
+
 def measure_train_step(
     bench: Bench,
     model_or_factory: ModelOrFactory,
@@ -76,18 +106,43 @@ def measure_train_step(
     optimizer: OptimizerOrFactory | None = None,
     items: float | str | None = None,
     with_state: bool = False,
+    wanted: Wanted | None = None,
 ) -> MeasuredStep:
     """Measure forward + backward + optimizer. Without a config: plainly, in the model's own precision, with AdamW.
 
-    Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and `CannotRun` where the device cannot.
+    Explained if the step, once measured, is ``wanted``. Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no
+    step, and `CannotRun` where the device cannot.
     """
     with prepared_train_step(bench, model_or_factory, batch, config=config, loss=loss, optimizer=optimizer) as prepared:
-        figures = prepared.measure()
         training, seen = prepared.training, prepared.seen
+        subject = prepared.subject()
+        with out_of_memory_explained(bench, subject, wanted):
+            figures = prepared.measure()
         state = state_of(training, figures, bench) if with_state else None
-    notes = seen.notes if figures.settled else (*seen.notes, figures.unsettled_note())
-    workload = prepared.workload()
-    return MeasuredStep(figures, workload, items_in(training.batch, items), notes, state, seen.recomputed)
+        notes = seen.notes if figures.settled else (*seen.notes, figures.unsettled_note())
+        count = items_in(training.batch, items)
+        step = MeasuredStep(figures, prepared.workload(), count, notes, state, seen.recomputed)
+        return explained(step, bench, subject, wanted)
+
+
+def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Wanted | None) -> MeasuredStep:
+    """The step, with its explanation if it is ``wanted``."""
+    if bench.explaining is None or wanted is None or not wanted(step):
+        return step
+    return replace(step, explanation=bench.explain(subject, step.figures.memory.memory_metrics()["peak_allocated"]))
+
+
+@contextmanager
+def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Wanted | None) -> Iterator[None]:
+    """An out-of-memory error within is explained on its way out."""
+    try:
+        yield
+    except Exception as error:
+        if bench.explaining is not None and wanted is not None and is_out_of_memory(error):
+            # What the step's frames hold has to go, or memory would run out earlier this time.
+            clear_frames(error)
+            bench.explain_out_of_memory(subject)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +154,7 @@ class PreparedTrainStep:
     phases: tuple[Phase, ...]
     start: Start
     seen: Rehearsal
+    births: Mapping[int, Site]
 
     def measure(self) -> StepFigures:
         """Run the step until it repeats, then measure it."""
@@ -109,9 +165,30 @@ class PreparedTrainStep:
         return self.bench.measure(
             self.phases,
             self.start,
-            held=lambda: (training.model, training.batch, training.optimizer, training.scaler),
+            held=self.held,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
         )
+
+    def subject(self) -> Subject:
+        """The step as it is recorded."""
+        training = self.training
+
+        def know(tracker: Tracker) -> None:
+            tracker.know(training.model, training.optimizer, training.batch)
+
+        return self.bench.subject(
+            self.phases,
+            self.start,
+            held=self.held,
+            know=know,
+            births_of=self.births,
+            compiled=training.config.compile != "none",
+        )
+
+    def held(self) -> object:
+        """What leads to everything that the step holds between steps."""
+        training = self.training
+        return training.model, training.batch, training.optimizer, training.scaler
 
     def workload(self) -> Workload:
         """What is trained, and how."""
@@ -150,7 +227,9 @@ def prepared_train_step(
     with ExitStack() as stack:
         stack.enter_context(_random_numbers_given_back(bench.device))
         start = bench.begin((given, batch, optimizer))
-        model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+        births: dict[int, Site] = {}
+        with bench.born(births):
+            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
         made = None
         if optimizer is not None or config.optimizer != "none":
             made = build_optimizer(optimizer or optimizer_named(config.optimizer), model, given is not None)
@@ -165,7 +244,7 @@ def prepared_train_step(
         training.run = stack.enter_context(compiled(model, config.compile))
         phases = training.phases()
         compile_now(phases, config.compile)
-        yield PreparedTrainStep(bench, training, tuple(phases), start, seen)
+        yield PreparedTrainStep(bench, training, tuple(phases), start, seen, births)
 
 
 def measure_infer_step(
@@ -175,6 +254,7 @@ def measure_infer_step(
     *,
     config: StepConfig | None = None,
     items: float | str | None = None,
+    wanted: Wanted | None = None,
 ) -> MeasuredStep:
     """Measure one forward pass, or with ``cache=on`` a prompt and the token after it. Raises as `measure_train_step`."""
     config = config or _PLAIN
@@ -186,20 +266,29 @@ def measure_infer_step(
     with ExitStack() as stack:
         stack.enter_context(_random_numbers_given_back(bench.device))
         start = bench.begin((given, batch))
-        model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-        precision = precision_of(model)
-        model = quantized(model, config, given is not None)
+        births: dict[int, Site] = {}
+        with bench.born(births):
+            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            precision = precision_of(model)
+            model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, device, training=False))
         rehearse_inference(infer_phases(model, model, batch, config, device), config)
         run = stack.enter_context(compiled(model, config.compile))
         phases = infer_phases(model, run, batch, config, device)
         compile_now(phases, config.compile)
-        figures = bench.measure(
-            phases, start, held=lambda: (model, batch), state=compiled_graphs if config.compile != "none" else None
-        )
-    notes = () if figures.settled else (figures.unsettled_note(),)
-    workload = Workload("infer_step", config.text(precision), parameters_of(model), describe(batch))
-    return MeasuredStep(figures, workload, items_in(batch, items), notes)
+        compiles = config.compile != "none"
+
+        def know(tracker: Tracker) -> None:
+            tracker.know(model, inputs=batch)
+
+        subject = bench.subject(phases, start, lambda: (model, batch), know=know, births_of=births, compiled=compiles)
+        with out_of_memory_explained(bench, subject, wanted):
+            figures = bench.measure(
+                phases, start, held=lambda: (model, batch), state=compiled_graphs if compiles else None
+            )
+        notes = () if figures.settled else (figures.unsettled_note(),)
+        workload = Workload("infer_step", config.text(precision), parameters_of(model), describe(batch))
+        return explained(MeasuredStep(figures, workload, items_in(batch, items), notes), bench, subject, wanted)
 
 
 @contextmanager

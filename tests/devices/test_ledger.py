@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.ledger import Ledger
-from pytest_gpumem.devices.torch_internals import AllocationEvent
+from pytest_gpumem.devices.events import AllocationEvent
 
 unhurried = settings(deadline=None)
 

@@ -1,0 +1,119 @@
+"""A recorded step as files: its timeline as JSON, and the allocator's snapshot for PyTorch's own viewer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.composition import CATEGORIES
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open
+from pytest_gpumem.explain.compose import category_of
+from pytest_gpumem.measurement import MeasuringError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.settings import Settings
+
+TIMELINE_FORMAT = 1
+_LONGEST_NAME = 120
+
+
+def artifact_name(nodeid: str, number: int) -> str:
+    """A file's name, without suffix, for the ``number``-th recording of a test; different for different tests."""
+    plain = re.sub(r"[^A-Za-z0-9.\-]+", "_", nodeid)[-_LONGEST_NAME:].strip("_.")
+    return f"{plain}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}-{number}"
+
+
+class Artifacts:
+    """Writes what was recorded of one test into the folder of the settings, if there is one."""
+
+    def __init__(self, settings: Settings, nodeid: str, device: Device) -> None:
+        self._folder = settings.artifacts_base / settings.artifacts if settings.artifacts is not None else None
+        self._nodeid = nodeid
+        self._device = device
+        self._count = 0
+
+    def keep(self, recorded: Recorded) -> None:
+        """Write a recording. Raises `MeasuringError` when that cannot be done: nobody should look for it in vain."""
+        if self._folder is None:
+            return
+        self._count += 1
+        name = artifact_name(self._nodeid, self._count)
+        try:
+            write_timeline(self._folder / f"{name}.timeline.json", self._nodeid, recorded)
+            self._device.keep_snapshot(self._folder / f"{name}.snapshot.pickle")
+        except OSError as error:
+            raise MeasuringError(
+                f"{self._folder}: cannot write what was recorded (--gpumem-artifacts): {error}"
+            ) from None
+
+
+def write_timeline(path: Path, nodeid: str, recorded: Recorded) -> None:
+    """Write the timeline of a recording. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(timeline_to_plain(nodeid, recorded))
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
+    """The step's bytes over time, by category.
+
+    ``time_ns`` counts from the first event; the categories of each moment add up to ``total``, which is what the step held
+    then, in bytes. ``phases`` have a name, a beginning and an end; ``peak`` is an index into ``time_ns``.
+    """
+    timeline, tokens = recorded.timeline, recorded.trace.tokens
+    moments = [n for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
+    place = {moment: number for number, moment in enumerate(moments)}
+    began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
+    # One more place in front: what was there before the first event.
+    changes = {category: [0] * (len(moments) + 1) for category in CATEGORIES}
+    for life in timeline.lives:
+        if life.own:
+            series = changes[category_of(life, timeline)]
+            series[0 if life.born < 0 else place[life.born] + 1] += life.nbytes
+            if life.died is not None:
+                series[place[life.died] + 1] -= life.nbytes
+    totals = [recorded.own_bytes, *(recorded.own_bytes + timeline.live[moment] for moment in moments)]
+    categories = {name: _running(series) for name, series in changes.items() if any(series)}
+    unattributed = [
+        total - sum(column) for total, column in zip(totals, zip(*categories.values(), strict=True), strict=True)
+    ]
+    if any(unattributed):
+        categories["unattributed"] = unattributed
+    times = [0, *(tokens[moment].time_ns - began for moment in moments)]  # type: ignore[union-attr]
+    return {
+        "format": TIMELINE_FORMAT,
+        "test": nodeid,
+        "time_ns": times,
+        "total": totals,
+        "categories": categories,
+        "peak": place[timeline.peak] + 1 if timeline.peak >= 0 else 0,
+        "phases": _phases(recorded, began),
+    }
+
+
+def _running(changes: list[int]) -> list[int]:
+    sums, now = [], 0
+    for change in changes:
+        now += change
+        sums.append(now)
+    return sums
+
+
+def _phases(recorded: Recorded, began: int) -> list[dict[str, Any]]:
+    phases = []
+    open_spans: list[Open] = []
+    for token in recorded.trace.tokens:
+        if isinstance(token, Open):
+            open_spans.append(token)
+        elif isinstance(token, Close):
+            span = open_spans.pop()
+            mark = recorded.trace.marks[span.mark] if span.kind == "mark" else None
+            if mark is not None and mark.kind == "phase":
+                phases.append({"name": mark.path, "begin": span.time_ns - began, "end": token.time_ns - began})
+    return phases

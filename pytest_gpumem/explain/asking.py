@@ -1,0 +1,46 @@
+"""Whether a test reads a composition, so that one has to be recorded for it."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ASKING = {"composition", "explanation"}
+
+
+def asks_for_composition(function: object) -> bool:
+    """Whether a function reads an attribute of that name, or a function of its own module that it calls does.
+
+    What goes further away is not followed: there ``explain=True`` says so.
+    """
+    seen: set[int] = set()
+    pending = [getattr(function, "__func__", function)]
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, types.FunctionType) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        names = {name for code in _codes(one.__code__) for name in code.co_names}
+        if names & _ASKING:
+            return True
+        pending += [
+            value
+            for name in names
+            if isinstance(value := one.__globals__.get(name), types.FunctionType)
+            and value.__globals__ is one.__globals__
+        ]
+        wrapped = getattr(one, "__wrapped__", None)
+        if wrapped is not None:
+            pending.append(wrapped)
+    return False
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of functions, lambdas and comprehensions within."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

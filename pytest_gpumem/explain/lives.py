@@ -1,0 +1,287 @@
+"""From a trace to the lives of its blocks: when each was born, in what, and when it died. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen
+from pytest_gpumem.explain.trace import Label, Mark, folded, tensor_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.explain.trace import Trace
+
+_ITEM_SIZES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float16": 2, "bfloat16": 2, "int16": 2}
+_SMALL = {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# Operators by which others make their results; the one around them says more.
+_FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A block from its allocation to its free. Moments are indices of tokens; -1 is before the recording."""
+
+    address: int
+    nbytes: int
+    born: int
+    died: int | None = None
+    """``None`` when it outlived the recording."""
+    own: bool = True
+    """Whether it is the step's: everything that it allocates, and what it held when it began."""
+    phase: str = ""
+    operator: str = ""
+    node: str = ""
+    """The node of the autograd graph that allocated it; empty for what Python code of the step, or of a module, did."""
+    in_optimizer: bool = False
+    recomputed: bool = False
+    """Whether Python code allocated it while backward ran: a part that is computed once more."""
+    mark: Mark | None = None
+    """The innermost mark around its allocation; in backward that around the operator that made the node."""
+    call_ended: int | None = None
+    """When the innermost call that allocated it ended: of a torch function, a node, or an operator."""
+    module_ended: int | None = None
+    """When the innermost module that allocated it ended; ``None`` outside of modules."""
+    tensor: str = ""
+    label: Label | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Live bytes over a recording, less what was live when it began: after each token, and the highest of them.
+
+    ``lives`` are the blocks; ``first_backward`` is the moment at which backward began, ``rest`` that at which the step was
+    over, ``garbage`` that at which cycles were collected; each ``None`` if it did not come.
+    """
+
+    live: tuple[int, ...]
+    peak: int
+    """The moment of the peak: -1 when nothing rose above what was live in the beginning."""
+    peak_bytes: int
+    lives: tuple[Life, ...]
+    recomputed: Mapping[str, int]
+    nodes: tuple[int, ...] = ()
+    """The moments at which nodes of the autograd graph began to run."""
+    step_ended: int | None = None
+    garbage: tuple[int, int] | None = None
+    """From when to when cycles were collected, after the step."""
+    workspaces: tuple[int, int] | None = None
+    """From when to when the backend's workspaces were given back, after the step."""
+
+    def at(self, moment: int) -> list[Life]:
+        """The blocks that are live right after a moment."""
+        return [life for life in self.lives if life.born <= moment and (life.died is None or life.died > moment)]
+
+
+def timeline_of(trace: Trace) -> Timeline:
+    """Follow a trace from its beginning to its end."""
+    return _Reader(trace).read()
+
+
+@dataclass(slots=True)
+class _Birth:
+    """A block that is live, while the trace is read."""
+
+    life: Life
+    call: int
+    module: int
+
+
+@dataclass(slots=True)
+class _Around:
+    """The open spans around an allocation, from the outermost to the innermost, and what they make of it."""
+
+    phase: str = ""
+    in_optimizer: bool = False
+    operator: str = ""
+    outermost_operator: int = -1
+    call: int = -1
+    module: int = -1
+    node: Open | None = None
+    """The node of the autograd graph that allocates; ``None`` when Python code that it runs does."""
+    within_node: bool = False
+    recomputed: bool = False
+    mark: Mark | None = None
+
+    def operator_begins(self, opened: int, span: Open) -> None:
+        if self.outermost_operator < 0:
+            self.outermost_operator = opened
+        if not self.operator or not _FACTORY.match(span.name):
+            self.operator = span.name
+
+    def node_begins(self, opened: int, span: Open) -> None:
+        self.node, self.call, self.module, self.mark = span, opened, -1, None
+        self.within_node, self.recomputed = True, False
+        self.operator, self.outermost_operator = "", -1
+
+    def mark_begins(self, opened: int, mark: Mark) -> None:
+        if mark.kind == "phase":
+            self.phase = mark.path
+        elif mark.kind == "optimizer":
+            self.in_optimizer = True
+        elif mark.kind in ("call", "module"):
+            self.operator, self.outermost_operator = "", -1
+            self.mark = mark
+            if mark.kind == "module":
+                self.module, self.call = opened, -1
+            else:
+                self.call = opened
+            # Code of torch alone, as in the backward of its own functions, is the node's.
+            if self.within_node and (mark.site or mark.library):
+                self.recomputed, self.node = True, None
+
+
+class _Reader:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._open: list[tuple[int, Open]] = []
+        self._live: dict[int, _Birth] = {}
+        self._done: list[_Birth] = []
+        self._ends: dict[int, int] = {}
+        self._made: dict[int, Mark | None] = {}
+        """The innermost mark around the operator that made each node, by autograd's number."""
+        self._recomputed: dict[str, int] = {}
+        self._nodes: list[int] = []
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._paths: dict[tuple[str, str], str] = {}
+        """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
+
+    def read(self) -> Timeline:
+        trace = self._trace
+        for address, nbytes in trace.before.items():
+            life = Life(address, nbytes, -1, own=address in trace.own)
+            self._live[address] = _Birth(life, -1, -1)
+        live, lines, peak, peak_bytes = 0, [], -1, 0
+        for moment, token in enumerate(trace.tokens):
+            if isinstance(token, AllocationEvent):
+                live += self._allocation(moment, token)
+                if live > peak_bytes:
+                    peak, peak_bytes = moment, live
+            elif isinstance(token, Open):
+                self._opened(moment, token)
+            elif isinstance(token, Close):
+                self._closed(moment)
+            else:
+                self._seen(token)
+            lines.append(live)
+        self._done += self._live.values()
+        lives = [self._finished(birth) for birth in self._done]
+        lives.sort(key=lambda life: (life.born, life.address))
+        rest = self._spans
+        return Timeline(
+            live=tuple(lines),
+            peak=peak,
+            peak_bytes=peak_bytes,
+            lives=tuple(lives),
+            recomputed=self._recomputed,
+            nodes=tuple(self._nodes),
+            step_ended=min((begin for begin, _ in rest.values()), default=None),
+            garbage=rest.get("garbage"),
+            workspaces=rest.get("workspaces"),
+        )
+
+    def _allocation(self, moment: int, event: AllocationEvent) -> int:
+        """The change of the live bytes."""
+        gone = self._live.pop(event.address, None)
+        change = 0
+        if gone is not None:
+            gone.life = replace(gone.life, died=moment)
+            self._done.append(gone)
+            change -= gone.life.nbytes
+        if event.nbytes > 0:
+            self._live[event.address] = self._born(moment, event)
+            change += event.nbytes
+        return change
+
+    def _born(self, moment: int, event: AllocationEvent) -> _Birth:
+        around = _Around()
+        for opened, span in self._open:
+            if span.kind == "operator":
+                around.operator_begins(opened, span)
+            elif span.kind == "node":
+                around.node_begins(opened, span)
+            else:
+                around.mark_begins(opened, self._trace.marks[span.mark])
+        mark = around.mark
+        if around.node is not None:
+            mark = self._made.get(around.node.sequence)
+        elif mark is not None and around.recomputed and not mark.path:
+            mark = replace(mark, path=self._paths.get((mark.site, mark.library), ""))
+        life = Life(
+            event.address,
+            event.nbytes,
+            moment,
+            phase=around.phase,
+            operator=around.operator,
+            node=around.node.name if around.node is not None else "",
+            in_optimizer=around.in_optimizer,
+            recomputed=around.recomputed,
+            mark=mark,
+        )
+        return _Birth(life, around.call if around.call >= 0 else around.outermost_operator, around.module)
+
+    def _opened(self, moment: int, span: Open) -> None:
+        self._open.append((moment, span))
+        if span.kind == "node":
+            self._nodes.append(moment)
+            return
+        if span.kind == "operator":
+            if span.sequence >= 0:
+                self._made[span.sequence] = self._innermost_mark()
+            return
+        mark = self._trace.marks[span.mark]
+        if mark.kind == "look":
+            for label in self._trace.looks.get(span.mark, ()):
+                found = self._live.get(label.address)
+                # An input is what is nothing else: a fixture's tensors may turn out to be parameters.
+                if found is not None and (found.life.label is None or found.life.label.category == "input"):
+                    found.life = replace(found.life, label=label)
+        elif mark.kind in ("call", "module"):
+            self._reached(mark)
+
+    def _reached(self, mark: Mark) -> None:
+        """A module or a call begins: in forward its line belongs to its module, in backward a module runs once more."""
+        in_node = next((n for n in range(len(self._open) - 1, -1, -1) if self._open[n][1].kind == "node"), None)
+        if in_node is None:
+            if mark.path:
+                self._paths.setdefault((mark.site, mark.library), mark.path)
+            return
+        above = [self._trace.marks[span.mark].kind for _, span in self._open[in_node + 1 : -1] if span.kind == "mark"]
+        if mark.kind == "module" and "module" not in above:
+            path = folded(mark.path)
+            self._recomputed[path] = self._recomputed.get(path, 0) + 1
+
+    def _innermost_mark(self) -> Mark | None:
+        for _, span in reversed(self._open):
+            if span.kind == "mark":
+                mark = self._trace.marks[span.mark]
+                if mark.kind in ("call", "module"):
+                    return mark
+        return None
+
+    def _closed(self, moment: int) -> None:
+        opened, span = self._open.pop()
+        self._ends[opened] = moment
+        if span.kind == "mark" and self._trace.marks[span.mark].kind == "rest":
+            self._spans[self._trace.marks[span.mark].path] = opened, moment
+
+    def _seen(self, tensor: Seen) -> None:
+        found = self._live.get(tensor.address)
+        if found is not None and not found.life.tensor:
+            count = 1
+            for size in tensor.shape:
+                count *= size
+            item = _ITEM_SIZES.get(tensor.dtype, _SMALL.get(tensor.dtype, 4))
+            # A view of another size is not what was allocated.
+            if count * item == found.life.nbytes:
+                found.life = replace(found.life, tensor=tensor_text(tensor.dtype, tensor.shape))
+
+    def _finished(self, birth: _Birth) -> Life:
+        last = len(self._trace.tokens)
+        return replace(
+            birth.life,
+            call_ended=self._ends.get(birth.call, last) if birth.call >= 0 else None,
+            module_ended=self._ends.get(birth.module, last) if birth.module >= 0 else None,
+        )

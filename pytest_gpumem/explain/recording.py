@@ -1,0 +1,183 @@
+"""Runs a step once more with recording, apart from those whose memory and time are measured, and explains its peak."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.composition import Explanation
+from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
+from pytest_gpumem.explain.compose import (
+    composition_at,
+    composition_of_garbage,
+    composition_of_peak,
+    composition_of_retained,
+)
+from pytest_gpumem.explain.cycles import collect_and_tell
+from pytest_gpumem.explain.lives import Timeline, timeline_of
+from pytest_gpumem.explain.trace import Mark, Trace
+from pytest_gpumem.explain.tracker import Level, Tracker
+from pytest_gpumem.units import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.devices.events import Token
+    from pytest_gpumem.explain.sites import Site, Sites
+
+_CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
+_TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+
+
+def know_nothing(_: Tracker) -> None:
+    """What is not told is found while the step runs."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is recorded. ``run(tracker)`` runs it once; ``own`` gives the storages that it holds when it begins.
+
+    ``own_bytes`` counts those that belong to it when it begins, also those that cannot be found one by one.
+    """
+
+    run: Callable[[Tracker], object]
+    own: Callable[[], Sequence[torch.UntypedStorage]]
+    own_bytes: Callable[[], int]
+    know: Callable[[Tracker], None] = know_nothing
+    births: Mapping[int, Site] = field(default_factory=dict)
+    compiled: bool = False
+    """Whether it runs compiled code, which marks would make torch compile anew."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recording, read: ``own_bytes`` are the step's own when it began. ``error`` is what it ended with."""
+
+    trace: Trace
+    timeline: Timeline
+    own_bytes: int
+    cycles: tuple[str, ...]
+    error: BaseException | None
+
+    @property
+    def peak(self) -> int:
+        """In bytes."""
+        return self.own_bytes + self.timeline.peak_bytes
+
+
+def explain(device: Device, sites: Sites, subject: Subject, expected: int) -> tuple[Explanation, Recorded]:
+    """Record ``subject``, and explain its peak, which was measured as ``expected`` bytes.
+
+    Marks can move what they mark: modules that look for a `TorchFunctionMode` take another path under one. Then it is
+    recorded again with fewer of them, until the peak is the one that was measured. If it never is, the closest look stands
+    and says so. Raises what ``subject`` raises, if it raises without marks, too.
+    """
+    first: Recorded | None = None
+    for level in _CLOSELY[2:] if subject.compiled else _CLOSELY:
+        graphs = compiled_graphs_so_far()
+        done = record(device, sites, subject, level)
+        if done.error is not None:
+            if level == "phases":
+                raise done.error
+            continue
+        if done.peak == expected and compiled_graphs_so_far() == graphs:
+            return _explained(done), done
+        first = first or done
+    assert first is not None, "the last level returns or raises"
+    explanation = _explained(first)
+    note = f"the recorded run needed {first.peak} bytes, the measured one {expected}"
+    return replace(explanation, peak=replace(explanation.peak, notes=(note,))), first
+
+
+def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
+    """Record ``subject`` until memory runs out again, and tell what was there then; ``None`` when it does not."""
+    done = record(device, sites, subject, "phases" if subject.compiled else "calls")
+    if done.error is None or not is_out_of_memory(done.error):
+        return None
+    peak = composition_at(done.timeline, _moment_of_failure(done.timeline), done.own_bytes)
+    return Explanation(peak, asked=asked_for(done.error)), done
+
+
+def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Recorded:
+    """Run ``subject`` once and record it. Nothing that it raises gets out, except Ctrl-C and the like.
+
+    Python's cyclic collector has to be off, as in the steps that were measured.
+    """
+    device.settle()
+    own = list(subject.own())
+    device.adopt(own)
+    held = {storage.data_ptr(): storage.nbytes() for storage in own}
+    del own
+    before = {**held, **device.blocks()}
+    own_bytes = subject.own_bytes()
+    tracker = Tracker(device.torch_device, sites, level, subject.births)
+    tokens: list[Token] = []
+    error: BaseException | None = None
+    cycles: tuple[str, ...] = ()
+    with device.recorded(tokens):
+        subject.know(tracker)
+        tracker.look()
+        try:
+            with tracker.watching():
+                subject.run(tracker)
+        except Exception as raised:  # noqa: BLE001 - told, and judged by whoever asked
+            # Its traceback would keep what the step held.
+            error = raised.with_traceback(None)
+        tracker.look()
+        with tracker.mark(Mark("rest", "workspaces")):
+            device.release_workspaces()
+        with tracker.mark(Mark("rest", "garbage")):
+            cycles = collect_and_tell()
+    trace = Trace(tuple(tokens), tuple(tracker.marks), tracker.looks, before, frozenset(held), error is not None)
+    return Recorded(trace, timeline_of(trace), own_bytes, cycles, error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. The CPU's allocator has no class of its own for it."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def asked_for(error: BaseException) -> int | None:
+    """The bytes that could not be had, by the error's message: ``Tried to allocate 20.00 GiB``."""
+    found = _TRIED_TO_ALLOCATE.search(str(error))
+    if found is None:
+        return None
+    size = found.group(1)
+    if size.endswith("bytes"):
+        return int(size.removesuffix("bytes"))
+    return parse_size(size)
+
+
+@contextmanager
+def phase(tracker: Tracker, name: str) -> Iterator[None]:
+    """A phase of a step that is recorded."""
+    with tracker.mark(Mark("phase", name)):
+        yield
+    tracker.look()
+
+
+def _explained(done: Recorded) -> Explanation:
+    timeline = done.timeline
+    return Explanation(
+        composition_of_peak(timeline, done.own_bytes),
+        composition_of_retained(timeline),
+        composition_of_garbage(timeline),
+        done.cycles,
+    )
+
+
+def _moment_of_failure(timeline: Timeline) -> int:
+    """The last moment before everything was let go of. The allocation that failed is not among the events.
+
+    Memory ran out while the most was live, unless much less was asked for earlier; the unwinding only frees.
+    """
+    return timeline.peak

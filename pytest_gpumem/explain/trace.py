@@ -1,0 +1,88 @@
+"""A recorded step: what happened, the marks in it, and what was known of blocks when somebody looked. Frozen values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_gpumem.devices.events import Token, tokens_from_plain, tokens_to_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MarkKind = Literal["phase", "module", "call", "optimizer", "look", "rest"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A span of Python code: a phase, a module's call, a torch function's call, an optimizer's step.
+
+    ``look`` is a moment at which blocks were labelled; ``rest`` is what comes after the step (``workspaces``, ``garbage``).
+    """
+
+    kind: MarkKind
+    path: str = ""
+    """The module's path; the phase's name; what is at rest."""
+    site: str = ""
+    library: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What the block at an address is."""
+
+    address: int
+    category: str
+    module: str = ""
+    tensor: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recording. ``before`` are the blocks that were there when it began, ``own`` those of them that are the step's."""
+
+    tokens: tuple[Token, ...]
+    marks: tuple[Mark, ...] = ()
+    looks: Mapping[int, tuple[Label, ...]] = field(default_factory=dict)
+    """What was seen at each ``look``, by the index of its mark."""
+    before: Mapping[int, int] = field(default_factory=dict)
+    own: frozenset[int] = frozenset()
+    failed: bool = False
+    """Whether the step ended with an exception: its tokens then end with the unwinding."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON; `trace_from_plain` is the way back."""
+        return {
+            "tokens": tokens_to_plain(list(self.tokens)),
+            "marks": [asdict(mark) for mark in self.marks],
+            "looks": {str(mark): [asdict(label) for label in labels] for mark, labels in self.looks.items()},
+            "before": {str(address): nbytes for address, nbytes in self.before.items()},
+            "own": sorted(self.own),
+            "failed": self.failed,
+        }
+
+
+def trace_from_plain(plain: Mapping[str, Any]) -> Trace:
+    """The trace that `Trace.to_plain` turned into plain values."""
+    return Trace(
+        tuple(tokens_from_plain(plain["tokens"])),
+        tuple(Mark(**mark) for mark in plain["marks"]),
+        {int(mark): tuple(Label(**label) for label in labels) for mark, labels in plain["looks"].items()},
+        {int(address): nbytes for address, nbytes in plain["before"].items()},
+        frozenset(plain["own"]),
+        plain["failed"],
+    )
+
+
+def folded(path: str) -> str:
+    """A module's path without layer numbers: ``h.0.attn`` is ``h.*.attn``."""
+    return _NUMBER.sub("*", path)
+
+
+def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
+    """``float32[8, 256]``."""
+    return f"{dtype}{list(shape)}"

@@ -1,0 +1,247 @@
+"""Puts marks into a recording while a step runs: which module, which line, which optimizer, and what blocks are.
+
+Nothing here looks at what the device does; a source (`Device.recorded`) does, and finds the marks among its events. A mark
+is a `torch.profiler.record_function`. Operators are not intercepted: a dispatch mode would make autograd choose other
+formulas, and so other memory. What Python calls is, above autograd, with a `TorchFunctionMode`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_gpumem.devices.event_tree import MARK_PREFIX
+from pytest_gpumem.explain.trace import Label, Mark, tensor_text
+from pytest_gpumem.reach import reachable_tensors, storages_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import torch
+
+    from pytest_gpumem.explain.sites import Site, Sites
+
+Level = Literal["calls", "modules", "phases"]
+"""How closely a step is watched: each call of a torch function, each of a module, or only its phases."""
+
+# What reads a tensor's properties and allocates nothing; a step calls these thousands of times.
+_IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_floating_point", "untyped_storage"})
+
+
+class Tracker:
+    """Marks and looks of one recording. ``births`` are the lines that allocated what was there before, by address."""
+
+    def __init__(
+        self, device: torch.device, sites: Sites, level: Level = "calls", births: Mapping[int, Site] | None = None
+    ) -> None:
+        self.marks: list[Mark] = []
+        self.looks: dict[int, tuple[Label, ...]] = {}
+        self._device = device
+        self._sites = sites
+        self._level = level
+        self._births = births or {}
+        self._busy = False
+        self._modules: list[tuple[int, str, Any]] = []
+        self._paths: dict[int, str] = {}
+        self._roots: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizing: list[Any] = []
+        self._inputs: list[object] = []
+
+    def know(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        inputs: object = None,
+    ) -> None:
+        """Tell what there is; models and optimizers that run meanwhile are found by themselves."""
+        if model is not None:
+            self._know_root(model)
+        if optimizer is not None:
+            self._optimizers.append(optimizer)
+        if inputs is not None:
+            self._inputs.append(inputs)
+
+    def know_value(self, value: object, depth: int = 2) -> None:
+        """Know the models and optimizers that a value is, or holds in containers."""
+        import torch
+
+        if isinstance(value, torch.nn.Module):
+            self.know(model=value)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.know(optimizer=value)
+        elif depth and isinstance(value, dict):
+            for held in list(dict.values(value)):
+                self.know_value(held, depth - 1)
+        elif depth and isinstance(value, (list, tuple)):
+            for held in list(value):
+                self.know_value(held, depth - 1)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, modules, optimizers and calls are marked, as closely as the level says."""
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        with ExitStack() as stack:
+            if self._level != "phases":
+                for handle in (
+                    register_module_forward_pre_hook(self._module_begins),
+                    register_module_forward_hook(self._module_ends, always_call=True),
+                    register_optimizer_step_pre_hook(self._optimizer_begins),
+                    register_optimizer_step_post_hook(self._optimizer_ends),
+                ):
+                    stack.callback(handle.remove)
+            if self._level == "calls":
+                stack.enter_context(_calls_marked(self))
+            try:
+                yield
+            finally:
+                for _, _, span in reversed(self._modules):
+                    span.__exit__(None, None, None)
+                self._modules.clear()
+                self._end_optimizing()
+
+    @contextmanager
+    def mark(self, mark: Mark) -> Iterator[None]:
+        """A span of the recording."""
+        span = self._begin(mark)
+        try:
+            yield
+        finally:
+            span.__exit__(None, None, None)
+
+    def look(self) -> None:
+        """Label what can be found now: parameters, buffers, gradients, optimizer state and inputs."""
+        was_busy, self._busy = self._busy, True
+        try:
+            number = len(self.marks)
+            self.looks[number] = tuple(self._labels())
+            self._begin(Mark("look")).__exit__(None, None, None)
+        finally:
+            self._busy = was_busy
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a torch function within a mark."""
+        name = getattr(func, "__name__", "")
+        if self._busy or name in _IDLE:
+            return func(*args, **kwargs)
+        # Above: this, __torch_function__.
+        site = self._sites.here(3)
+        with self.mark(Mark("call", self._modules[-1][1] if self._modules else "", *site)):
+            result = func(*args, **kwargs)
+        if name == "backward":
+            self.look()
+        return result
+
+    def _begin(self, mark: Mark) -> Any:
+        from torch.profiler import record_function
+
+        span = record_function(f"{MARK_PREFIX}{len(self.marks)}")
+        self.marks.append(mark)
+        was_busy, self._busy = self._busy, True
+        span.__enter__()  # type: ignore[no-untyped-call]
+        self._busy = was_busy
+        return _Quiet(self, span)
+
+    def leave(self, span: Any) -> None:
+        """End a span of the profiler, without marking that this is a call, too."""
+        was_busy, self._busy = self._busy, True
+        span.__exit__(None, None, None)
+        self._busy = was_busy
+
+    def _module_begins(self, module: torch.nn.Module, _args: object) -> None:
+        if not self._modules and id(module) not in self._paths:
+            self._know_root(module)
+        path = self._paths.get(id(module))
+        if path is None:
+            path = self._modules[-1][1] if self._modules else type(module).__name__
+        if len(self._modules) == 0:
+            self.look()
+        self._modules.append((id(module), path, self._begin(Mark("module", path, *self._sites.here(2)))))
+
+    def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
+        while self._modules:
+            known, _, span = self._modules.pop()
+            span.__exit__(None, None, None)
+            if known == id(module):
+                return
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._end_optimizing()
+        self.look()
+        self._optimizing.append(self._begin(Mark("optimizer")))
+
+    def _optimizer_ends(self, *_: object) -> None:
+        self._end_optimizing()
+        self.look()
+
+    def _end_optimizing(self) -> None:
+        while self._optimizing:
+            self._optimizing.pop().__exit__(None, None, None)
+
+    def _know_root(self, module: torch.nn.Module) -> None:
+        if any(module is root for root in self._roots):
+            return
+        self._roots.append(module)
+        for path, child in module.named_modules():
+            self._paths.setdefault(id(child), path or type(module).__name__)
+
+    def _labels(self) -> Iterator[Label]:
+        owners: dict[int, str] = {}
+        for root in self._roots:
+            name = type(root).__name__
+            for path, parameter in root.named_parameters():
+                owner = path.rpartition(".")[0] or name
+                owners[id(parameter)] = owner
+                yield from self._label("parameter", owner, [parameter.detach()])
+                if parameter.is_leaf and parameter.grad is not None:
+                    yield from self._label("gradient", owner, [parameter.grad])
+            for path, buffer in root.named_buffers():
+                yield from self._label("buffer", path.rpartition(".")[0] or name, [buffer])
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    owner = owners.get(id(parameter), "")
+                    yield from self._label("parameter", owner, [parameter.detach()])
+                    if parameter.is_leaf and parameter.grad is not None:
+                        yield from self._label("gradient", owner, [parameter.grad])
+                    yield from self._label(
+                        "optimizer state", owner, reachable_tensors([optimizer.state.get(parameter)])
+                    )
+        yield from self._label("input", "", reachable_tensors(self._inputs))
+
+    def _label(self, category: str, module: str, tensors: Iterable[torch.Tensor]) -> Iterator[Label]:
+        for tensor in tensors:
+            storages = list(storages_of([tensor], self._device))
+            text = tensor_text(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for storage in storages:
+                address = storage.data_ptr()
+                whole = len(storages) == 1 and storage.nbytes() == tensor.nbytes
+                born = self._births.get(address)
+                yield Label(address, category, module, text if whole else "", born.user if born is not None else "")
+
+
+class _Quiet:
+    """The end of a span, which is not a call of the step's."""
+
+    __slots__ = ("_span", "_tracker")
+
+    def __init__(self, tracker: Tracker, span: Any) -> None:
+        self._tracker = tracker
+        self._span = span
+
+    def __exit__(self, *_: object) -> None:
+        self._tracker.leave(self._span)
+
+
+def _calls_marked(tracker: Tracker) -> Any:
+    from torch.overrides import TorchFunctionMode
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return tracker.call(func, args, kwargs or {})
+
+    return Calls()

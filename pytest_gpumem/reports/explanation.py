@@ -1,0 +1,147 @@
+"""What grew, what is there at a peak, and what was left behind, as lines of text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.explain.difference import REST
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.units import UnitSystem, format_bytes, format_bytes_change
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pytest_gpumem.composition import Composition, Explanation, Row
+    from pytest_gpumem.explain.difference import Difference
+    from pytest_gpumem.gate.verdict import Verdict
+
+MOST_ROWS = 5
+
+_PLURALS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "input": "inputs",
+    "activation": "activations",
+    "temporary": "temporaries",
+    "workspace": "workspaces",
+}
+
+
+def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSystem) -> list[list[str]]:
+    """Why the metrics in ``guilty`` are what they are: blocks of lines, none where nothing was recorded."""
+    explanation = verdict.measurement.explanation
+    if explanation is None:
+        return []
+    blocks = []
+    if any(name.startswith("peak") for name in guilty):
+        blocks += _of_the_peak(verdict, explanation, units)
+    if "retained" in guilty and explanation.retained.rows:
+        blocks.append(composition_lines("what was retained", explanation.retained, units))
+    if "cyclic_garbage" in guilty and explanation.garbage.rows:
+        blocks.append(
+            [
+                *composition_lines("held by cycles", explanation.garbage, units),
+                *(f"cycle: {cycle}" for cycle in explanation.cycles),
+            ]
+        )
+    return blocks
+
+
+def _of_the_peak(verdict: Verdict, explanation: Explanation, units: UnitSystem) -> list[list[str]]:
+    growth, peak = verdict.growth, explanation.peak
+    notes = [f"note: {note}" for note in peak.notes]
+    if growth is not None and growth.growth > 0:
+        return [[*growth_lines(growth, units), *notes]]
+    lines = [*composition_lines("what is there at the peak", peak, units), *notes]
+    if verdict.origin is not None and verdict.growth is None:
+        lines.append(
+            "note: the baseline keeps no composition to compare with; one is kept when it is next accepted "
+            "(not under --gpumem-explain=never)"
+        )
+    return [lines]
+
+
+def growth_lines(difference: Difference, units: UnitSystem) -> list[str]:
+    """The rows that explain most of the growth, with why, and what the others make up together."""
+    told = difference.explaining()
+    rows = []
+    for change in told:
+        row = change.row
+        before = change.before.nbytes if change.before else 0
+        after = change.after.nbytes if change.after else 0
+        rows.append(
+            (
+                _category(row),
+                format_bytes(before, units) if before else "-",
+                format_bytes(after, units) if after else "-",
+                format_bytes_change(change.nbytes, units),
+                row.module or _nowhere(row),
+                row.where,
+                row.operator if row.operator != REST else "",
+                row.what if row.operator != REST else "",
+                change.reason,
+            )
+        )
+    header = ("what grew", "baseline", "now", "change", "module", "line", "operator", "tensors", "")
+    used = [n for n in range(len(header)) if n < 4 or any(row[n] for row in rows)]
+    left = tuple(place for place, n in enumerate(used) if n == 0 or n > 3)
+    lines = columns([header[n] for n in used], [[row[n] for n in used] for row in rows], left=left)
+    others = difference.growth - sum(change.nbytes for change in told)
+    count = len(difference.changes) - len(told)
+    if count:
+        lines.append(f"{count} other change{'s' if count > 1 else ''}: {format_bytes_change(others, units)} together")
+    return lines
+
+
+def composition_lines(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> list[str]:
+    """The largest rows of a composition, and what the others make up together."""
+    shown = composition.rows[:most]
+    rows = [
+        (
+            _category(row),
+            format_bytes(row.nbytes, units),
+            row.module or _nowhere(row),
+            row.where,
+            row.operator,
+            row.what,
+        )
+        for row in shown
+    ]
+    lines = columns((title, "bytes", "module", "line", "operator", "tensors"), rows, left=(0, 2, 3, 4, 5))
+    rest = composition.total - sum(row.nbytes for row in shown)
+    if rest:
+        lines.append(f"the rest: {format_bytes(rest, units)}")
+    return lines
+
+
+def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str]:
+    """Where memory had gone when it ran out."""
+    asked = (
+        f" when {format_bytes(explanation.asked, units)} more were asked for" if explanation.asked is not None else ""
+    )
+    total = format_bytes(explanation.peak.total, units)
+    return [
+        f"memory ran out{asked}; the step held {total} (run once more, recorded)",
+        *composition_lines("what was there", explanation.peak, units, most=10),
+    ]
+
+
+def guilty_metrics(verdict: Verdict, failing: Collection[object]) -> list[str]:
+    """The metrics in bytes for which a measurement fails."""
+    return [
+        metric.metric
+        for metric in verdict.metrics
+        if metric.outcome in failing and METRICS[metric.metric].unit == "bytes"
+    ]
+
+
+def _category(row: Row) -> str:
+    if row.operator == REST:
+        return REST
+    return _PLURALS.get(row.category, row.category)
+
+
+def _nowhere(row: Row) -> str:
+    return "" if row.operator == REST or not row.where else "(no module)"

@@ -1,0 +1,36 @@
+"""What a traceback keeps alive, and how to let go of it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import types
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the locals of the frames that ``error``, what it came from, and what it is a group of, went through."""
+    for one in _chain(error):
+        _clear(one.__traceback__)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """``error``, what it came from, and what it is a group of."""
+    chain: list[BaseException] = []
+    stack: list[BaseException | None] = [error]
+    while stack:
+        one = stack.pop()
+        if one is not None and not any(one is seen for seen in chain):
+            chain.append(one)
+            stack += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return chain
+
+
+def _clear(trace: types.TracebackType | None) -> None:
+    """Drop the locals of a traceback's frames, and the copies of them that looking at a frame leaves in it."""
+    traceback.clear_frames(trace)
+    while trace is not None:
+        # Until Python 3.12 a frame keeps the last dict that f_locals gave; reading it again brings it up to date.
+        _ = trace.tb_frame.f_locals
+        trace = trace.tb_next
