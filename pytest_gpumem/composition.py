@@ -153,10 +153,11 @@ class Composition:
 
     def kept(self) -> Composition:
         """The largest rows that make up 95 % of the bytes, at most 30: what a baseline keeps."""
-        kept: list[Row] = []
-        covered = 0
+        # What is missing from the others stays, or those that are kept could hold more than there is.
+        kept = [row for row in self.rows if row.nbytes < 0]
+        covered = sum(row.nbytes for row in kept)
         for row in self.rows:
-            if len(kept) == MOST_KEPT or covered >= KEPT_SHARE * self.total:
+            if row.nbytes < 0 or len(kept) >= MOST_KEPT or covered >= KEPT_SHARE * self.total:
                 break
             kept.append(row)
             covered += row.nbytes

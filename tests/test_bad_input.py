@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 RIGHT = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1_000_000).sum()\n"
@@ -65,6 +67,8 @@ def test_a_wrong_marker_is_told_also_when_its_test_is_deselected(project):
         ("update = 'everything'", "update is 'everything'; valid: new, improved, all"),
         ("device = 'gpu'", "gpu: no such device; did you mean 'cuda'?"),
         ("units = 'metric'", "units is 'metric'"),
+        ("explain = 'on_failure'", "explain is 'on_failure'; did you mean 'on-failure'?"),
+        ("artifacts = ''", "artifacts is empty, expected a folder"),
         (
             "[tool.gpumem.tolerance]\npeak_alocated = '1 %'",
             "unknown metric 'peak_alocated'; did you mean 'peak_allocated'?",
@@ -99,6 +103,22 @@ BROKEN = {
     "a wrong key": (
         lambda text: text.replace("peak_allocated", "peak_alocated"),
         "tests.test_it.call.peak_alocated: unknown key; did you mean 'peak_allocated'?",
+    ),
+    "a category that there is not": (
+        lambda text: text.replace('"temporary |', '"temporal |'),
+        "'temporal' is no category; did you mean 'temporary'?",
+    ),
+    "a row that is cut short": (
+        lambda text: text.replace(" | 4000000", ""),
+        "has 6 parts, expected 7: category | module | operator | line | library's line | count x dtype[shape] | bytes",
+    ),
+    "rows that hold more than the peak": (
+        lambda text: text.replace("| 4000000", "| 9000000"),
+        "tests.test_it.call.composition: its rows hold 9000000 bytes, more than peak_allocated (4000004)",
+    ),
+    "a composition that is no array": (
+        lambda text: re.sub(r"composition = \[.*?\n\]", "composition = 'all of it'", text, flags=re.DOTALL),
+        "tests.test_it.call.composition is 'all of it', expected an array of strings",
     ),
     "merge-conflict marks": (
         lambda text: text.replace("peak_allocated", "<<<<<<< HEAD\npeak_allocated"),
@@ -135,6 +155,18 @@ def test_an_unknown_word_for_update_is_refused_by_the_command_line(project):
     result = project.run("--gpumem-update=some")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--gpumem-update*'some'*new*improved*all*"])
+
+
+def test_an_unknown_word_for_explain_is_refused_by_the_command_line(project):
+    project.write(RIGHT)
+    result = project.run("--gpumem-explain=sometimes")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--gpumem-explain*'sometimes'*on-failure*always*never*"])
+
+
+def test_an_artifacts_folder_without_a_name_is_refused(project):
+    project.write(RIGHT)
+    assert "artifacts" in usage_error(project.run("--gpumem-artifacts="))
 
 
 def test_the_baseline_flag_takes_no_value(project):

@@ -78,7 +78,13 @@ def test_update_all_accepts_growth_and_changes_only_that_test(project):
     assert project.run("--gpumem-update=all", "--gpumem-baseline").ret == 0
     (after,) = project.stored().values()
     changed = [pair for pair in zip(before.splitlines(), after.splitlines(), strict=True) if pair[0] != pair[1]]
-    assert changed == [("peak_allocated = 4000004", "peak_allocated = 8000004")]
+    assert changed == [
+        ("peak_allocated = 4000004", "peak_allocated = 8000004"),
+        tuple(
+            f'    "temporary |  | ones | test_it.py:8 |  | 1 x float32[{count}] | {4 * count}",'
+            for count in (1_000_000, 2_000_000)
+        ),
+    ]
     assert project.run("--gpumem-baseline").ret == 0
 
 

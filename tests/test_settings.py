@@ -46,6 +46,8 @@ def test_every_key_of_a_table_is_taken():
             "device": "auto",
             "strict": True,
             "no_time": True,
+            "explain": "always",
+            "artifacts": "timelines",
             "units": "iec",
             "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
             "budget": [{"tests": "tests/test_gpt.py", "max_gb": 6.5}, {"tests": "*", "max_retained": "1 MB"}],
@@ -59,6 +61,8 @@ def test_every_key_of_a_table_is_taken():
         device="auto",
         strict=True,
         no_time=True,
+        explain="always",
+        artifacts="timelines",
         units="iec",
         tolerances={"peak_allocated": Tolerance(0.02), "retained": Tolerance(0.0)},
         budgets=(
@@ -84,7 +88,7 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, store, device, strict, no_time, "
-                "units, tolerance, budget"
+                "explain, artifacts, units, tolerance, budget"
             ),
         ),
         ({"baseline": 1}, "here: baseline is 1, expected true or false"),
@@ -95,6 +99,10 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"update": True}, "here: update is True, expected a string"),
         ({"update": "impoved"}, "here: update is 'impoved'; did you mean 'improved'?"),
         ({"units": "kB"}, "here: units is 'kB'; valid: si, iec"),
+        ({"explain": "on_failure"}, "here: explain is 'on_failure'; did you mean 'on-failure'?"),
+        ({"explain": True}, "here: explain is True, expected a string"),
+        ({"artifacts": 1}, "here: artifacts is 1, expected a string"),
+        ({"artifacts": ""}, "here: artifacts is empty, expected a folder"),
         ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
         ({"tolerance": {"peak": "2 %"}}, "here: tolerance: unknown metric 'peak'; "),
         (
@@ -185,6 +193,8 @@ TABLES = st.fixed_dictionaries(
         "device": VALUES,
         "strict": st.booleans() | VALUES,
         "no_time": st.booleans() | VALUES,
+        "explain": st.sampled_from(["on-failure", "always", "never", "on_failure"]) | VALUES,
+        "artifacts": VALUES,
         "units": st.sampled_from(["si", "iec"]) | VALUES,
         "tolerance": st.dictionaries(st.sampled_from([*METRICS, "peak"]), SCALARS, max_size=3) | VALUES,
         "budget": st.lists(BUDGETS | VALUES, max_size=3) | VALUES,
@@ -273,7 +283,7 @@ def write_table(root: Path, text: str) -> None:
 
 def test_without_options_and_table_nothing_was_said(tmp_path):
     made = settings_of(config_of(tmp_path))
-    assert made == Settings(store_base=tmp_path)
+    assert made == Settings(store_base=tmp_path, artifacts_base=tmp_path)
     assert not made.explicit
 
 
@@ -290,7 +300,14 @@ def test_options_go_before_the_table_and_leave_the_rest(tmp_path):
     write_table(tmp_path, 'device = "cpu"\nstrict = true\nupdate = "new"\nunits = "iec"\n')
     made = settings_of(config_of(tmp_path, device="cuda", update="all", baseline=True))
     assert made == Settings(
-        baseline=True, update="all", device="cuda", strict=True, units="iec", store_base=tmp_path, explicit=True
+        baseline=True,
+        update="all",
+        device="cuda",
+        strict=True,
+        units="iec",
+        store_base=tmp_path,
+        artifacts_base=tmp_path,
+        explicit=True,
     )
 
 
@@ -300,6 +317,21 @@ def test_a_store_in_the_table_counts_from_the_root_and_one_on_the_command_line_f
     assert settings_of(config_of(tmp_path, below)).store_base == tmp_path
     typed = settings_of(config_of(tmp_path, below, store="typed"))
     assert (typed.store, typed.store_base) == ("typed", below)
+
+
+def test_artifacts_in_the_table_count_from_the_root_and_on_the_command_line_from_where_they_were_typed(tmp_path):
+    write_table(tmp_path, 'artifacts = "in-table"\nstore = "in-table"\n')
+    below = tmp_path / "below"
+    made = settings_of(config_of(tmp_path, below))
+    assert (made.artifacts, made.artifacts_base) == ("in-table", tmp_path)
+    typed = settings_of(config_of(tmp_path, below, artifacts="typed"))
+    assert (typed.artifacts, typed.artifacts_base, typed.store_base) == ("typed", below, tmp_path)
+
+
+def test_how_steps_are_explained_is_a_matter_of_the_option_before_the_table(tmp_path):
+    write_table(tmp_path, 'explain = "never"\n')
+    assert settings_of(config_of(tmp_path)).explain == "never"
+    assert settings_of(config_of(tmp_path, explain="always")).explain == "always"
 
 
 def test_a_mistake_in_the_table_names_the_file(tmp_path):
@@ -318,8 +350,10 @@ def test_a_known_device_is_fine():
 
 
 def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
-    given_options = options_given(config_of(tmp_path, device="cpu", store="a b", strict=True, baseline=True))
-    assert given_options == ["--gpumem-device=cpu", "--gpumem-store=a b"]
+    given_options = options_given(
+        config_of(tmp_path, device="cpu", store="a b", strict=True, baseline=True, explain="never", artifacts="here")
+    )
+    assert given_options == ["--gpumem-device=cpu", "--gpumem-store=a b", "--gpumem-explain=never"]
     assert options_given(config_of(tmp_path)) == []
 
 

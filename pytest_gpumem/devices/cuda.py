@@ -1,26 +1,32 @@
-"""A CUDA GPU as a device: bytes from the caching allocator's statistics."""
+"""A CUDA GPU as a device: bytes from the caching allocator's statistics, what they are from its history and the profiler."""
 
 from __future__ import annotations
 
 import gc
 import os
+import pickle
 import re
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.devices.cuda_history import in_order_of_time, with_requested_sizes
+from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.reset_guard import before_each_reset
-from pytest_gpumem.measurement import Environment
+from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     import torch
 
-    from pytest_gpumem.devices.contract import Known
+    from pytest_gpumem.devices.contract import Blocks, Known
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+    from pytest_gpumem.devices.events import Token
 
 _PROBE_BYTES = 4096
+_REQUESTED, _ALLOCATED = "requested_bytes", "allocated_bytes"
 _AMPERE = (8, 0)
 # torch emulates bfloat16 on older GPUs, which is not what anybody ships.
 _FROM_AMPERE_ON = {"tf32": "TF32", "amp-bf16": "bfloat16", "bf16": "bfloat16"}
@@ -50,8 +56,9 @@ class CudaDevice:
         self._runtime = runtime
         self._exclusive = exclusive
         self._leases: ExitStack | None = None
-        self._counter = "requested_bytes"
+        self._counter = _REQUESTED
         self._seen_peak: Peak | None = None
+        self._snapshot: object = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -97,6 +104,7 @@ class CudaDevice:
         if self._leases is not None:
             self._leases.close()
             self._leases = None
+        self._snapshot = None
 
     def settle(self) -> None:
         gc.collect()
@@ -126,6 +134,33 @@ class CudaDevice:
 
     def known(self) -> Known:
         return frozenset()
+
+    def blocks(self) -> Blocks:
+        return {}
+
+    @contextmanager
+    def recorded(self, tokens: list[Token]) -> Iterator[None]:
+        self._snapshot = None
+        before = self.live()
+        requested = self._counter == _REQUESTED
+        with self.paused(), self._runtime.recorded(with_history=requested) as stretch:
+            yield
+        self._snapshot = stretch.snapshot
+        told = in_order_of_time(stretch.tokens)
+        if requested:
+            told = with_requested_sizes(told, stretch.history)
+        change = sum(token.nbytes for token in told if isinstance(token, AllocationEvent))
+        if change != self.live() - before:
+            raise MeasuringError(
+                f"what was recorded of the GPU changes what is live by {change} bytes, and the allocator's statistics "
+                f"({self._counter}) by {self.live() - before}"
+            )
+        tokens.extend(told)
+
+    def keep_snapshot(self, path: Path) -> None:
+        if self._snapshot is not None:
+            with path.open("wb") as file:
+                pickle.dump(self._snapshot, file)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -175,7 +210,7 @@ class CudaDevice:
         tensor = self._runtime.allocate(_PROBE_BYTES)
         after = self._runtime.statistics()
         del tensor
-        for counter in ("requested_bytes", "allocated_bytes"):
+        for counter in (_REQUESTED, _ALLOCATED):
             name = f"{counter}.all.current"
             if after.get(name, 0) - before.get(name, 0) >= _PROBE_BYTES:
                 return counter

@@ -6,16 +6,40 @@ Tests put recorded statistics of a real GPU in its place.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.devices.torch_internals import clear_cublas_workspaces
+from pytest_gpumem.devices.cuda_history import history_of, numbered_by_thread
+from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
+from pytest_gpumem.devices.events import Open
+from pytest_gpumem.devices.torch_internals import (
+    clear_cublas_workspaces,
+    cuda_history_is_on,
+    cuda_snapshot,
+    quiet_kineto,
+    start_cuda_history,
+    stop_cuda_history,
+    threads_of_spans,
+)
+from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import torch
+
+    from pytest_gpumem.devices.cuda_history import HistoryEntry
+    from pytest_gpumem.devices.events import Token
+
+_END = -1
+"""The mark at the end of every recording: a recording that lacks it has lost what came before, too."""
+_CUT_SHORT = (
+    "the recording of GPU allocations was cut short: only one profiler can run at a time, "
+    "and the measured code started or stopped another"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +56,18 @@ class GpuProperties:
     capability: tuple[int, int]
 
 
+@dataclass(slots=True)
+class Stretch:
+    """What was recorded of a stretch, once it has ended: the profiler's tokens, as its event tree has them.
+
+    ``history`` and ``snapshot`` are the allocator's, if they were asked for.
+    """
+
+    tokens: list[Token] = field(default_factory=list)
+    history: list[HistoryEntry] = field(default_factory=list)
+    snapshot: dict[str, Any] | None = None
+
+
 class CudaRuntime(Protocol):
     """What `CudaDevice` asks of torch.cuda, for the current device."""
 
@@ -44,6 +80,7 @@ class CudaRuntime(Protocol):
     def synchronize(self) -> None: ...
     def allocate(self, nbytes: int) -> object: ...
     def time(self, run: Callable[[], None]) -> float: ...
+    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]: ...
 
 
 class TorchCuda:
@@ -125,6 +162,68 @@ class TorchCuda:
         ended.record()
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1e3
+
+    @contextmanager
+    def recorded(self, *, with_history: bool) -> Iterator[Stretch]:
+        """A stretch that is recorded. Raises `MeasuringError` when the recording was cut short.
+
+        Backward runs on a thread of its own, as ever: a thread has its own cuBLAS workspace (33,554,432 bytes on an H100),
+        and a step that ran on one would need less than the one that was measured.
+        """
+        stretch = Stretch()
+        if not with_history:
+            with profiled(stretch, "cuda"):
+                yield stretch
+                self.synchronize()
+            return
+        somebody_elses = cuda_history_is_on()
+        skipped = len(self._trace(cuda_snapshot())) if somebody_elses else 0
+        if not somebody_elses:
+            start_cuda_history()
+        try:
+            with profiled(stretch, "cuda"):
+                yield stretch
+                self.synchronize()
+            stretch.snapshot = cuda_snapshot()
+            stretch.history = history_of(self._trace(stretch.snapshot)[skipped:])
+        finally:
+            if not somebody_elses:
+                stop_cuda_history()
+
+    def _trace(self, snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+        trace: list[dict[str, Any]] = snapshot["device_traces"][self._index]
+        return trace
+
+
+@contextmanager
+def profiled(stretch: Stretch, device_type: str) -> Iterator[None]:
+    """Within, operators and the allocations on a type of device are recorded; ``stretch`` has them in the end.
+
+    Raises `MeasuringError` when somebody else's profiler came in between.
+    """
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
+    with quiet_kineto():
+        profiler.start()
+    try:
+        yield
+        with record_function(f"{MARK_PREFIX}{_END}"):
+            pass
+    except BaseException:
+        with suppress(RuntimeError):
+            profiler.stop()
+        raise
+    tokens: list[Token] = []
+    # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
+    with suppress(RuntimeError):
+        profiler.stop()
+        tokens = numbered_by_thread(tokens_of(profiler, device_type), threads_of_spans(profiler))
+    ends = [n for n, token in enumerate(tokens) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)]
+    if not ends:
+        raise MeasuringError(_CUT_SHORT)
+    (end,) = ends
+    stretch.tokens = tokens[:end] + tokens[end + 2 :]
 
 
 def _driver_version() -> str:

@@ -6,15 +6,17 @@ Every function here has a test that checks what it does and not which torch it i
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from pytest_gpumem.devices.cuda_history import Threads
 from pytest_gpumem.devices.events import AllocationEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -89,6 +91,42 @@ def load_compiler() -> None:
         importlib.import_module("torch._inductor.compile_fx")
 
 
+def span(name: str) -> AbstractContextManager[object]:
+    """A span of that name in a profile, which no mode sees.
+
+    `torch.profiler.record_function` is an operator itself: selective checkpointing counts it among those that it caches.
+    """
+    from torch._C._profiler import _RecordFunctionFast
+
+    return cast("AbstractContextManager[object]", _RecordFunctionFast(name))
+
+
+@contextmanager
+def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Within, autograd's engine runs in ``around()``: what backward calls in Python is under a `TorchFunctionMode` again.
+
+    ``backward`` and ``grad`` are overridable functions themselves, and while a mode handles one it is off. Where a release
+    has no such name, backward runs without the mode.
+    """
+    import torch
+
+    name = "_engine_run_backward"
+    original = getattr(torch.autograd, name, None)
+    if original is None:
+        yield
+        return
+
+    def run(*args: object, **kwargs: object) -> object:
+        with around():
+            return original(*args, **kwargs)
+
+    setattr(torch.autograd, name, run)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, name, original)
+
+
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
     """Within, it is as if no autocast were around: neither on, nor one whose end copies of weights would wait for.
@@ -137,3 +175,59 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
     finally:
         for (holder, name, _), value in zip(settings, before, strict=True):
             setattr(holder, name, value)
+
+
+@contextmanager
+def quiet_kineto() -> Iterator[None]:
+    """Kineto writes to stderr at every start and stop, unless this variable says otherwise when it is first used."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+def threads_of_spans(profiler: profile) -> dict[int, Threads]:
+    """The threads of what a stopped profiler recorded, by the time (ns) at which it began.
+
+    The event tree does not have the thread that made a node of the autograd graph.
+    """
+    recorded: Any = profiler.profiler
+    threads: dict[int, Threads] = {}
+    for event in recorded.kineto_results.events():
+        threads.setdefault(event.start_ns(), Threads(event.start_thread_id(), event.fwd_thread_id()))
+    return threads
+
+
+def cuda_history_is_on() -> bool:
+    """Whether somebody records the history of the CUDA caching allocator."""
+    import torch
+
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def start_cuda_history() -> None:
+    """Record every allocation and free of the CUDA caching allocator, with the Python frames that PyTorch's viewer shows."""
+    import torch
+
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
+
+
+def stop_cuda_history() -> None:
+    """Stop recording the history of the CUDA caching allocator, and forget it."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(None)
+
+
+def cuda_snapshot() -> dict[str, Any]:
+    """The state and the history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes it.
+
+    Taking it is an entry of the history, too.
+    """
+    import torch
+
+    return cast("dict[str, Any]", torch.cuda.memory._snapshot())

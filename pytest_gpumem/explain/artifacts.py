@@ -25,8 +25,8 @@ _LONGEST_NAME = 120
 
 def artifact_name(nodeid: str, number: int) -> str:
     """A file's name, without suffix, for the ``number``-th recording of a test; different for different tests."""
-    plain = re.sub(r"[^A-Za-z0-9.\-]+", "_", nodeid)[-_LONGEST_NAME:].strip("_.")
-    return f"{plain}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}-{number}"
+    plain = re.sub(r"[^A-Za-z0-9.\-]+", "_", nodeid)[-_LONGEST_NAME:].strip("_.-")
+    return f"{plain or 'test'}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}-{number}"
 
 
 class Artifacts:
@@ -80,9 +80,7 @@ def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
                 series[place[life.died] + 1] -= life.nbytes
     totals = [recorded.own_bytes, *(recorded.own_bytes + timeline.live[moment] for moment in moments)]
     categories = {name: _running(series) for name, series in changes.items() if any(series)}
-    unattributed = [
-        total - sum(column) for total, column in zip(totals, zip(*categories.values(), strict=True), strict=True)
-    ]
+    unattributed = [total - sum(series[n] for series in categories.values()) for n, total in enumerate(totals)]
     if any(unattributed):
         categories["unattributed"] = unattributed
     times = [0, *(tokens[moment].time_ns - began for moment in moments)]  # type: ignore[union-attr]

@@ -29,13 +29,24 @@ def asks_for_composition(function: object) -> bool:
         pending += [
             value
             for name in names
-            if isinstance(value := one.__globals__.get(name), types.FunctionType)
-            and value.__globals__ is one.__globals__
+            for value in _unwrapped(one.__globals__.get(name))
+            if value.__globals__ is one.__globals__
         ]
-        wrapped = getattr(one, "__wrapped__", None)
-        if wrapped is not None:
-            pending.append(wrapped)
+        pending += _unwrapped(one)
     return False
+
+
+def _unwrapped(value: object) -> list[types.FunctionType]:
+    """A function and what it wraps, from the outside in: decorators are often another module's."""
+    functions: list[types.FunctionType] = []
+    passed: set[int] = set()
+    while value is not None and id(value) not in passed:
+        passed.add(id(value))
+        if isinstance(value, types.FunctionType):
+            functions.append(value)
+        # Not the attribute itself: objects that compute theirs have any.
+        value = getattr(value, "__dict__", {}).get("__wrapped__")
+    return functions
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

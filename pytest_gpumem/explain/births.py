@@ -17,17 +17,12 @@ def births(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    def addresses(values: Any) -> set[int]:
-        # Of tensors with memory behind them: meta and fake ones have address 0, or refuse to tell.
-        told = set()
-        for value in values if isinstance(values, (list, tuple)) else (values,):
-            if (
-                type(value) in (torch.Tensor, torch.nn.Parameter)
-                and value.layout is torch.strided
-                and not value.is_meta
-            ):
-                told.add(value.untyped_storage().data_ptr())
-        return told
+    def addresses(value: Any) -> set[int]:
+        if isinstance(value, (list, tuple)):
+            return set().union(*map(addresses, value))
+        # Only where there is memory: meta and fake tensors, and empty ones, have address 0, or refuse to tell.
+        real = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        return {value.untyped_storage().data_ptr()} - {0} if real and not value.is_meta else set()
 
     class Births(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

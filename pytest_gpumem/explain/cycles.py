@@ -115,9 +115,9 @@ def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[node])
                 if low[node] == order[node]:
-                    cut = stack.index(node)
-                    component = stack[cut:]
-                    del stack[cut:]
+                    component = [stack.pop()]
+                    while component[-1] != node:
+                        component.append(stack.pop())
                     on_stack.difference_update(component)
                     components.append(component)
     return components

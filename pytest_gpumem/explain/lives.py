@@ -11,6 +11,7 @@ from pytest_gpumem.explain.trace import Label, Mark, folded, tensor_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
 
     from pytest_gpumem.explain.trace import Trace
 
@@ -93,6 +94,7 @@ class _Birth:
 class _Around:
     """The open spans around an allocation, from the outermost to the innermost, and what they make of it."""
 
+    lines: AbstractSet[tuple[str, str]]
     phase: str = ""
     in_optimizer: bool = False
     operator: str = ""
@@ -128,8 +130,9 @@ class _Around:
                 self.module, self.call = opened, -1
             else:
                 self.call = opened
-            # Code of torch alone, as in the backward of its own functions, is the node's.
-            if self.within_node and (mark.site or mark.library):
+            # Code of torch alone, or of a function's own backward, is the node's.
+            known = bool(mark.site or mark.library) and (mark.site, mark.library) in self.lines
+            if self.within_node and (mark.kind == "module" or known):
                 self.recomputed, self.node = True, None
 
 
@@ -145,6 +148,8 @@ class _Reader:
         self._recomputed: dict[str, int] = {}
         self._nodes: list[int] = []
         self._spans: dict[str, tuple[int, int]] = {}
+        self._lines: set[tuple[str, str]] = set()
+        """The lines that forward reached: backward that reaches one of them computes it again."""
         self._paths: dict[tuple[str, str], str] = {}
         """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
 
@@ -196,7 +201,7 @@ class _Reader:
         return change
 
     def _born(self, moment: int, event: AllocationEvent) -> _Birth:
-        around = _Around()
+        around = _Around(self._lines)
         for opened, span in self._open:
             if span.kind == "operator":
                 around.operator_begins(opened, span)
@@ -206,7 +211,7 @@ class _Reader:
                 around.mark_begins(opened, self._trace.marks[span.mark])
         mark = around.mark
         if around.node is not None:
-            mark = self._made.get(around.node.sequence)
+            mark = self._led_back(around.node, mark)
         elif mark is not None and around.recomputed and not mark.path:
             mark = replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         life = Life(
@@ -221,6 +226,13 @@ class _Reader:
             mark=mark,
         )
         return _Birth(life, around.call if around.call >= 0 else around.outermost_operator, around.module)
+
+    def _led_back(self, node: Open, own: Mark | None) -> Mark | None:
+        """The mark around the operator that made a node; Python code of the node's own has a line of its own."""
+        made = self._made.get(node.sequence)
+        if own is None or not (own.site or own.library):
+            return made
+        return replace(own, path=own.path or (made.path if made is not None else ""))
 
     def _opened(self, moment: int, span: Open) -> None:
         self._open.append((moment, span))
@@ -245,6 +257,7 @@ class _Reader:
         """A module or a call begins: in forward its line belongs to its module, in backward a module runs once more."""
         in_node = next((n for n in range(len(self._open) - 1, -1, -1) if self._open[n][1].kind == "node"), None)
         if in_node is None:
+            self._lines.add((mark.site, mark.library))
             if mark.path:
                 self._paths.setdefault((mark.site, mark.library), mark.path)
             return

@@ -1,16 +1,17 @@
 """Puts marks into a recording while a step runs: which module, which line, which optimizer, and what blocks are.
 
 Nothing here looks at what the device does; a source (`Device.recorded`) does, and finds the marks among its events. A mark
-is a `torch.profiler.record_function`. Operators are not intercepted: a dispatch mode would make autograd choose other
+is a span of its name. Operators are not intercepted: a dispatch mode would make autograd choose other
 formulas, and so other memory. What Python calls is, above autograd, with a `TorchFunctionMode`.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.devices.event_tree import MARK_PREFIX
+from pytest_gpumem.devices.torch_internals import engine_run_within, span
 from pytest_gpumem.explain.trace import Label, Mark, tensor_text
 from pytest_gpumem.reach import reachable_tensors, storages_of
 
@@ -21,18 +22,29 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.explain.sites import Site, Sites
 
+    BlocksOf = Callable[[torch.Tensor], Iterable[tuple[int, int]]]
+
 Level = Literal["calls", "modules", "phases"]
 """How closely a step is watched: each call of a torch function, each of a module, or only its phases."""
 
+_BORN_EARLY = ("parameter", "buffer")
 # What reads a tensor's properties and allocates nothing; a step calls these thousands of times.
 _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_floating_point", "untyped_storage"})
 
 
 class Tracker:
-    """Marks and looks of one recording. ``births`` are the lines that allocated what was there before, by address."""
+    """Marks and looks of one recording. ``births`` are the lines that allocated what was there before, by address.
+
+    ``blocks_of`` gives address and bytes of each block of a tensor; by default those of its storages on ``device``.
+    """
 
     def __init__(
-        self, device: torch.device, sites: Sites, level: Level = "calls", births: Mapping[int, Site] | None = None
+        self,
+        device: torch.device,
+        sites: Sites,
+        level: Level = "calls",
+        births: Mapping[int, Site] | None = None,
+        blocks_of: BlocksOf | None = None,
     ) -> None:
         self.marks: list[Mark] = []
         self.looks: dict[int, tuple[Label, ...]] = {}
@@ -40,6 +52,7 @@ class Tracker:
         self._sites = sites
         self._level = level
         self._births = births or {}
+        self._blocks_of = blocks_of or self._blocks_on_device
         self._busy = False
         self._modules: list[tuple[int, str, Any]] = []
         self._paths: dict[int, str] = {}
@@ -93,23 +106,24 @@ class Tracker:
                 ):
                     stack.callback(handle.remove)
             if self._level == "calls":
+                stack.enter_context(engine_run_within(lambda: _calls_marked(self)))
                 stack.enter_context(_calls_marked(self))
             try:
                 yield
             finally:
-                for _, _, span in reversed(self._modules):
-                    span.__exit__(None, None, None)
+                for _, _, started in reversed(self._modules):
+                    started.__exit__(None, None, None)
                 self._modules.clear()
                 self._end_optimizing()
 
     @contextmanager
     def mark(self, mark: Mark) -> Iterator[None]:
         """A span of the recording."""
-        span = self._begin(mark)
+        started = self._begin(mark)
         try:
             yield
         finally:
-            span.__exit__(None, None, None)
+            started.__exit__(None, None, None)
 
     def look(self) -> None:
         """Label what can be found now: parameters, buffers, gradients, optimizer state and inputs."""
@@ -134,21 +148,11 @@ class Tracker:
             self.look()
         return result
 
-    def _begin(self, mark: Mark) -> Any:
-        from torch.profiler import record_function
-
-        span = record_function(f"{MARK_PREFIX}{len(self.marks)}")
+    def _begin(self, mark: Mark) -> AbstractContextManager[object]:
+        started = span(f"{MARK_PREFIX}{len(self.marks)}")
         self.marks.append(mark)
-        was_busy, self._busy = self._busy, True
-        span.__enter__()  # type: ignore[no-untyped-call]
-        self._busy = was_busy
-        return _Quiet(self, span)
-
-    def leave(self, span: Any) -> None:
-        """End a span of the profiler, without marking that this is a call, too."""
-        was_busy, self._busy = self._busy, True
-        span.__exit__(None, None, None)
-        self._busy = was_busy
+        started.__enter__()
+        return started
 
     def _module_begins(self, module: torch.nn.Module, _args: object) -> None:
         if not self._modules and id(module) not in self._paths:
@@ -162,8 +166,8 @@ class Tracker:
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
         while self._modules:
-            known, _, span = self._modules.pop()
-            span.__exit__(None, None, None)
+            known, _, started = self._modules.pop()
+            started.__exit__(None, None, None)
             if known == id(module):
                 return
 
@@ -215,26 +219,17 @@ class Tracker:
 
     def _label(self, category: str, module: str, tensors: Iterable[torch.Tensor]) -> Iterator[Label]:
         for tensor in tensors:
-            storages = list(storages_of([tensor], self._device))
+            blocks = list(self._blocks_of(tensor))
             text = tensor_text(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for storage in storages:
-                address = storage.data_ptr()
-                whole = len(storages) == 1 and storage.nbytes() == tensor.nbytes
-                born = self._births.get(address)
+            for address, nbytes in blocks:
+                whole = len(blocks) == 1 and nbytes == tensor.nbytes
+                # Later blocks may lie where something else was born.
+                born = self._births.get(address) if category in _BORN_EARLY else None
                 yield Label(address, category, module, text if whole else "", born.user if born is not None else "")
 
-
-class _Quiet:
-    """The end of a span, which is not a call of the step's."""
-
-    __slots__ = ("_span", "_tracker")
-
-    def __init__(self, tracker: Tracker, span: Any) -> None:
-        self._tracker = tracker
-        self._span = span
-
-    def __exit__(self, *_: object) -> None:
-        self._tracker.leave(self._span)
+    def _blocks_on_device(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+        for storage in storages_of([tensor], self._device):
+            yield storage.data_ptr(), storage.nbytes()
 
 
 def _calls_marked(tracker: Tracker) -> Any:

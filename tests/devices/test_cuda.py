@@ -6,6 +6,7 @@ a GPU; recordings of real ones are played back elsewhere.
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from contextlib import contextmanager
 
@@ -14,8 +15,11 @@ import torch
 
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
-from pytest_gpumem.devices.cuda_runtime import GpuProperties
+from pytest_gpumem.devices.cuda_history import HistoryEntry
+from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open
 from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.steps.figures import Figures
 
@@ -41,6 +45,8 @@ class SyntheticCuda:
         self._current = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes"), 0)
         self._peak = dict(self._current)
         self._workspace: Block | None = None
+        self._stretch: Stretch | None = None
+        self._events = 0
         self.calls: list[str] = []
         self.capability = (9, 0)
 
@@ -78,9 +84,27 @@ class SyntheticCuda:
     def allocate(self, nbytes):
         block = Block()
         if self._counts:
-            self._change(nbytes)
-            weakref.finalize(block, self._change, -nbytes)
+            self._change(nbytes, id(block))
+            weakref.finalize(block, self._change, -nbytes, id(block))
         return block
+
+    @contextmanager
+    def recorded(self, *, with_history):
+        self.calls.append(f"recorded, {'with' if with_history else 'without'} history")
+        self._stretch = stretch = Stretch()
+        yield stretch
+        self._stretch = None
+        if with_history:
+            stretch.snapshot = {"made up": len(stretch.history)}
+        else:
+            stretch.history.clear()
+
+    def run(self, operator, *nbytes):
+        """An operator that allocates, if anybody records."""
+        self._tell(lambda time: Open(time, "operator", operator))
+        kept = [self.allocate(size) for size in nbytes]
+        self._tell(Close)
+        return kept
 
     def make_workspace(self, nbytes):
         self._workspace = self.allocate(nbytes)
@@ -89,8 +113,19 @@ class SyntheticCuda:
         run()
         return 0.25
 
-    def _change(self, nbytes):
+    def _tell(self, token, *actions):
+        if self._stretch is not None:
+            self._events += 1
+            self._stretch.tokens.append(token(self._events))
+            self._stretch.history += [HistoryEntry(self._events, *action) for action in actions]
+
+    def _change(self, nbytes, address):
         sign = 1 if nbytes > 0 else -1
+        actions = ["alloc"] if nbytes > 0 else ["free_requested", "free_completed"]
+        self._tell(
+            lambda time: AllocationEvent(time, address, sign * _up(abs(nbytes), ROUNDING)),
+            *((action, address, abs(nbytes)) for action in actions),
+        )
         self._current["requested_bytes"] += nbytes
         self._current["allocated_bytes"] += sign * _up(abs(nbytes), ROUNDING)
         reserved = _up(self._current["allocated_bytes"], SEGMENT)
@@ -317,6 +352,159 @@ def test_the_allocator_knows_every_block_so_that_there_is_none_to_adopt_or_belie
     device.believe(frozenset(), [])
     assert device.live() == 0
     assert device.known() == frozenset()
+
+
+# Recording
+
+
+def test_what_is_recorded_is_told_with_its_operators_and_the_bytes_that_were_asked_for(cuda, device):
+    tokens = []
+    with device.recorded(tokens):
+        (kept,) = cuda.run("aten::mul", 1001)
+        cuda.run("aten::add", 7)
+    (block,) = {token.address for token in tokens if isinstance(token, AllocationEvent) and token.nbytes == 1001}
+    assert block == id(kept)
+    shown = [token.nbytes if isinstance(token, AllocationEvent) else getattr(token, "name", "end") for token in tokens]
+    assert shown == ["aten::mul", 1001, "end", "aten::add", 7, "end", -7]
+
+
+def test_what_was_there_before_and_goes_is_told_with_the_bytes_that_were_asked_for(cuda, device):
+    before = cuda.allocate(1001)
+    address = id(before)
+    tokens = []
+    with device.recorded(tokens):
+        del before
+    assert [(token.address, token.nbytes) for token in tokens] == [(address, -1001)]
+
+
+def test_an_allocator_that_does_not_count_requests_is_recorded_as_rounded_and_without_history(monkeypatch):
+    made = SyntheticCuda(counters=("allocated_bytes", "reserved_bytes"))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", made.really_reset_peaks)
+    device = CudaDevice(made)
+    device.open()
+    tokens = []
+    with device.recorded(tokens):
+        kept = made.allocate(1)
+    device.close()
+    assert [token.nbytes for token in tokens] == [ROUNDING]
+    assert made.calls == ["recorded, without history"]
+    assert kept is not None
+
+
+def test_the_tokens_of_another_thread_come_where_they_happened(cuda, device):
+    tokens = []
+    with device.recorded(tokens):
+        cuda.run("aten::mul", 8)
+        cuda.run("aten::add", 8)
+        stretch = cuda._stretch
+        # As the profiler's tree has what ran elsewhere.
+        stretch.tokens[:] = stretch.tokens[4:] + stretch.tokens[:4]
+    times = [token.time_ns for token in tokens]
+    assert len(times) == 8
+    assert times == sorted(times)
+
+
+def test_the_peak_of_what_is_recorded_is_nobodys_and_that_before_it_is_kept(cuda, device):
+    device.take_peak()
+    first = cuda.allocate(30 * MIB)
+    del first
+    with device.recorded([]):
+        cuda.allocate(100 * MIB)
+        torch.cuda.reset_peak_memory_stats()
+    assert device.take_peak().allocated == 30 * MIB
+    assert device.take_peak().allocated == 0
+
+
+def test_a_device_is_read_after_a_recording_as_before(cuda, device):
+    tokens = []
+    with device.recorded(tokens):
+        kept = cuda.allocate(1001)
+    assert device.live() == 1001
+    del kept
+    assert device.live() == 0
+    assert len(tokens) == 1
+
+
+def record(device, run):
+    with device.recorded([]):
+        run()
+
+
+def test_a_recording_that_does_not_add_up_to_the_statistics_is_not_believed(cuda, device):
+    kept = []
+
+    def run():
+        kept.append(cuda.allocate(1001))
+        cuda._stretch.tokens.clear()
+        cuda._stretch.history.clear()
+
+    with pytest.raises(MeasuringError, match=r"by 0 bytes, .* statistics \(requested_bytes\) by 1001"):
+        record(device, run)
+
+
+def test_a_recording_that_the_history_does_not_know_is_not_believed(cuda, device):
+    def run():
+        cuda.allocate(1001)
+        cuda._stretch.history.clear()
+
+    with pytest.raises(MeasuringError, match="of 1 allocations on the GPU and the allocator's history of 0"):
+        record(device, run)
+    assert device.live() == 0
+
+
+def test_what_is_raised_in_a_recording_comes_out_and_leaves_the_device_usable(cuda, device):
+    def run():
+        cuda.allocate(100 * MIB)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        record(device, run)
+    assert device.take_peak().allocated == 0
+
+
+def test_a_closed_device_records_nothing(cuda):
+    with pytest.raises(RuntimeError, match="the cuda device is not open"), CudaDevice(cuda).recorded([]):
+        pass
+
+
+def test_only_sums_are_known_of_what_is_live(cuda, device):
+    kept = cuda.allocate(1001)
+    assert device.blocks() == {}
+    assert kept is not None
+
+
+def test_the_snapshot_is_that_of_the_latest_recording(cuda, device, tmp_path):
+    with device.recorded([]):
+        kept = [cuda.allocate(1)]
+    with device.recorded([]):
+        kept += [cuda.allocate(2), cuda.allocate(3)]
+    device.keep_snapshot(tmp_path / "it.snapshot.pickle")
+    assert (tmp_path / "it.snapshot.pickle").read_bytes() == pickle.dumps({"made up": 2})
+
+
+def test_without_a_recording_there_is_no_snapshot(cuda, device, tmp_path):
+    device.keep_snapshot(tmp_path / "it.snapshot.pickle")
+    with device.recorded([]):
+        pass
+    device.close()
+    device.keep_snapshot(tmp_path / "it.snapshot.pickle")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recording_that_failed_leaves_no_snapshot_of_the_one_before(cuda, device, tmp_path):
+    with device.recorded([]):
+        pass
+    with pytest.raises(KeyboardInterrupt), device.recorded([]):
+        raise KeyboardInterrupt
+    device.keep_snapshot(tmp_path / "it.snapshot.pickle")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_that_cannot_be_written_is_an_error_of_the_system(cuda, device, tmp_path):
+    with device.recorded([]):
+        pass
+    with pytest.raises(OSError, match="no folder"):
+        device.keep_snapshot(tmp_path / "no folder" / "it.snapshot.pickle")
 
 
 # Opening and closing

@@ -120,3 +120,13 @@ RESNET = Architecture(ResNet18, {"width": 8, "classes": CLASSES}, resnet_batch, 
 def bytes_of(measurement: Measurement) -> dict[str, int]:
     """The metrics that are bytes; times do not repeat."""
     return {name: int(value) for name, value in measurement.metrics.items() if name not in ("step_time", "throughput")}
+
+
+def assert_rows_add_up(measurement: Measurement) -> None:
+    """The rows of its composition are the measured peak, to the byte, and at most 2 % of them are unattributed."""
+    composition = measurement.composition
+    assert composition.notes == ()
+    assert composition.total == measurement.peak_allocated
+    assert composition.rest == 0
+    assert abs(composition.of("unattributed")) <= 0.02 * composition.total
+    assert composition.of("parameter") > 0

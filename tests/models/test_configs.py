@@ -23,6 +23,7 @@ from tests.models.architectures import (
     SCALARS,
     VIT,
     Architecture,
+    assert_rows_add_up,
     bytes_of,
 )
 from tests.models.resnet import ResNet18
@@ -73,12 +74,14 @@ def test_the_stages_of_the_resnet_have_the_published_number_of_parameters() -> N
 def test_a_model_trains_in_every_precision(gpumem: Gpumem, architecture: Architecture) -> None:
     batch = architecture.batch()
     for precision in PRECISIONS:
-        measured = gpumem.train_step(architecture.build, batch, config=precision)
+        measured = gpumem.train_step(architecture.build, batch, config=precision, explain=True)
         assert measured.workload.config == precision
         assert measured.settled, precision
         assert measured.notes == (), precision
         assert measured.recomputed == 0, precision
         assert measured.retained == 0, precision
+        assert_rows_add_up(measured)
+        assert measured.composition.recomputed == {}, precision
 
 
 @ON_THE_CPU
@@ -88,12 +91,15 @@ def test_every_kind_of_checkpointing_saves_in_forward_and_computes_again_in_back
     batch = architecture.batch()
     plain = gpumem.train_step(architecture.build, batch, config="amp-bf16")
     for kind in CHECKPOINTS:
-        measured = gpumem.train_step(architecture.build, batch, config=checkpointed(architecture, "amp-bf16", kind))
+        config = checkpointed(architecture, "amp-bf16", kind)
+        measured = gpumem.train_step(architecture.build, batch, config=config, explain=True)
         assert measured.settled, kind
         assert measured.recomputed is not None
         assert measured.recomputed > 0, kind
         assert measured.peak_forward < plain.peak_forward, kind
         assert measured.peak_optimizer == plain.peak_optimizer, kind
+        assert_rows_add_up(measured)
+        assert measured.composition.recomputed, kind
 
 
 @ON_THE_CPU
@@ -146,8 +152,10 @@ def test_a_config_gives_the_same_bytes_again_with_other_weights_and_data(
     seen = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        seen.append(gpumem.train_step(architecture.build, architecture.batch(), config=config))
+        seen.append(gpumem.train_step(architecture.build, architecture.batch(), config=config, explain=True))
+        assert_rows_add_up(seen[-1])
     assert bytes_of(seen[0]) == bytes_of(seen[1])
+    assert seen[0].composition == seen[1].composition
     assert seen[0].recomputed == seen[1].recomputed
 
 
@@ -162,8 +170,9 @@ def test_a_module_without_modules_in_it_counts_as_computed_again(gpumem: Gpumem)
 def test_within_a_memory_budget_compiled_code_saves_and_gives_the_same_gradients(gpumem: Gpumem) -> None:
     one_block = GPT2.but(num_hidden_layers=1).with_dropout(0.0)
     batch = one_block.batch()
-    whole = gpumem.train_step(one_block.build, batch, config="fp32,compile=default")
+    whole = gpumem.train_step(one_block.build, batch, config="fp32,compile=default", explain=True)
     half = gpumem.train_step(one_block.build, batch, config="fp32,compile=default,checkpoint=budget:0.5")
+    assert_rows_add_up(whole)
     assert half.settled
     assert half.peak_forward < whole.peak_forward
     assert half.peak_optimizer == whole.peak_optimizer
@@ -183,8 +192,9 @@ def test_a_key_value_cache_costs_its_keys_and_values(
     bytes_a_token = 2 * blocks * samples * key_value_heads * head_size * size
 
     def peak(tokens: torch.Tensor, config: str) -> int:
-        measured = gpumem.infer_step(architecture.build, {"input_ids": tokens}, config=config)
+        measured = gpumem.infer_step(architecture.build, {"input_ids": tokens}, config=config, explain=True)
         assert measured.retained == 0
+        assert_rows_add_up(measured)
         return measured.peak_allocated
 
     by_itself = peak(tokens, precision)

@@ -1,0 +1,137 @@
+"""How a project's models are built, with random weights and small, and how their step is recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.measured import measure_function, measure_infer_step, measure_train_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from corpus_project import Project
+
+    from pytest_gpumem.composition import Explanation
+    from pytest_gpumem.steps.bench import Bench
+    from pytest_gpumem.steps.measured import MeasuredStep
+
+    Batch = dict[str, torch.Tensor]
+    Recipe = Callable[[Bench, Project], Explanation]
+
+SEED = 0
+_VOCABULARY = 256
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "attn_implementation": "eager",
+}
+_TOKENS = {"vocab_size": _VOCABULARY, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 1}
+_HEADS = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
+    "llama": ("LlamaForCausalLM", "LlamaConfig"),
+    "bert": ("BertForMaskedLM", "BertConfig"),
+    "vit": ("ViTForImageClassification", "ViTConfig"),
+}
+
+
+def model_of(name: str, module: Any, **settings: Any) -> torch.nn.Module:
+    """A model of transformers, of the classes of its imported file."""
+    sizes = _SIZES | ({"image_size": 48, "patch_size": 4, "num_labels": 10} if name == "vit" else _TOKENS)
+    if name == "gpt2":
+        sizes["n_inner"] = sizes.pop("intermediate_size")
+    head, config = _HEADS[name]
+    model: torch.nn.Module = getattr(module, head)(getattr(module, config)(**sizes | settings))
+    return model
+
+
+def batch_of(name: str, samples: int = 4, length: int = 96) -> Batch:
+    """What a model of transformers takes, with labels."""
+    if name == "vit":
+        return {"pixel_values": torch.randn(samples, 3, 48, 48), "labels": torch.randint(10, (samples,))}
+    ids = torch.randint(_VOCABULARY, (samples, length))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def trained(name: str, config: str = "", *, samples: int = 4, length: int = 96, **settings: Any) -> Recipe:
+    """``gpumem.train_step`` of a model, as a factory; ``settings`` are those of the model's config."""
+
+    def recipe(bench: Bench, project: Project) -> Explanation:
+        with project.imported(name) as module:
+            torch.manual_seed(SEED)
+            batch = batch_of(name, samples, length)
+            return _explanation(
+                measure_train_step(
+                    bench,
+                    lambda: model_of(name, module, **settings),
+                    batch,
+                    config=StepConfig.parse(config) if config else None,
+                    wanted=lambda _: True,
+                )
+            )
+
+    return recipe
+
+
+def looped(name: str, loop: str, *, samples: int = 4, length: int = 96, **settings: Any) -> Recipe:
+    """``gpumem.measure`` of a step of the project's training script."""
+
+    def recipe(bench: Bench, project: Project) -> Explanation:
+        with project.imported(name) as module, project.imported("train") as train:
+            torch.manual_seed(SEED)
+            step = getattr(train, loop)(model_of(name, module, **settings), batch_of(name, samples, length))
+            return _explanation(measure_function(bench, step, wanted=lambda _: True))
+
+    return recipe
+
+
+def small_gpt(config: str = "", *, samples: int = 4, length: int = 128, **sizes: Any) -> Recipe:
+    """``gpumem.train_step`` of the example project's GPT."""
+
+    def recipe(bench: Bench, project: Project) -> Explanation:
+        with project.imported("gpt") as module:
+            torch.manual_seed(SEED)
+            tokens = torch.randint(256, (samples, length))
+            return _explanation(
+                measure_train_step(
+                    bench,
+                    lambda: module.GPT(module.GPTConfig(**{"width": 64, "layers": 3, "context": length} | sizes)),
+                    tokens,
+                    loss=module.next_token_loss,
+                    config=StepConfig.parse(config) if config else None,
+                    wanted=lambda _: True,
+                )
+            )
+
+    return recipe
+
+
+def small_convnet(*, training: bool = True, samples: int = 8, side: int = 32) -> Recipe:
+    """A step of the example project's convnet: ``gpumem.train_step``, or ``gpumem.infer_step``."""
+
+    def recipe(bench: Bench, project: Project) -> Explanation:
+        with project.imported("convnet") as module:
+            torch.manual_seed(SEED)
+            images, labels = torch.randn(samples, 1, side, side), torch.randint(8, (samples,))
+            if not training:
+                return _explanation(measure_infer_step(bench, module.ConvNet, images, wanted=lambda _: True))
+            return _explanation(
+                measure_train_step(
+                    bench,
+                    module.ConvNet,
+                    images,
+                    loss=lambda logits, _: torch.nn.functional.cross_entropy(logits, labels),
+                    wanted=lambda _: True,
+                )
+            )
+
+    return recipe
+
+
+def _explanation(step: MeasuredStep) -> Explanation:
+    assert step.explanation is not None, "it was wanted"
+    return step.explanation

@@ -1,0 +1,194 @@
+"""A recorded stretch of CUDA: the profiler's events and the caching allocator's history made one list of tokens. Pure.
+
+The profiler tells in what something was allocated, in blocks as the allocator rounds them. The allocator's history tells
+what was asked for, and when a block was really free: one that another stream still uses is not when it is given back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.measurement import MeasuringError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+NOWHERE = 0
+"""The address of an event of 0 bytes that stands for an allocation that failed: what is live then is what was in the way."""
+
+_ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT = "alloc", "free_requested", "free_completed", "oom"
+_TOLD = (_ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT)
+_NUMBERS_OF_A_THREAD = 2**40
+_AT_ONCE_NS = 100_000
+"""A block that comes back this soon, with nothing in between, was not waited for."""
+
+
+class HistoryEntry(NamedTuple):
+    """An entry of the allocator's history, under torch's own name for what happened; ``nbytes`` as it was asked for."""
+
+    time_ns: int
+    action: str
+    address: int
+    nbytes: int
+
+
+class Threads(NamedTuple):
+    """The thread that an operator or a node ran on, and the one that made the node (0 for none), by torch's numbers."""
+
+    ran: int
+    made: int
+
+
+def history_of(trace: Iterable[Mapping[str, Any]]) -> list[HistoryEntry]:
+    """What happened to blocks, of one of the ``device_traces`` of torch's snapshot; its segments are the cache's."""
+    return [
+        HistoryEntry(int(entry["time_us"]) * 1000, entry["action"], entry.get("addr", NOWHERE), entry["size"])
+        for entry in trace
+        if entry["action"] in _TOLD
+    ]
+
+
+def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
+    """``tokens`` with autograd's numbers made unique: each thread counts from 0, and backward has its own.
+
+    ``threads`` are those of operators and nodes, by the time at which they began.
+    """
+    return [
+        token._replace(sequence=token.sequence + _NUMBERS_OF_A_THREAD * _counting(token, threads[token.time_ns]))
+        if isinstance(token, Open) and token.sequence >= 0 and token.time_ns in threads
+        else token
+        for token in tokens
+    ]
+
+
+def _counting(span: Open, threads: Threads) -> int:
+    return threads.made if span.kind == "node" and threads.made else threads.ran
+
+
+def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
+    """Tokens of several threads, of which one runs at a time: backward's among those of whoever waits for it.
+
+    The profiler hangs the operators of another thread on what the first one happened to run when they began, or on
+    nothing. Tokens of the same moment stay as they are, and what an operator took stays with it.
+    """
+    moments: list[int] = []
+    begun: list[int] = []
+    for token in tokens:
+        if isinstance(token, Seen):
+            moments.append(moments[-1])
+        elif isinstance(token, Close):
+            # Of a span that did not end the time is none.
+            moments.append(max(token.time_ns, begun.pop()))
+        else:
+            moments.append(token.time_ns)
+            if isinstance(token, Open):
+                begun.append(token.time_ns)
+    return [tokens[place] for place in sorted(range(len(tokens)), key=moments.__getitem__)]
+
+
+def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> list[Token]:
+    """``tokens`` with the bytes that were asked for, and with each free where the block could be used again.
+
+    Both have the same allocations in the same order. What only the history has stands between what both have, as near as
+    its clock tells: blocks that another stream used for longer, frees of threads that are not profiled, and allocations
+    that failed (of 0 bytes, at `NOWHERE`). Raises `MeasuringError` when the two do not tell the same.
+    """
+    join = _Join(tokens, history)
+    for token in tokens:
+        join.follow(token)
+    return join.end()
+
+
+class _Join:
+    def __init__(self, tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> None:
+        self._left = deque(entry for entry in history if entry.action in _TOLD)
+        self._told: list[Token] = []
+        self._now = next((token.time_ns for token in tokens if not isinstance(token, Seen)), 0)
+        self._ahead = 0
+        """How far the profiler's clock is ahead of the history's, by the latest event that both have."""
+        self._seen = 0
+        self._counts = (
+            sum(isinstance(token, AllocationEvent) and token.nbytes > 0 for token in tokens),
+            sum(entry.action == _ALLOCATED for entry in self._left),
+        )
+
+    def follow(self, token: Token) -> None:
+        if isinstance(token, AllocationEvent):
+            self._now = token.time_ns
+            if token.nbytes > 0:
+                self._allocated(token)
+            else:
+                self._given_back(token)
+            return
+        if not isinstance(token, Seen):
+            while self._left and self._is_alone(self._left[0]) and self._left[0].time_ns + self._ahead <= token.time_ns:
+                self._tell(self._left.popleft())
+            self._now = token.time_ns
+        self._told.append(token)
+
+    def end(self) -> list[Token]:
+        entry = self._reach(_ALLOCATED)
+        if entry is not None:
+            raise self._mismatch(f"the history goes on with {entry.nbytes} bytes at {entry.address:#x}")
+        return self._told
+
+    def _allocated(self, token: AllocationEvent) -> None:
+        self._seen += 1
+        entry = self._reach(_ALLOCATED)
+        known = f"allocation {self._seen} is {token.nbytes} bytes at {token.address:#x} to the profiler"
+        if entry is None:
+            raise self._mismatch(f"{known}, and the history has ended")
+        if entry.address != token.address or entry.nbytes > token.nbytes:
+            raise self._mismatch(f"{known}, and {entry.nbytes} bytes at {entry.address:#x} to the history")
+        self._ahead = token.time_ns - entry.time_ns
+        self._told.append(token._replace(nbytes=entry.nbytes))
+
+    def _given_back(self, token: AllocationEvent) -> None:
+        entry = self._reach(_GIVEN_BACK, token.address)
+        if entry is None:
+            raise self._mismatch(
+                f"after allocation {self._seen} the profiler has a free of {-token.nbytes} bytes at {token.address:#x}, "
+                "and the history none"
+            )
+        self._ahead = token.time_ns - entry.time_ns
+        after = self._left[0] if self._left else None
+        if (
+            after is not None
+            and (after.action, after.address) == (_FREE, token.address)
+            and after.time_ns - entry.time_ns <= _AT_ONCE_NS
+        ):
+            self._tell(self._left.popleft())
+
+    @staticmethod
+    def _is_alone(entry: HistoryEntry) -> bool:
+        """Whether only the history has it."""
+        return entry.action in (_FREE, _RAN_OUT)
+
+    def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
+        """The next such entry, once what comes before it is told; ``None`` when an allocation, or the end, does."""
+        while self._left:
+            entry = self._left.popleft()
+            if entry.action == action and address in (None, entry.address):
+                return entry
+            if entry.action == _ALLOCATED:
+                self._left.appendleft(entry)
+                return None
+            self._tell(entry)
+        return None
+
+    def _tell(self, entry: HistoryEntry) -> None:
+        # At the time of the tokens around it: the history's clock is another one.
+        if entry.action == _FREE:
+            self._told.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
+        elif entry.action == _RAN_OUT:
+            self._told.append(AllocationEvent(self._now, NOWHERE, 0))
+
+    def _mismatch(self, what: str) -> MeasuringError:
+        profiled, kept = self._counts
+        return MeasuringError(
+            f"the profiler tells of {profiled} allocations on the GPU and the allocator's history of {kept}, and they do not "
+            f"match: {what}; another thread allocated meanwhile, or the measured code profiled itself or recorded the "
+            "history (torch.cuda.memory._record_memory_history)"
+        )

@@ -1,0 +1,1 @@
+"""What a step would need on a device that is not there."""

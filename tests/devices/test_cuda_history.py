@@ -1,0 +1,401 @@
+"""What the profiler and the allocator's history tell of a GPU, joined: sizes, frees, order. All of it made up by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.devices.cuda_history import (
+    NOWHERE,
+    HistoryEntry,
+    Threads,
+    history_of,
+    in_order_of_time,
+    numbered_by_thread,
+    with_requested_sizes,
+)
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen
+from pytest_gpumem.measurement import MeasuringError
+
+A, B, C = 0xA000, 0xB000, 0xC000
+MS = 1_000_000
+unhurried = settings(deadline=None)
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
+
+
+def took(time: int, address: int, nbytes: int) -> AllocationEvent:
+    """As the profiler tells of an allocation."""
+    return AllocationEvent(time, address, rounded(nbytes))
+
+
+def gave(time: int, address: int, nbytes: int) -> AllocationEvent:
+    return AllocationEvent(time, address, -rounded(nbytes))
+
+
+def alloc(time: int, address: int, nbytes: int) -> HistoryEntry:
+    return HistoryEntry(time, "alloc", address, nbytes)
+
+
+def requested(time: int, address: int, nbytes: int) -> HistoryEntry:
+    return HistoryEntry(time, "free_requested", address, nbytes)
+
+
+def completed(time: int, address: int, nbytes: int) -> HistoryEntry:
+    return HistoryEntry(time, "free_completed", address, nbytes)
+
+
+def freed(time: int, address: int, nbytes: int) -> list[HistoryEntry]:
+    return [requested(time, address, nbytes), completed(time, address, nbytes)]
+
+
+def ran_out(time: int, nbytes: int) -> HistoryEntry:
+    return HistoryEntry(time, "oom", NOWHERE, nbytes)
+
+
+def changes(tokens) -> list[tuple[int, int]]:
+    return [(token.address, token.nbytes) for token in tokens if isinstance(token, AllocationEvent)]
+
+
+# Sizes
+
+
+def test_a_block_has_the_bytes_that_were_asked_for_and_not_those_it_was_rounded_to():
+    tokens = [took(1, A, 1001), gave(2, A, 1001)]
+    assert with_requested_sizes(tokens, [alloc(1, A, 1001), *freed(2, A, 1001)]) == [
+        AllocationEvent(1, A, 1001),
+        AllocationEvent(2, A, -1001),
+    ]
+
+
+def test_an_address_that_is_taken_again_has_the_bytes_of_its_own_time():
+    tokens = [took(1, A, 100), gave(2, A, 100), took(3, A, 200), gave(4, A, 200)]
+    history = [alloc(1, A, 100), *freed(2, A, 100), alloc(3, A, 200), *freed(4, A, 200)]
+    assert changes(with_requested_sizes(tokens, history)) == [(A, 100), (A, -100), (A, 200), (A, -200)]
+
+
+def test_what_was_there_before_is_freed_with_the_bytes_that_were_asked_for():
+    assert with_requested_sizes([gave(2, A, 1001)], freed(2, A, 1001)) == [AllocationEvent(2, A, -1001)]
+
+
+def test_operators_and_what_they_took_stay_around_their_allocations():
+    operator = Open(1, "operator", "aten::mul")
+    tokens = [operator, Seen(B, "float32", (2,)), took(2, A, 8), Close(3), gave(4, A, 8)]
+    told = with_requested_sizes(tokens, [alloc(2, A, 8), *freed(4, A, 8)])
+    assert told == [*tokens[:2], AllocationEvent(2, A, 8), Close(3), AllocationEvent(4, A, -8)]
+
+
+def test_segments_of_the_cache_and_snapshots_are_no_blocks():
+    actions = ("segment_alloc", "segment_map", "segment_unmap", "segment_free", "snapshot")
+    cache = [HistoryEntry(1, action, A, 2**21) for action in actions]
+    history = [*cache, alloc(2, A, 8), *cache, requested(3, A, 8), *cache, completed(3, A, 8), *cache]
+    assert changes(with_requested_sizes([took(2, A, 8), gave(3, A, 8)], history)) == [(A, 8), (A, -8)]
+
+
+def test_of_nothing_comes_nothing():
+    assert with_requested_sizes([], []) == []
+    spans = [Open(1, "mark", "", mark=0), Close(2)]
+    assert with_requested_sizes(spans, []) == spans
+
+
+# Frees
+
+
+def test_a_block_that_another_stream_uses_lives_until_the_allocator_has_it_back():
+    tokens = [took(1, A, 100), gave(2, A, 100), took(5, B, 7), took(9, C, 9)]
+    history = [alloc(1, A, 100), requested(2, A, 100), alloc(5, B, 7), completed(9, A, 100), alloc(9, C, 9)]
+    assert changes(with_requested_sizes(tokens, history)) == [(A, 100), (B, 7), (A, -100), (C, 9)]
+
+
+@pytest.mark.parametrize("ahead", [0, -5 * MS, 5 * MS], ids=["one clock", "ahead", "behind"])
+def test_a_block_that_came_back_late_is_freed_in_what_was_going_on_by_the_clock(ahead):
+    marks = [Open(10 * MS, "mark", "", mark=0), Close(20 * MS), Open(30 * MS, "mark", "", mark=1), Close(40 * MS)]
+    history = [alloc(1, A, 8), requested(2, A, 8), completed(15 * MS, A, 8)]
+    told = with_requested_sizes(
+        [took(1, A, 8), gave(2, A, 8), *marks],
+        [entry._replace(time_ns=entry.time_ns + ahead) for entry in history],
+    )
+    assert told == [AllocationEvent(1, A, 8), marks[0], AllocationEvent(10 * MS, A, -8), *marks[1:]]
+
+
+def test_a_block_that_comes_back_at_once_is_freed_within_the_operator_that_gave_it_back():
+    operator, end = Open(1, "operator", "aten::mm"), Close(6)
+    # The two clocks tick differently: the history's in microseconds.
+    history = [alloc(0, A, 8), requested(0, A, 8), completed(1000, A, 8)]
+    told = with_requested_sizes([operator, took(2, A, 8), gave(5, A, 8), end], history)
+    assert told == [operator, AllocationEvent(2, A, 8), AllocationEvent(5, A, -8), end]
+
+
+@pytest.mark.parametrize("wrong", [-50 * MS, 50 * MS])
+def test_a_clock_that_is_wrong_does_not_move_a_free_past_an_allocation(wrong):
+    tokens = [
+        *(took(1, A, 8), gave(2, A, 8), Open(3, "mark", "", mark=0), took(4, B, 8)),
+        *(Close(5), Open(7, "mark", "", mark=1), took(8, C, 8), Close(9)),
+    ]
+    history = [alloc(1, A, 8), requested(2, A, 8), alloc(4, B, 8), completed(6 + wrong, A, 8), alloc(8, C, 8)]
+    told = with_requested_sizes(tokens, history)
+    assert changes(told) == [(A, 8), (B, 8), (A, -8), (C, 8)]
+
+
+def test_what_comes_back_after_everything_else_is_freed_at_the_end():
+    tokens = [took(1, A, 100), gave(2, A, 100), Open(3, "mark", "", mark=0), Close(4)]
+    history = [alloc(1, A, 100), requested(2, A, 100), completed(9 * MS, A, 100)]
+    assert with_requested_sizes(tokens, history) == [
+        AllocationEvent(1, A, 100),
+        *tokens[2:],
+        AllocationEvent(4, A, -100),
+    ]
+
+
+def test_a_block_that_never_comes_back_stays():
+    tokens = [took(1, A, 100), gave(2, A, 100)]
+    assert changes(with_requested_sizes(tokens, [alloc(1, A, 100), requested(2, A, 100)])) == [(A, 100)]
+
+
+def test_the_free_of_a_thread_that_is_not_profiled_is_told_before_the_next_event():
+    tokens = [took(1, A, 100), took(3, B, 7), took(6, C, 9), gave(9, B, 7)]
+    history = [alloc(1, A, 100), alloc(3, B, 7), *freed(4, A, 100), alloc(6, C, 9), *freed(9, B, 7)]
+    assert changes(with_requested_sizes(tokens, history)) == [(A, 100), (B, 7), (A, -100), (C, 9), (B, -7)]
+    frees_only = with_requested_sizes([took(1, A, 100)], [alloc(1, A, 100), *freed(4, A, 100)])
+    assert changes(frees_only) == [(A, 100), (A, -100)]
+
+
+# Running out of memory
+
+
+def test_an_allocation_that_failed_is_an_event_of_no_bytes_before_what_it_led_to():
+    tokens = [took(1, A, 100), Open(2, "operator", "aten::empty"), Close(4), gave(5, A, 100)]
+    history = [alloc(1, A, 100), ran_out(3, 2**40), *freed(5, A, 100)]
+    assert with_requested_sizes(tokens, history) == [
+        AllocationEvent(1, A, 100),
+        tokens[1],
+        AllocationEvent(2, NOWHERE, 0),
+        tokens[2],
+        AllocationEvent(5, A, -100),
+    ]
+
+
+def test_an_allocation_that_failed_stands_before_the_next_event_when_the_clock_says_nothing():
+    tokens = [took(1, A, 100), gave(2, A, 100)]
+    assert changes(with_requested_sizes(tokens, [alloc(1, A, 100), ran_out(99, 7), *freed(99, A, 100)])) == [
+        (A, 100),
+        (NOWHERE, 0),
+        (A, -100),
+    ]
+
+
+# What does not match
+
+
+@pytest.mark.parametrize(
+    ("tokens", "history", "told"),
+    [
+        (
+            [took(1, A, 8), took(2, B, 8)],
+            [alloc(1, A, 8)],
+            r"of 2 allocations .* history of 1, .*: allocation 2 is 512 bytes at 0xb000 .* the history has ended",
+        ),
+        (
+            [took(1, A, 8)],
+            [alloc(1, A, 8), alloc(2, B, 9)],
+            r"of 1 allocations .* history of 2, .*: the history goes on with 9 bytes at 0xb000",
+        ),
+        (
+            [took(1, A, 8), took(2, B, 8)],
+            [alloc(1, B, 8), alloc(2, A, 8)],
+            r"allocation 1 is 512 bytes at 0xa000 to the profiler, and 8 bytes at 0xb000 to the history",
+        ),
+        (
+            [took(1, A, 8)],
+            [alloc(1, A, 513)],
+            r"allocation 1 is 512 bytes at 0xa000 to the profiler, and 513 bytes at 0xa000 to the history",
+        ),
+        (
+            [took(1, A, 8), gave(2, A, 8)],
+            [alloc(1, A, 8)],
+            r"after allocation 1 the profiler has a free of 512 bytes at 0xa000, and the history none",
+        ),
+        (
+            [took(1, A, 8), gave(2, A, 8), took(3, B, 8)],
+            [alloc(1, A, 8), alloc(3, B, 8), *freed(4, A, 8)],
+            r"after allocation 1 the profiler has a free of 512 bytes at 0xa000, and the history none",
+        ),
+        ([], [alloc(1, A, 8)], r"of 0 allocations .* history of 1"),
+        ([took(1, A, 8)], [], r"of 1 allocations .* history of 0"),
+    ],
+)
+def test_events_and_a_history_that_do_not_match_are_refused_with_where_they_part(tokens, history, told):
+    with pytest.raises(MeasuringError, match=told) as raised:
+        with_requested_sizes(tokens, history)
+    assert "another thread allocated meanwhile" in str(raised.value)
+
+
+# Anything that an allocator may do
+
+
+@st.composite
+def programs(draw):
+    """Tokens and history of a made-up run, and its live bytes after each change, in the allocator's order.
+
+    Blocks are taken, given back, kept longer by other streams, and freed by threads that are not profiled; the history's
+    clock goes wrong.
+    """
+    tokens, history, live = [], [], []
+    held, waiting, free = {}, {}, [A, B, C, 0xD000, 0xE000]
+    skew = draw(st.integers(-20 * MS, 20 * MS))
+    ticks = draw(st.sampled_from([1, MS]))
+    now = total = depth = 0
+
+    def happened(action, address, nbytes):
+        history.append(HistoryEntry(now + skew, action, address, nbytes))
+
+    for action in draw(
+        st.lists(st.sampled_from(["take", "give", "give late", "give unseen", "return", "open", "close"]))
+    ):
+        now += ticks
+        if action == "take" and free:
+            address = free.pop(draw(st.integers(0, len(free) - 1)))
+            held[address] = nbytes = draw(st.integers(1, 2000))
+            tokens.append(took(now, address, nbytes))
+            happened("alloc", address, nbytes)
+            total += nbytes
+            live.append(total)
+        elif action.startswith("give") and held:
+            address = draw(st.sampled_from(sorted(held)))
+            nbytes = held.pop(address)
+            happened("free_requested", address, nbytes)
+            if action != "give unseen":
+                tokens.append(gave(now, address, nbytes))
+            if action == "give late":
+                waiting[address] = nbytes
+            else:
+                happened("free_completed", address, nbytes)
+                free.append(address)
+                total -= nbytes
+                live.append(total)
+        elif action == "return" and waiting:
+            address = draw(st.sampled_from(sorted(waiting)))
+            nbytes = waiting.pop(address)
+            happened("free_completed", address, nbytes)
+            free.append(address)
+            total -= nbytes
+            live.append(total)
+        elif action == "open":
+            tokens.append(Open(now, "operator", "aten::mul"))
+            depth += 1
+        elif action == "close" and depth:
+            tokens.append(Close(now))
+            depth -= 1
+    return tokens, history, live
+
+
+@unhurried
+@given(programs())
+def test_live_bytes_are_those_asked_for_by_blocks_that_the_allocator_has_not_back(program):
+    tokens, history, live = program
+    told = with_requested_sizes(tokens, history)
+    sums, total = [], 0
+    for _, nbytes in changes(told):
+        total += nbytes
+        sums.append(total)
+    assert sums == live
+
+
+@unhurried
+@given(programs())
+def test_what_is_joined_keeps_its_spans_and_where_things_were_allocated(program):
+    tokens, history, _ = program
+
+    def without_frees(these):
+        return [
+            (token.time_ns, token.address) if isinstance(token, AllocationEvent) else token
+            for token in these
+            if not isinstance(token, AllocationEvent) or token.nbytes > 0
+        ]
+
+    told = with_requested_sizes(tokens, history)
+    assert without_frees(told) == without_frees(tokens)
+    times = [token.time_ns for token in told]
+    assert times == sorted(times)
+
+
+# Threads
+
+
+def test_what_backward_does_on_its_own_thread_comes_where_it_was_waited_for():
+    # As the profiler's tree has it: the other thread's operators where nothing waits for them.
+    waiting, inner, node = (
+        Open(10, "mark", "", mark=0),
+        Open(12, "operator", "aten::detach"),
+        Open(20, "node", "MulBackward0"),
+    )
+    later = Open(50, "operator", "aten::add")
+    tree = [
+        *(waiting, inner, Close(13), took(45, C, 8), Close(46), later, Close(51)),
+        *(node, Seen(A, "float32", (2,)), took(25, B, 8), Close(30)),
+    ]
+    assert in_order_of_time(tree) == [
+        *(waiting, inner, Close(13)),
+        *(node, Seen(A, "float32", (2,)), took(25, B, 8), Close(30)),
+        *(took(45, C, 8), Close(46), later, Close(51)),
+    ]
+
+
+def test_tokens_of_one_moment_stay_as_they_are():
+    tokens = [
+        *(Open(5, "operator", "a"), Seen(A, "float32", ()), Open(5, "operator", "b"), took(5, A, 8), Close(5)),
+        *(gave(5, A, 8), Close(5), Open(5, "operator", "c"), Close(6)),
+    ]
+    assert in_order_of_time(tokens) == tokens
+
+
+def test_a_span_of_which_no_end_was_recorded_ends_where_it_began():
+    began, other = Open(5, "operator", "a"), Open(7, "operator", "b")
+    unended = Close(-(2**63))
+    assert in_order_of_time([began, unended, other, Close(8)]) == [began, unended, other, Close(8)]
+
+
+def test_a_node_has_the_number_of_the_operator_that_made_it_on_its_thread_and_of_no_other():
+    made = Open(1, "operator", "aten::mul", sequence=7)
+    again = Open(2, "operator", "aten::add", sequence=7)
+    node = Open(3, "node", "MulBackward0", sequence=7)
+    threads = {1: Threads(1, 0), 2: Threads(2, 0), 3: Threads(2, 1)}
+    first, second, third = numbered_by_thread([made, again, node], threads)
+    assert first.sequence == third.sequence != second.sequence
+    assert (first.name, second.name, third.name) == ("aten::mul", "aten::add", "MulBackward0")
+
+
+def test_what_has_no_number_or_no_thread_stays_as_it_is():
+    tokens = [
+        Open(1, "operator", "aten::empty"),
+        took(2, A, 8),
+        Open(3, "mark", "", mark=0),
+        Close(4),
+        Open(5, "node", "MulBackward0", sequence=7),
+    ]
+    assert (
+        numbered_by_thread(tokens, {1: Threads(2, 0), 2: Threads(2, 0), 3: Threads(2, 0), 4: Threads(2, 0)}) == tokens
+    )
+
+
+# The history as torch gives it
+
+
+def test_the_history_is_read_from_torchs_own_entries():
+    trace = [
+        {"action": "segment_alloc", "addr": A, "size": 2**21, "stream": 0, "time_us": 1, "frames": []},
+        {"action": "alloc", "addr": A, "size": 1001, "stream": 0, "time_us": 2, "frames": []},
+        {"action": "oom", "device_free": 5, "size": 2**40, "stream": 0, "time_us": 3, "frames": []},
+        {"action": "free_requested", "addr": A, "size": 1001, "stream": 0, "time_us": 4, "frames": []},
+        {"action": "free_completed", "addr": A, "size": 1001, "stream": 0, "time_us": 5, "frames": []},
+        {"action": "snapshot", "addr": 0, "size": 1001, "stream": 0, "time_us": 6, "frames": []},
+    ]
+    assert history_of(trace) == [
+        alloc(2000, A, 1001),
+        ran_out(3000, 2**40),
+        requested(4000, A, 1001),
+        completed(5000, A, 1001),
+    ]

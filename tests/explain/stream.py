@@ -1,0 +1,87 @@
+"""Recordings written by hand: what a source would tell of a step, token by token."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.explain.lives import Timeline, timeline_of
+from pytest_gpumem.explain.trace import Label, Mark, MarkKind, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pytest_gpumem.devices.events import SpanKind
+    from pytest_gpumem.explain.lives import Life
+
+
+class Stream:
+    """A recording in the making. ``before`` are the blocks that are there when it begins, ``own`` those of the step."""
+
+    def __init__(self, before: Mapping[int, int] | None = None, own: frozenset[int] | set[int] = frozenset()) -> None:
+        self.tokens: list[Token] = []
+        self.marks: list[Mark] = []
+        self.looks: dict[int, tuple[Label, ...]] = {}
+        self._before = dict(before or {})
+        self._own = frozenset(own)
+
+    def _add(self, token: Token) -> int:
+        self.tokens.append(token)
+        return len(self.tokens) - 1
+
+    @property
+    def _now(self) -> int:
+        """A token a microsecond, from a second on."""
+        return 10**9 + 1000 * len(self.tokens)
+
+    def alloc(self, address: int, nbytes: int = 4) -> int:
+        """The moment of the allocation."""
+        return self._add(AllocationEvent(self._now, address, nbytes))
+
+    def free(self, address: int) -> int:
+        """The moment of the free. How many bytes a free tells of is not looked at: not every source knows."""
+        return self._add(AllocationEvent(self._now, address, -1))
+
+    def seen(self, address: int, dtype: str, *shape: int) -> None:
+        self._add(Seen(address, dtype, shape))
+
+    @contextmanager
+    def operator(self, name: str, sequence: int = -1) -> Iterator[None]:
+        with self._span("operator", name, sequence):
+            yield
+
+    @contextmanager
+    def node(self, name: str, sequence: int = -1) -> Iterator[None]:
+        with self._span("node", name, sequence):
+            yield
+
+    @contextmanager
+    def mark(self, kind: MarkKind, path: str = "", site: str = "", library: str = "") -> Iterator[None]:
+        self.marks.append(Mark(kind, path, site, library))
+        with self._span("mark", "", -1, len(self.marks) - 1):
+            yield
+
+    @contextmanager
+    def _span(self, kind: SpanKind, name: str, sequence: int = -1, mark: int = -1) -> Iterator[None]:
+        self._add(Open(self._now, kind, name, sequence, mark))
+        yield
+        self._add(Close(self._now))
+
+    def look(self, *labels: Label) -> None:
+        self.looks[len(self.marks)] = labels
+        with self.mark("look"):
+            pass
+
+    def trace(self) -> Trace:
+        return Trace(tuple(self.tokens), tuple(self.marks), self.looks, self._before, self._own)
+
+    def timeline(self) -> Timeline:
+        return timeline_of(self.trace())
+
+    def lives(self) -> dict[int, Life]:
+        """The blocks by address, of a recording that uses each address once."""
+        lives = self.timeline().lives
+        found = {life.address: life for life in lives}
+        assert len(found) == len(lives), "an address was used again"
+        return found

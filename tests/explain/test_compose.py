@@ -1,0 +1,325 @@
+"""What bytes are: the category of each block by its rule, and rows that always add up. From recordings written by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.explain.compose import (
+    category_of,
+    composition_at,
+    composition_of_garbage,
+    composition_of_peak,
+    composition_of_retained,
+)
+from pytest_gpumem.explain.trace import Label
+from tests.explain.stream import Stream
+
+if TYPE_CHECKING:
+    from pytest_gpumem.devices.events import SpanKind
+
+unhurried = settings(deadline=None)
+
+
+def categories(stream: Stream) -> dict[int, str]:
+    """By address."""
+    timeline = stream.timeline()
+    return {life.address: category_of(life, timeline) for life in timeline.lives}
+
+
+# Categories
+
+
+@pytest.mark.parametrize("category", ["parameter", "buffer", "gradient", "optimizer state", "input"])
+def test_what_was_found_on_the_model_the_optimizer_or_the_batch_is_what_it_was_found_as(category):
+    stream = Stream(before={1: 8, 2: 8}, own={1, 2})
+    stream.look(Label(1, category, "fc"))
+    with stream.node("MulBackward0", 3):
+        stream.alloc(3)
+    stream.look(Label(3, category, "fc"))
+    assert categories(stream) == {1: category, 2: "other", 3: category}
+
+
+def test_what_is_freed_before_its_call_ended_is_a_workspace():
+    stream = Stream()
+    with stream.mark("module", "conv"):
+        with stream.mark("call", "conv", "model.py:1"), stream.operator("aten::convolution"):
+            stream.alloc(1)
+            stream.free(1)
+            stream.alloc(2)
+        stream.free(2)
+    assert categories(stream) == {1: "workspace", 2: "temporary"}
+
+
+def test_what_is_freed_before_its_module_ended_is_temporary_and_what_is_passed_on_an_activation():
+    stream = Stream()
+    with stream.mark("module", "GPT"):
+        with stream.mark("module", "fc"):
+            stream.alloc(1)
+            stream.alloc(2)
+            stream.free(1)
+        stream.alloc(3)
+        stream.free(2)
+        stream.free(3)
+    assert categories(stream) == {1: "temporary", 2: "activation", 3: "temporary"}
+
+
+def test_outside_of_modules_what_backward_finds_is_an_activation():
+    stream = Stream()
+    with stream.operator("aten::mul", sequence=1):
+        stream.alloc(1)
+    with stream.operator("aten::add", sequence=2):
+        stream.alloc(2)
+    stream.free(2)
+    with stream.node("MulBackward0", 1):
+        pass
+    stream.free(1)
+    assert categories(stream) == {1: "activation", 2: "temporary"}
+
+
+def test_without_a_backward_what_outlives_the_step_is_other_and_what_does_not_temporary():
+    stream = Stream()
+    stream.alloc(1)
+    stream.alloc(2)
+    stream.free(1)
+    with stream.mark("rest", "garbage"):
+        stream.free(2)
+    assert categories(stream) == {1: "temporary", 2: "other"}
+
+
+def test_what_a_node_allocates_is_temporary_unless_it_is_gone_before_the_node_is_done():
+    stream = Stream()
+    with stream.node("MulBackward0", 1):
+        stream.alloc(1)
+        stream.alloc(2)
+        stream.free(1)
+    with stream.node("AddBackward0", 0):
+        stream.free(2)
+    assert categories(stream) == {1: "workspace", 2: "temporary"}
+
+
+def test_what_recomputed_modules_make_is_what_it_would_be_in_forward():
+    stream = Stream()
+    with stream.node("CheckpointFunctionBackward", 1):
+        with stream.mark("module", "h.0", "model.py:1"):
+            stream.alloc(1)
+            stream.alloc(2)
+            stream.free(1)
+        stream.free(2)
+    assert categories(stream) == {1: "temporary", 2: "activation"}
+
+
+def test_what_an_optimizer_makes_and_frees_is_temporary_and_what_nobody_found_of_it_other():
+    stream = Stream()
+    with stream.mark("optimizer"):
+        with stream.operator("aten::sqrt"):
+            stream.alloc(1)
+        stream.alloc(2)
+        stream.alloc(3)
+        stream.free(1)
+    stream.look(Label(2, "optimizer state", "fc"))
+    assert categories(stream) == {1: "temporary", 2: "optimizer state", 3: "other"}
+
+
+def test_what_goes_with_the_backends_workspaces_is_a_workspace_and_nothing_retained():
+    stream = Stream()
+    with stream.mark("module", "fc"), stream.mark("call", "fc", "model.py:1"), stream.operator("aten::addmm"):
+        stream.alloc(1, 100)
+        stream.alloc(2, 10)
+    with stream.mark("rest", "workspaces"):
+        stream.free(1)
+    with stream.mark("rest", "garbage"):
+        pass
+    assert categories(stream) == {1: "workspace", 2: "activation"}
+    retained = composition_of_retained(stream.timeline())
+    assert [(row.category, row.nbytes) for row in retained.rows] == [("activation", 10)]
+
+
+# Rows
+
+
+def test_a_row_says_who_where_and_what():
+    stream = Stream()
+    for layer in range(2):
+        path = f"h.{layer}.attn"
+        with (
+            stream.mark("module", path, "model.py:5"),
+            stream.mark("call", path, "model.py:9", "lib/gpt.py:3"),
+            stream.operator("aten::_softmax"),
+        ):
+            stream.alloc(layer, 32)
+        stream.seen(layer, "float32", 8)
+    row = Row("activation", 64, "h.*.attn", "model.py:9", "lib/gpt.py:3", "_softmax", "float32[8]", count=2)
+    assert composition_of_peak(stream.timeline(), 0) == Composition(64, (row,))
+
+
+def test_a_row_of_backward_has_the_node_as_its_operator_and_the_line_of_forward():
+    stream = Stream()
+    with stream.mark("call", "fc", "model.py:9"), stream.operator("aten::mul", sequence=7):
+        pass
+    with stream.node("MulBackward0", 7), stream.operator("aten::mul"):
+        stream.alloc(1, 32)
+    row = Row("temporary", 32, "fc", "model.py:9", operator="MulBackward0")
+    assert composition_of_peak(stream.timeline(), 0).rows == (row,)
+
+
+def test_a_label_says_better_than_a_mark_whose_a_block_is_and_which_line_made_it():
+    stream = Stream()
+    with stream.mark("module", "GPT", "train.py:1"), stream.operator("aten::zeros"):
+        stream.alloc(1, 32)
+    stream.look(Label(1, "buffer", "h.3.attn", "float32[8]", "model.py:2"))
+    row = Row("buffer", 32, "h.*.attn", "model.py:2", "", "zeros", "float32[8]")
+    assert composition_of_peak(stream.timeline(), 0).rows == (row,)
+
+
+def test_a_label_that_does_not_know_leaves_what_the_mark_knows():
+    stream = Stream()
+    with stream.mark("module", "GPT", "train.py:1"), stream.operator("aten::zeros"):
+        stream.alloc(1, 32)
+    stream.seen(1, "float32", 8)
+    stream.look(Label(1, "input"))
+    row = Row("input", 32, "GPT", "train.py:1", "", "zeros", "float32[8]")
+    assert composition_of_peak(stream.timeline(), 0).rows == (row,)
+
+
+def test_what_was_recomputed_is_told_with_the_peak():
+    stream = Stream()
+    with stream.node("CheckpointFunctionBackward", 1), stream.mark("module", "h.0", "model.py:1"):
+        stream.alloc(1)
+    assert composition_of_peak(stream.timeline(), 0).recomputed == {"h.*": 1}
+
+
+# Sums
+
+
+def test_the_total_is_the_steps_own_and_what_it_allocated():
+    stream = Stream(before={1: 100, 2: 1000}, own={1})
+    stream.look(Label(1, "parameter", "fc"))
+    stream.alloc(3, 40)
+    composition = composition_of_peak(stream.timeline(), 100)
+    assert composition.total == 140
+    assert {row.category: row.nbytes for row in composition.rows} == {"parameter": 100, "other": 40}, (
+        "somebody else's 1000 bytes are in no row"
+    )
+
+
+def test_own_bytes_that_nobody_found_one_by_one_are_a_row_of_their_own():
+    stream = Stream(before={1: 100}, own={1})
+    stream.look(Label(1, "parameter", "fc"))
+    composition = composition_of_peak(stream.timeline(), 130)
+    assert composition.total == 130
+    assert Row("unattributed", 30) in composition.rows
+    assert composition.rest == 0
+
+
+def test_a_block_of_somebody_else_that_goes_meanwhile_is_missing_from_the_total_and_said_to_be():
+    stream = Stream(before={1: 100, 2: 1000}, own={1})
+    stream.free(2)
+    stream.alloc(3, 2000)
+    composition = composition_of_peak(stream.timeline(), 100)
+    assert composition.total == 1100, "as a reading of the device would be"
+    assert Row("unattributed", -1000) in composition.rows
+    assert composition.rest == 0
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["alloc", "free", "operator", "node", "module", "call", "optimizer", "look", "close"]),
+        st.integers(1, 6),
+        st.integers(1, 1000),
+    ),
+    max_size=40,
+)
+
+
+def stream_of(actions: list[tuple[str, int, int]], before: dict[int, int]) -> Stream:
+    """A recording in which spans nest and blocks come and go as ``actions`` say."""
+    stream = Stream(before, set(before))
+    opened = []
+    for action, number, nbytes in actions:
+        if action == "alloc":
+            stream.alloc(number, nbytes)
+        elif action == "free":
+            stream.free(number)
+        elif action == "look":
+            stream.look(Label(number, CATEGORIES[nbytes % 5], f"h.{number}"))
+        elif action == "close":
+            if opened:
+                opened.pop().__exit__(None, None, None)
+        elif action in ("operator", "node"):
+            kind: SpanKind = "node" if action == "node" else "operator"
+            opened.append(stream.operator("aten::mul", number) if kind == "operator" else stream.node("Mul", number))
+            opened[-1].__enter__()
+        else:
+            opened.append(stream.mark(action, f"h.{number}", f"model.py:{number}"))
+            opened[-1].__enter__()
+    while opened:
+        opened.pop().__exit__(None, None, None)
+    with stream.mark("rest", "garbage"):
+        stream.free(1)
+    return stream
+
+
+BEFORE = st.dictionaries(st.integers(1, 6), st.integers(1, 1000), max_size=4)
+
+
+@unhurried
+@given(ACTIONS, BEFORE, st.integers(-100, 100))
+def test_rows_add_up_to_the_total_at_every_moment_of_every_recording(actions, before, unknown):
+    timeline = stream_of(actions, before).timeline()
+    own = sum(before.values())
+    for moment in range(-1, len(timeline.live)):
+        live = timeline.live[moment] if moment >= 0 else 0
+        composition = composition_at(timeline, moment, own + unknown)
+        assert composition.total == own + unknown + live
+        assert composition.rest == 0
+        assert composition.of("unattributed") == unknown, "all that is known one by one is in rows"
+        assert all(row.nbytes > 0 for row in composition.rows if row.category != "unattributed")
+
+
+@unhurried
+@given(ACTIONS, BEFORE)
+def test_no_moment_has_more_than_the_peak(actions, before):
+    timeline = stream_of(actions, before).timeline()
+    peak = composition_of_peak(timeline, 0).total
+    assert all(composition_at(timeline, moment, 0).total <= peak for moment in range(-1, len(timeline.live)))
+
+
+# What is left
+
+
+def test_retained_is_what_the_step_made_and_left_behind():
+    stream = Stream(before={1: 100}, own={1})
+    with stream.mark("module", "fc", "model.py:1"):
+        stream.alloc(2, 20)
+        stream.alloc(3, 3)
+    stream.free(3)
+    with stream.mark("rest", "garbage"):
+        pass
+    row = Row("activation", 20, "fc", "model.py:1")
+    assert composition_of_retained(stream.timeline()) == Composition(20, (row,))
+
+
+def test_garbage_is_what_only_the_collector_freed():
+    stream = Stream()
+    stream.alloc(1, 10)
+    stream.alloc(2, 200)
+    stream.alloc(3, 3000)
+    stream.free(1)
+    with stream.mark("rest", "workspaces"):
+        pass
+    with stream.mark("rest", "garbage"):
+        stream.free(2)
+    timeline = stream.timeline()
+    assert composition_of_garbage(timeline) == Composition(200, (Row("other", 200),))
+    assert composition_of_retained(timeline).total == 3000
+
+
+def test_without_a_collection_there_is_no_garbage():
+    stream = Stream()
+    stream.alloc(1, 10)
+    assert composition_of_garbage(stream.timeline()) == Composition(0, ())

@@ -1,0 +1,251 @@
+"""Reference cycles: which types hold memory that only the cyclic collector frees."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.explain.cycles import MOST_TOLD, collect_and_tell, cycles_among
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Trainer:
+    pass
+
+
+class Model:
+    def hook(self) -> None:
+        pass
+
+
+class Node:
+    """Without a dict: what it leads to is known."""
+
+    __slots__ = ("__weakref__", "other")
+
+    def __init__(self, other: Any = None) -> None:
+        self.other = other
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_collect() -> Iterator[None]:
+    """Only what a test leaves behind is garbage, and it stays until somebody asks."""
+    was_on = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    yield
+    if was_on:
+        gc.enable()
+
+
+# Which types
+
+
+def test_without_a_cycle_there_is_nothing_to_tell():
+    Trainer().model = Model()  # type: ignore[attr-defined]
+    assert collect_and_tell() == ()
+
+
+def test_two_objects_that_hold_each_other():
+    trainer, model = Trainer(), Model()
+    trainer.model, model.trainer = model, trainer  # type: ignore[attr-defined]
+    del trainer, model
+    (told,) = collect_and_tell()
+    names = [name for name in told.split(" -> ") if name != "dict"]
+    # Until Python 3.11 an object's attributes are in a dict of their own.
+    assert names in (["Trainer", "Model", "Trainer"], ["Model", "Trainer", "Model"])
+
+
+def test_an_object_that_holds_itself_through_a_dict():
+    trainer = Trainer()
+    trainer.state = {"trainer": trainer}  # type: ignore[attr-defined]
+    del trainer
+    (told,) = collect_and_tell()
+    assert told in ("Trainer -> dict -> Trainer", "Trainer -> dict -> dict -> Trainer")
+
+
+def test_a_cycle_begins_with_the_type_that_says_most():
+    node = Node()
+    node.other = [{"key": (node,)}]
+    del node
+    assert collect_and_tell() == ("Node -> list -> dict -> tuple -> Node",)
+
+
+def test_a_closure_that_holds_itself():
+    def leak() -> None:
+        def again() -> None:
+            again()
+
+    leak()
+    (told,) = collect_and_tell()
+    name = "function test_a_closure_that_holds_itself.<locals>.leak.<locals>.again"
+    assert told == f"{name} -> tuple -> cell -> {name}"
+
+
+def test_a_method_that_an_object_keeps_of_itself():
+    node = Node()
+    node.other = Model.hook.__get__(node)
+    del node
+    assert collect_and_tell() == ("Node -> method -> Node",)
+
+
+def test_the_frame_of_an_exception_that_is_kept_in_it():
+    def fail() -> None:
+        try:
+            raise ValueError("kept")
+        except ValueError as error:
+            kept = error  # noqa: F841 - this is the cycle
+
+    fail()
+    (told,) = collect_and_tell()
+    assert told.startswith("ValueError -> traceback -> frame of ")
+    assert told.endswith("fail -> ValueError")
+
+
+def test_an_object_that_holds_itself_alone():
+    held: list[object] = []
+    held.append(held)
+    del held
+    assert collect_and_tell() == ("list -> list",)
+
+
+def test_what_only_hangs_on_a_cycle_is_not_in_it():
+    node = Node()
+    node.other = [node, Trainer(), {"a": Model()}]
+    del node
+    assert collect_and_tell() == ("Node -> list -> Node",)
+
+
+def test_the_shortest_cycle_is_told():
+    first = Node()
+    second = Node([first, Node([first])])
+    first.other = second
+    del first, second
+    assert collect_and_tell() == ("Node -> Node -> list -> Node",)
+
+
+def test_a_long_cycle_is_told_by_its_beginning_and_its_end():
+    first = Node()
+    held: Any = first
+    for _ in range(100):
+        held = [held]
+    first.other = held
+    del first, held
+    (told,) = collect_and_tell()
+    assert told == "Node -> list -> list -> list -> list -> list -> list -> ... -> list -> Node"
+
+
+# How many
+
+
+def test_cycles_of_the_same_types_are_counted_and_the_most_frequent_come_first():
+    for _ in range(3):
+        node = Node()
+        node.other = [node]
+    held: list[object] = []
+    held.append(held)
+    del node, held
+    assert collect_and_tell() == ("Node -> list -> Node (3 times)", "list -> list")
+
+
+def test_of_many_kinds_of_cycles_a_few_are_told():
+    for depth in range(MOST_TOLD + 3):
+        node = Node()
+        node.other = node
+        for _ in range(depth):
+            node.other = [node.other]
+    del node
+    told = collect_and_tell()
+    assert len(told) == MOST_TOLD
+    assert len(set(told)) == MOST_TOLD
+
+
+def test_two_cycles_through_one_object_are_one_knot():
+    node = Node()
+    node.other = [[node], (node,)]
+    del node
+    assert len(collect_and_tell()) == 1
+
+
+# What is left as it was
+
+
+def test_what_was_garbage_is_freed():
+    node = Node()
+    node.other = node
+    alive = weakref.ref(node)
+    del node
+    collect_and_tell()
+    assert alive() is None
+    assert gc.collect() == 0
+
+
+@pytest.mark.parametrize("flags", [0, gc.DEBUG_UNCOLLECTABLE], ids=["none", "somebody's"])
+def test_the_collectors_flags_and_garbage_are_given_back(flags):
+    before = gc.get_debug()
+    mine = object()
+    gc.garbage.append(mine)
+    gc.set_debug(flags)
+    try:
+        node = Node()
+        node.other = node
+        del node
+        collect_and_tell()
+        assert gc.get_debug() == flags
+        assert gc.garbage == [mine]
+    finally:
+        gc.set_debug(before)
+        gc.garbage.remove(mine)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_whether_the_collector_runs_by_itself_stays_as_it_was(on):
+    (gc.enable if on else gc.disable)()
+    collect_and_tell()
+    assert gc.isenabled() is on
+
+
+def test_what_is_alive_is_not_told_and_stays():
+    node = Node()
+    node.other = node
+    assert collect_and_tell() == ()
+    assert node.other is node
+
+
+# Much of it
+
+
+def test_a_large_knot_is_told_in_a_reasonable_time():
+    first = last = Node()
+    for _ in range(50_000):
+        last.other = Node()
+        last = last.other
+    last.other = first
+    began = time.perf_counter()
+    told = cycles_among(chain_from(first))
+    assert time.perf_counter() - began < 5
+    assert told == ("Node -> Node -> Node -> Node -> Node -> Node -> Node -> ... -> Node -> Node",)
+
+
+def test_a_long_chain_that_hangs_on_a_cycle_is_passed_in_a_reasonable_time():
+    chain = [Node()]
+    chain[0].other = chain[0]
+    for _ in range(50_000):
+        chain.append(Node(chain[-1]))
+    began = time.perf_counter()
+    # From the end that leads to all the others: the search goes as deep as the chain is long.
+    assert cycles_among(chain[::-1]) == ("Node -> Node",)
+    assert time.perf_counter() - began < 5
+
+
+def chain_from(first: Node) -> list[Node]:
+    chain = [first]
+    while chain[-1].other is not first:
+        chain.append(chain[-1].other)
+    return chain

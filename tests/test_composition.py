@@ -1,0 +1,283 @@
+"""Compositions: rows as text and back, what is asked of them, and what a baseline keeps of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.composition import (
+    CATEGORIES,
+    KEPT_SHARE,
+    MOST_KEPT,
+    Composition,
+    CompositionError,
+    Explanation,
+    Row,
+    composition_from_plain,
+    explanation_from_plain,
+    merged,
+    row_from_text,
+)
+
+unhurried = settings(deadline=None)
+
+ATTENTION = Row(
+    "activation",
+    5_100_000_000,
+    module="blocks.*.attn",
+    site="model.py:88",
+    operator="_softmax",
+    tensor="float32[8, 12, 1024, 1024]",
+    count=24,
+)
+
+# What stands in a row is a name, a path or a line: never an upright stroke, which its text would show as a slash.
+NAMES = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="|"), max_size=12)
+TENSORS = st.sampled_from(["", "float32[8, 12, 64]", "bool[]", "int64[3]"]) | NAMES.filter(lambda text: text != "block")
+ROWS = st.builds(
+    Row,
+    category=st.sampled_from(CATEGORIES),
+    nbytes=st.integers(0, 2**60),
+    module=NAMES,
+    site=NAMES,
+    library=NAMES,
+    operator=NAMES,
+    tensor=TENSORS,
+    count=st.integers(0, 10**6),
+)
+UNATTRIBUTED = st.builds(Row, st.just("unattributed"), st.integers(-(2**60), -1))
+
+
+def composition_of(*rows: Row, more: int = 0) -> Composition:
+    return Composition(sum(row.nbytes for row in rows) + more, rows)
+
+
+# Rows
+
+
+def test_a_row_reads_as_what_it_is_who_made_it_where_and_how_much():
+    assert ATTENTION.text() == (
+        "activation | blocks.*.attn | _softmax | model.py:88 |  | 24 x float32[8, 12, 1024, 1024] | 5100000000"
+    )
+
+
+@unhurried
+@given(ROWS | UNATTRIBUTED)
+def test_the_text_of_a_row_says_all_of_it(row):
+    assert row_from_text(row.text()) == row
+
+
+@pytest.mark.parametrize("field", ["module", "site", "library", "operator", "tensor"])
+def test_an_upright_stroke_in_a_row_is_shown_as_a_slash_and_does_not_part_the_text(field):
+    row = Row("input", 8, **{field: "a | b|"})
+    assert row_from_text(row.text()) == Row("input", 8, **{field: "a / b/"})
+
+
+def test_a_row_of_which_little_is_known_can_be_written_and_read():
+    row = Row("unattributed", -4096)
+    assert row.text() == "unattributed |  |  |  |  | 1 x block | -4096"
+    assert row_from_text(row.text()) == row
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has 1 parts, expected 7: category | module | operator | line | library's line | count x dtype"),
+        ("activation | attn | 4096", "has 3 parts, expected 7"),
+        (f"{ATTENTION.text()} | more", "has 8 parts, expected 7"),
+        ("activations |  |  |  |  | 1 x block | 1", "'activations' is no category; did you mean 'activation'?"),
+        ("zzz |  |  |  |  | 1 x block | 1", f"'zzz' is no category; valid: {', '.join(CATEGORIES)}"),
+        ("input |  |  |  |  | float32[8] | 32", "'float32[8]' is no count of tensors, like '4 x float32[8, 64]'"),
+        ("input |  |  |  |  | two x float32[8] | 32", "'two x float32[8]' is no count of tensors"),
+        ("input |  |  |  |  | -1 x float32[8] | 32", "'-1 x float32[8]' is no count of tensors"),
+        ("input |  |  |  |  | 1 x float32[8] | 32.0", "'32.0' is no number of bytes"),
+        ("input |  |  |  |  | 1 x float32[8] | --32", "'--32' is no number of bytes"),
+        ("input |  |  |  |  | 1 x float32[8] | ", "'' is no number of bytes"),
+    ],
+)
+def test_a_text_that_is_no_row_is_refused_with_what_would_be_right(text, told):
+    with pytest.raises(CompositionError, match=re.escape(told)) as raised:
+        row_from_text(text)
+    assert str(raised.value).startswith(repr(text)), "the culprit stands first"
+
+
+def test_a_row_tells_dtype_and_shape_apart():
+    assert (ATTENTION.dtype, ATTENTION.shape) == ("float32", "[8, 12, 1024, 1024]")
+    assert (Row("input", 4, tensor="float32[]").dtype, Row("input", 4, tensor="float32[]").shape) == ("float32", "[]")
+    assert (Row("input", 4).dtype, Row("input", 4).shape) == ("", "")
+
+
+def test_a_row_is_where_the_library_is_and_from_where_it_was_called():
+    library, user = "transformers/gpt2.py:123", "model.py:8"
+    assert Row("input", 1, site=user).where == "model.py:8"
+    assert Row("input", 1, library=library).where == "transformers/gpt2.py:123"
+    assert Row("input", 1, site=user, library=library).where == "transformers/gpt2.py:123 (from model.py:8)"
+    assert Row("input", 1).where == ""
+
+
+def test_rows_that_differ_in_count_and_bytes_only_are_merged():
+    one = Row("activation", 10, module="a", operator="mul", count=2)
+    same = Row("activation", 5, module="a", operator="mul")
+    other = Row("temporary", 5, module="a", operator="mul")
+    assert set(merged([one, other, same])) == {Row("activation", 15, module="a", operator="mul", count=3), other}
+
+
+@unhurried
+@given(st.lists(ROWS))
+def test_merging_rows_neither_adds_nor_loses_anything(rows):
+    together = merged(rows)
+    assert sum(row.nbytes for row in together) == sum(row.nbytes for row in rows)
+    assert sum(row.count for row in together) == sum(row.count for row in rows)
+    assert merged(together) == together
+
+
+# Compositions
+
+
+@unhurried
+@given(st.lists(ROWS, max_size=6), st.randoms())
+def test_the_rows_of_a_composition_come_largest_first_whatever_order_they_are_given_in(rows, random):
+    shuffled = list(rows)
+    random.shuffle(shuffled)
+    first, second = composition_of(*rows), composition_of(*shuffled)
+    assert first.rows == second.rows
+    assert [row.nbytes for row in first.rows] == sorted((row.nbytes for row in rows), reverse=True)
+
+
+def test_what_is_in_no_row_is_the_rest():
+    assert composition_of(Row("input", 60), Row("buffer", 30)).rest == 0
+    assert composition_of(Row("input", 60), Row("buffer", 30), more=10).rest == 10
+    assert Composition(10, (Row("input", 12), Row("unattributed", -2))).rest == 0
+
+
+BLOCKS = composition_of(
+    Row("activation", 1, module="blocks.*"),
+    Row("activation", 10, module="blocks.*.attn"),
+    Row("activation", 100, module="blocks.*.attn.proj", tensor="bfloat16[4]"),
+    Row("activation", 1000, module="blocks.*.attention", tensor="float32[4]"),
+    Row("gradient", 10_000, module="blocks.*.attn", tensor="float32[4]"),
+    Row("temporary", 100_000),
+)
+
+
+@pytest.mark.parametrize(
+    ("category", "module", "nbytes"),
+    [
+        ("activation", "*", 1111),
+        ("activation", "blocks.*.attn", 110),
+        ("activation", "blocks.*.attn.proj", 100),
+        ("activation", "*.attn", 110),
+        ("activation", "blocks", 1111),
+        ("activation", "attn", 0),
+        ("activation", "blocks.*.att*", 1110),
+        ("gradient", "blocks.*.attn", 10_000),
+        ("temporary", "*", 100_000),
+        ("buffer", "*", 0),
+    ],
+)
+def test_a_composition_tells_the_bytes_of_a_category_in_modules_and_what_is_within_them(category, module, nbytes):
+    assert BLOCKS.of(category, module) == nbytes
+
+
+def test_a_category_that_there_is_not_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=re.escape("'activations' is no category; did you mean 'activation'?")):
+        BLOCKS.of("activations")
+
+
+def test_a_composition_tells_the_dtypes_in_modules():
+    assert BLOCKS.dtypes() == {"bfloat16", "float32"}
+    assert BLOCKS.dtypes("*.attn") == {"bfloat16", "float32"}
+    assert BLOCKS.dtypes("*.attn", "activation") == {"bfloat16"}
+    assert BLOCKS.dtypes("*.attn", "buffer") == frozenset()
+
+
+# What is kept
+
+
+def test_what_is_kept_makes_up_95_percent_with_as_few_rows_as_do():
+    rows = [Row("activation", nbytes) for nbytes in (90, 5, 4, 1)]
+    kept = composition_of(*rows).kept()
+    assert kept.rows == tuple(rows[:2])
+    assert (kept.total, kept.rest) == (100, 5)
+
+
+def test_what_is_missing_from_the_other_rows_is_kept_with_them():
+    # Somebody else's block that was freed meanwhile: the others hold more than the total.
+    whole = composition_of(Row("activation", 60), Row("gradient", 50), Row("unattributed", -10))
+    assert whole.kept() == whole
+
+
+def test_no_more_than_thirty_rows_are_kept():
+    kept = composition_of(*(Row("activation", 10, module=f"m{number}") for number in range(100))).kept()
+    assert len(kept.rows) == 30
+    assert kept.rest == 700
+
+
+@unhurried
+@given(st.lists(ROWS, max_size=60), st.none() | UNATTRIBUTED)
+def test_what_is_kept_and_the_rest_add_up_and_the_rest_is_never_less_than_nothing(rows, unattributed):
+    whole = composition_of(*rows, *([unattributed] if unattributed is not None else []))
+    assume(whole.total >= 0)
+    kept = whole.kept()
+    assert kept.total == whole.total
+    assert set(kept.rows) <= set(whole.rows)
+    assert len(kept.rows) <= MOST_KEPT
+    assert kept.rest >= 0, "a file of the store with more than the peak in its rows is refused"
+    assert len(kept.rows) == MOST_KEPT or kept.rest <= (1 - KEPT_SHARE) * whole.total + 1e-6 * whole.total
+
+
+def test_what_is_kept_says_what_was_recomputed_and_noted_as_well():
+    whole = Composition(100, (Row("input", 100),), {"blocks.*": 4}, ("a note",))
+    assert whole.kept() == whole
+
+
+# Through JSON, and to other processes
+
+COMPOSITIONS = st.builds(
+    Composition,
+    st.integers(0, 2**60),
+    st.lists(ROWS | UNATTRIBUTED, max_size=4).map(tuple),
+    st.dictionaries(NAMES, st.integers(1, 99), max_size=3),
+    st.lists(NAMES, max_size=2).map(tuple),
+)
+EXPLANATIONS = st.builds(
+    Explanation,
+    COMPOSITIONS,
+    COMPOSITIONS,
+    COMPOSITIONS,
+    st.lists(NAMES, max_size=2).map(tuple),
+    st.none() | st.integers(0, 2**60),
+)
+
+
+@unhurried
+@given(COMPOSITIONS)
+def test_a_composition_travels_whole(composition):
+    assert composition_from_plain(json.loads(json.dumps(composition.to_plain()))) == composition
+    assert pickle.loads(pickle.dumps(composition)) == composition
+
+
+@unhurried
+@given(EXPLANATIONS)
+def test_an_explanation_travels_whole(explanation):
+    assert explanation_from_plain(json.loads(json.dumps(explanation.to_plain()))) == explanation
+    assert pickle.loads(pickle.dumps(explanation)) == explanation
+
+
+def test_an_explanation_keeps_the_largest_rows_of_each_of_its_compositions():
+    many = composition_of(*(Row("activation", 10, module=f"m{number}") for number in range(100)))
+    kept = Explanation(many, many, many, ("a -> a",), 5).kept()
+    assert [len(one.rows) for one in (kept.peak, kept.retained, kept.garbage)] == [30, 30, 30]
+    assert (kept.cycles, kept.asked) == (("a -> a",), 5)
+
+
+def test_what_was_recomputed_cannot_be_changed_afterwards():
+    composition = Composition(0, (), {"b": 1, "a": 2})
+    assert list(composition.recomputed) == ["a", "b"]
+    with pytest.raises(TypeError):
+        composition.recomputed["a"] = 3

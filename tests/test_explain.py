@@ -1,0 +1,819 @@
+"""A failure says what grew, in which module, at which line: ``--gpumem-explain`` from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.baselines.format import parse
+from tests.needs import NEEDS_COMPILER
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baselines.entry import Entry
+    from tests.conftest import Project
+
+MODEL = """
+class Block(torch.nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        hidden = hidden.relu()
+        return x + self.down(hidden)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+"""
+RELU = "hidden = hidden.relu()"
+GATED = "hidden = hidden.relu() * hidden.sigmoid()"
+STEP = "from model import Model\n\n\ndef test_it(gpumem):\n    gpumem.train_step(Model, torch.ones(512, 128))\n"
+MARKED = (
+    "from model import Model\n\n\n@pytest.mark.gpumem\ndef test_it():\n    Model()(torch.ones(512, 128)).backward()\n"
+)
+RECORD = ("--gpumem-no-time", "--gpumem-update=new")
+COMPARE = ("--gpumem-no-time", "--gpumem-baseline", "--junitxml=report.xml")
+
+
+def write_model(project: Project, source: str = MODEL, name: str = "model.py") -> None:
+    project.write(source, name)
+    # Two versions of a file within a second look the same to whoever compares dates of bytecode.
+    shutil.rmtree((project.path / name).parent / "__pycache__", ignore_errors=True)
+
+
+def place(project: Project, text: str, name: str = "model.py") -> str:
+    """The one line of a file that has a text, as failures name it: ``model.py:13``."""
+    lines = (project.path / name).read_text(encoding="utf-8").splitlines()
+    (number,) = [number for number, line in enumerate(lines, start=1) if text in line]
+    return f"{name}:{number}"
+
+
+def grown(result: pytest.RunResult) -> list[str]:
+    """The rows under "what grew", without those of less than 1 %."""
+    lines = [line.strip() for line in result.outlines]
+    if not any(line.startswith("what grew") for line in lines):
+        return []
+    start = next(number for number, line in enumerate(lines) if line.startswith("what grew"))
+    rows = lines[start + 1 : lines.index("", start)]
+    return [row for row in rows if not re.match(r"\d+ other change", row)]
+
+
+def explained(project: Project, test: str = "test_it") -> dict[str, Any] | None:
+    """The explanation of the last run's measurement of a test."""
+    (verdict,) = project.verdicts()[test]["verdicts"]
+    explanation: dict[str, Any] | None = verdict["measurement"]["explanation"]
+    return explanation
+
+
+def entry(project: Project, test: str = "test_it") -> Entry:
+    """The only baseline of a test in test_it.py."""
+    (text,) = project.stored().values()
+    (found,) = [one for key, one in parse(text, "test_it.py").items() if key.test == test]
+    return found
+
+
+def calls(project: Project) -> dict[str, int]:
+    """How often each of those that told ``calls.txt`` was called since it was last asked."""
+    path = project.path / "calls.txt"
+    names = path.read_text(encoding="utf-8").split() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return {name: names.count(name) for name in names}
+
+
+COUNTED = """
+from pathlib import Path
+
+
+def called(name):
+    with Path("calls.txt").open("a") as file:
+        file.write(f"{name}\\n")
+"""
+
+
+# What grew
+
+
+@pytest.mark.parametrize("source", [STEP, MARKED], ids=["step", "call"])
+def test_growth_is_told_with_its_module_line_tensors_and_why(project, source):
+    write_model(project)
+    project.write(source)
+    project.run(*RECORD)
+    write_model(project, MODEL.replace(RELU, GATED))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    first, second, *_ = grown(result)
+    line = place(project, GATED)
+    assert re.fullmatch(
+        rf"activations +- +4\.19 MB +\+4\.19 MB +blocks\.\* +{line} +sigmoid +4 x float32\[512, 512\] +saved twice: .*",
+        first,
+    )
+    assert re.match(rf"activations .*\+3\.15 MB +blocks\.\* +{line} +mul +3 x float32\[512, 512\]", second)
+    report = (project.path / "report.xml").read_text(encoding="utf-8")
+    assert first in report[report.index("<failure") : report.index("</failure>")]
+
+
+def test_workers_tell_what_grew_as_one_process_does(project):
+    write_model(project)
+    project.write(STEP + MARKED.partition("\n\n\n")[2].replace("test_it", "test_marked"))
+    project.run(*RECORD, "-n", "2", separate=True)
+    recorded = project.stored()
+    shutil.rmtree(project.store)
+    project.run(*RECORD)
+    assert project.stored() == recorded
+    write_model(project, MODEL.replace(RELU, GATED))
+    result = project.run(*COMPARE, "-n", "2", separate=True)
+    result.assert_outcomes(failed=2)
+    told = [line for line in result.outlines if place(project, GATED) in line and "4.19 MB" in line]
+    assert len(told) == 2
+    report = (project.path / "report.xml").read_text(encoding="utf-8")
+    assert all(report.count(line.strip()) >= 1 for line in told)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (RELU, "hidden = hidden.double().relu().float()", "float64"),
+        ("Block(width=128)", "Block(width=128)", ""),
+        ("for _ in range(4)", "for _ in range(6)", "4 -> 6 tensors"),
+        ("4 * width", "6 * width", r"was float32\[512, 512\], now float32\[512, 768\]"),
+    ],
+    ids=["wider", "nothing", "deeper", "broader"],
+)
+def test_why_it_grew_is_told(project, old, new, reason):
+    write_model(project)
+    # No parameters in the workload: another number of them would be another workload.
+    project.write(MARKED)
+    project.run(*RECORD)
+    write_model(project, MODEL.replace(old, new))
+    result = project.run(*COMPARE)
+    assert bool(grown(result)) == bool(reason)
+    assert any(re.search(reason, row) for row in grown(result)) or not reason
+
+
+def test_a_layer_that_is_no_longer_checkpointed_is_told_as_that(project):
+    checkpointed = MODEL.replace("x = block(x)", "x = self.run(block, x)").replace(
+        "    def forward(self, x):\n        for",
+        "    def run(self, block, x):\n"
+        "        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)\n\n"
+        "    def forward(self, x):\n        for",
+    )
+    write_model(project, checkpointed)
+    project.write(STEP.replace("torch.ones", "torch.rand"))
+    project.run(*RECORD)
+    assert "4 x blocks.*" in next(iter(project.stored().values()))
+    write_model(
+        project,
+        checkpointed.replace(
+            "return torch", "if block is not self.blocks[0]:\n            return block(x)\n        return torch"
+        ),
+    )
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    first = grown(result)[0]
+    assert place(project, RELU) in first
+    assert first.endswith("checkpointing off: blocks.* was recomputed in 4 calls, now in 1")
+
+
+# What did not grow
+
+
+def moved(project: Project, model: str, old: str = RELU, new: str = RELU) -> None:
+    """The same model with its block in a module of its own, further down and in another function, under another name."""
+    source = model.replace(old, new)
+    block, rest = source.split("\n\n\nclass Model")
+    block = block.replace(new, "hidden = self.act(hidden)").replace("hidden.relu()", "activated")
+    block += f"\n\n    def act(self, hidden):\n        {new}\n        return hidden\n"
+    write_model(project, "\n# moved\n\n\n" + block, "layers.py")
+    write_model(project, "from layers import Block\n\n\nclass Model" + rest.replace("blocks", "layers"))
+
+
+def test_a_refactoring_is_no_growth(project):
+    write_model(project)
+    project.write(STEP)
+    project.run(*RECORD)
+    moved(project, MODEL)
+    project.run(*COMPARE).assert_outcomes(passed=1)
+    project.write(STEP.replace("def test_it", "@pytest.mark.gpumem(max_gb=0.001)\ndef test_it"))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    assert grown(result) == []
+    result.stdout.fnmatch_lines(["*over budget: peak*", f"*layers.?*{place(project, RELU, 'layers.py')}*"])
+
+
+def test_a_refactoring_beside_growth_is_not_told(project):
+    write_model(project)
+    project.write(STEP)
+    project.run(*RECORD)
+    moved(project, MODEL, RELU, GATED)
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    line = place(project, GATED, "layers.py")
+    rows = grown(result)
+    assert rows
+    assert all(line in row for row in rows)
+
+
+# Tests that only have the marker
+
+KINDS = """
+import unittest
+
+SIZE = 1_000_000
+
+
+def work(name, size=None):
+    called(name)
+    return torch.empty(SIZE if size is None else size)
+
+
+@pytest.mark.gpumem
+def test_function():
+    work("function")
+
+
+@pytest.fixture
+def held():
+    return torch.empty(500_000)
+
+
+@pytest.mark.gpumem
+def test_fixture(held):
+    work("fixture")
+
+
+@pytest.mark.gpumem
+@pytest.mark.parametrize("extra", [1, 2])
+def test_parametrised(extra):
+    work(f"parametrised-{extra}")
+
+
+class TestClass:
+    @pytest.mark.gpumem
+    def test_method(self):
+        work("method")
+
+
+@pytest.mark.gpumem
+class TestCase(unittest.TestCase):
+    def setUp(self):
+        self.own = torch.empty(500_000)
+
+    def test_unittest(self):
+        work("unittest")
+
+
+@pytest.mark.anyio
+@pytest.mark.gpumem
+async def test_async():
+    import anyio
+
+    kept = work("async")
+    await anyio.sleep(0)
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.mark.gpumem
+def test_same():
+    work("same", 1_000_000)
+
+
+@pytest.mark.gpumem
+def test_wrong():
+    work("wrong")
+    assert SIZE == 1_000_000, "for its own reason"
+"""
+REGRESSING = {"function", "fixture", "parametrised-1", "parametrised-2", "method", "unittest", "async"}
+
+
+@pytest.fixture
+def kinds(project) -> Project:
+    """A project with tests of every kind that have only the marker; all that regress allocate at one line."""
+    project.write(COUNTED + KINDS)
+    project.run(*RECORD)
+    calls(project)
+    project.write(COUNTED + KINDS.replace("SIZE = 1_000_000", "SIZE = 3_000_000"))
+    return project
+
+
+def test_a_test_of_any_kind_that_regresses_is_run_once_more_and_no_other_is(kinds):
+    result = kinds.run(*COMPARE)
+    result.assert_outcomes(failed=8, passed=1)
+    assert calls(kinds) == dict.fromkeys(REGRESSING, 2) | {"same": 1, "wrong": 1}
+    line = place(kinds, "return torch.empty(SIZE if", "test_it.py")
+    told = [
+        text for text in result.outlines if line in text and re.match(r" +temporaries|activations|other", text.strip())
+    ]
+    assert len(told) == 7
+    assert all(re.search(r"\+8\.00 MB .*was float32\[1000000\], now float32\[3000000\]", text) for text in told)
+    result.stdout.no_fnmatch_line("*the recorded run needed*")
+
+
+def test_never_runs_no_test_twice_and_tells_nothing(kinds):
+    result = kinds.run(*COMPARE, "--gpumem-explain=never")
+    result.assert_outcomes(failed=8, passed=1)
+    assert calls(kinds) == dict.fromkeys(REGRESSING | {"same", "wrong"}, 1)
+    assert grown(result) == []
+    assert explained(kinds, "test_function") is None
+
+
+def test_always_runs_every_test_twice_that_passes_by_itself(kinds):
+    kinds.run(*COMPARE, "--gpumem-explain=always")
+    assert calls(kinds) == dict.fromkeys(REGRESSING | {"same"}, 2) | {"wrong": 1}
+    same = explained(kinds, "test_same")
+    assert same is not None
+    assert same["peak"]["total"] == 4_000_000
+
+
+def test_a_regression_is_not_explained_where_nobody_compares(kinds):
+    kinds.run("--junitxml=report.xml")
+    assert set(calls(kinds).values()) == {1}
+    assert explained(kinds, "test_function") is None
+
+
+@pytest.mark.parametrize(
+    ("way_out", "said"),
+    [
+        ("raise RuntimeError('only once\\nmore lines')", "RuntimeError: only once"),
+        ("pytest.skip('not again')", "Skipped: not again"),
+        ("pytest.fail('not again')", "Failed: not again"),
+        ("assert False, 'not again'", "AssertionError: not again*"),
+    ],
+    ids=["raise", "skip", "fail", "assert"],
+)
+def test_a_test_that_cannot_be_run_twice_fails_by_its_regression_with_a_note(project, way_out, said):
+    source = (
+        "CALLS = []\n\n\n@pytest.mark.gpumem\ndef test_it():\n    if CALLS:\n        {way_out}\n"
+        "    CALLS.append(1)\n    torch.empty({count})\n"
+    )
+    project.write(source.format(way_out="...", count=1_000_000))
+    project.run(*RECORD)
+    project.write(source.format(way_out=way_out, count=2_000_000))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "Memory regressed: peak 8.00 MB, baseline 4.00 MB*",
+            f"  note: it could not be run again to tell what its peak is made of: {said}",
+            "gpumem: 1 gated, 1 regressed",
+        ]
+    )
+    assert grown(result) == []
+
+
+def test_a_test_that_needs_less_the_second_time_says_so(project):
+    source = (
+        "CACHE = {{}}\n\n\n@pytest.mark.gpumem\ndef test_it():\n"
+        "    if 'table' not in CACHE:\n        CACHE['table'] = torch.empty({count})\n        torch.empty({count})\n"
+        "    CACHE['table'].sum()\n"
+    )
+    project.write(source.format(count=500_000))
+    project.run(*RECORD)
+    assert entry(project).composition is None
+    project.write(source.format(count=1_000_000))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["Memory regressed: peak 8.00 MB*", "*note: the recorded run needed 4000004 bytes, the measured one 8000000"]
+    )
+
+
+def test_an_expected_regression_stays_expected(project):
+    write_model(project)
+    project.write(MARKED)
+    project.run(*RECORD)
+    write_model(project, MODEL.replace(RELU, GATED))
+    project.write(MARKED.replace("@pytest.mark.gpumem", "@pytest.mark.xfail(reason='known')\n@pytest.mark.gpumem"))
+    project.run(*COMPARE).assert_outcomes(xfailed=1)
+
+
+# Who has a composition
+
+
+def test_a_step_has_a_composition_where_its_test_reads_it_or_asks_for_it(project):
+    write_model(project)
+    project.write(
+        """
+from model import Model
+
+
+def step(gpumem, **more):
+    return gpumem.train_step(Model, torch.ones(512, 128), **more)
+
+
+def activations(measurement):
+    return measurement.composition.of("activation", "blocks.*")
+
+
+def hidden(measurement):
+    return getattr(measurement, "compo" + "sition")
+
+
+def test_reads(gpumem):
+    found = step(gpumem).composition
+    assert sum(row.nbytes for row in found.rows) == found.total
+
+
+def test_reads_in_a_helper(gpumem):
+    assert activations(step(gpumem)) > 4_000_000
+
+
+def test_asks(gpumem):
+    assert hidden(step(gpumem, explain=True)).total > 8_000_000
+
+
+def test_does_not(gpumem):
+    step(gpumem)
+
+
+def test_asks_not_to(gpumem):
+    measurement = step(gpumem, explain=False)
+    with pytest.raises(AttributeError):
+        measurement.composition
+
+
+class TestClass:
+    def test_method_reads(self, gpumem):
+        assert step(gpumem).composition.dtypes("blocks.*") == {"float32"}
+
+
+@pytest.mark.parametrize("way", ["measure", "infer"])
+def test_other_steps(gpumem, way):
+    model = Model()
+    batch = torch.ones(512, 128)
+    m = gpumem.measure(lambda: model(batch)) if way == "measure" else gpumem.infer_step(model, batch)
+    assert m.composition.total == m.peak_allocated
+    assert sum(row.nbytes for row in m.composition.rows) == m.peak_allocated
+"""
+    )
+    result = project.run("--gpumem-no-time", "--junitxml=report.xml")
+    result.assert_outcomes(passed=8)
+    with_one = {name for name in project.verdicts() if explained(project, name) is not None}
+    assert with_one == {
+        "test_reads",
+        "test_reads_in_a_helper",
+        "test_asks",
+        "test_method_reads",
+        "test_other_steps[measure]",
+        "test_other_steps[infer]",
+    }
+
+
+def test_always_gives_every_step_a_composition(project):
+    write_model(project)
+    project.write(STEP)
+    project.run("--gpumem-no-time", "--gpumem-explain=always", "--junitxml=report.xml").assert_outcomes(passed=1)
+    found = explained(project)
+    assert found is not None
+    assert found["peak"]["total"] == project.figures("--gpumem-no-time")["test_it"]["train_step.peak_allocated"]
+
+
+@pytest.mark.parametrize("call", ["train_step(Model, torch.ones(512, 128))", "measure(lambda: torch.ones(9))"])
+def test_under_never_reading_a_composition_says_what_to_do(project, call):
+    write_model(project)
+    project.write(f"from model import Model\n\n\ndef test_it(gpumem):\n    gpumem.{call}.composition\n")
+    result = project.run("--gpumem-no-time", "--gpumem-explain=never")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *MissingComposition: the composition of * was not recorded*--gpumem-explain=*"])
+
+
+def test_a_region_has_no_composition_and_says_what_has(project):
+    project.write(
+        "def test_it(gpumem):\n    with gpumem.track() as region:\n        torch.ones(9)\n    region.measurement.composition\n"
+    )
+    result = project.run("--gpumem-explain=always")
+    result.stdout.fnmatch_lines(
+        ["E *MissingComposition: *'region'*any region; gpumem.measure, train_step and infer_step*"]
+    )
+
+
+# The store
+
+
+def test_a_baseline_keeps_the_rows_that_make_up_95_percent_of_the_peak(project):
+    write_model(project)
+    project.write(STEP)
+    project.run(*RECORD)
+    found = entry(project)
+    assert found.composition is not None
+    rows = found.composition.rows
+    kept = sum(row.nbytes for row in rows)
+    assert kept >= 0.95 * found.metrics["peak_allocated"]
+    assert kept - rows[-1].nbytes < 0.95 * found.metrics["peak_allocated"]
+
+
+def test_a_baseline_keeps_30_rows_at_most(project):
+    project.write(
+        "@pytest.mark.gpumem\ndef test_it():\n    kept = [torch.empty(n) for n in range(1000, 41_000, 1000)]\n"
+    )
+    project.run(*RECORD)
+    found = entry(project)
+    assert found.composition is not None
+    assert [row.nbytes for row in found.composition.rows] == [4000 * n for n in range(40, 10, -1)]
+
+
+def test_no_composition_is_kept_under_never_and_update_all_supplies_it(project):
+    write_model(project)
+    project.write(STEP)
+    project.run(*RECORD, "--gpumem-explain=never")
+    (text,) = project.stored().values()
+    assert "composition" not in text
+    bare = entry(project)
+    for mode in ("new", "improved"):
+        project.run("--gpumem-no-time", f"--gpumem-update={mode}")
+        assert project.stored() == {name: text for name in project.stored()}
+    project.run("--gpumem-no-time", "--gpumem-update=all")
+    whole = entry(project)
+    assert whole.composition is not None
+    assert whole.metrics == bare.metrics
+    assert whole.composition.total == bare.metrics["peak_allocated"]
+
+
+def test_lines_that_moved_are_no_news_to_the_store(project):
+    write_model(project)
+    project.write(STEP)
+    project.run(*RECORD)
+    before = project.stored()
+    write_model(project, "\n" + MODEL)
+    result = project.run("--gpumem-no-time", "--gpumem-update=all", "--gpumem-explain=always", "--junitxml=report.xml")
+    result.stdout.fnmatch_lines(["gpumem store: 0 baselines written (all), 1 left as they were"])
+    assert project.stored() == before
+    now = explained(project)
+    assert now is not None
+    assert any(place(project, RELU) in row for row in now["peak"]["rows"])
+    assert place(project, RELU) not in next(iter(before.values()))
+
+
+LEAKY = (
+    "@pytest.mark.gpumem\ndef test_it():\n    {more}torch.empty({peak})\n    globals()['KEPT'] = torch.empty({kept})\n"
+)
+
+
+def test_update_improved_keeps_the_composition_unless_the_peak_improved(project):
+    project.write(LEAKY.format(more="", peak=4_000_000, kept=2_000_000))
+    project.run(*RECORD)
+    before = entry(project)
+    project.write("# moved\n" + LEAKY.format(more="", peak=4_000_000, kept=1_000_000))
+    project.run("--gpumem-update=improved")
+    leaner = entry(project)
+    assert (before.metrics["retained"], leaner.metrics["retained"]) == (8_000_000, 4_000_000)
+    assert before.composition is not None
+    assert leaner.composition == before.composition
+    project.write("# moved\n" + LEAKY.format(more="", peak=2_000_000, kept=1_000_000))
+    project.run("--gpumem-update=improved")
+    lower = entry(project)
+    assert lower.metrics["peak_allocated"] == 8_000_000
+    assert lower.composition is not None
+    assert [(row.nbytes, row.site) for row in lower.composition.rows] == [
+        (8_000_000, place(project, "torch.empty(2_000_000)" if False else "    torch.empty(2000000)", "test_it.py"))
+    ]
+
+
+# Without anything to compare with, and beside the peak
+
+
+def test_over_budget_tells_what_is_there_at_the_peak(project):
+    write_model(project)
+    project.write(STEP.replace("def test_it", "@pytest.mark.gpumem(max_gb=0.001)\ndef test_it"))
+    result = project.run("--gpumem-no-time")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "Memory over budget: peak 14.19 MB*",
+            "  what is there at the peak *bytes *module *line *tensors*",
+            f"  activations *4.19 MB *blocks.?*{place(project, RELU)} *4 x float32?512, 512?*",
+            "  the rest: * MB",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*keeps no composition*")
+
+
+def test_a_baseline_without_a_composition_says_so(project):
+    write_model(project)
+    project.write(STEP)
+    project.run(*RECORD, "--gpumem-explain=never")
+    write_model(project, MODEL.replace(RELU, GATED))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    assert grown(result) == []
+    result.stdout.fnmatch_lines(
+        [
+            "  what is there at the peak *",
+            f"  activations *{place(project, GATED)}*",
+            "  note: the baseline keeps no composition to compare with; *",
+        ]
+    )
+
+
+def test_retained_over_budget_tells_what_was_retained_and_where(project):
+    project.write(
+        "KEPT = []\n\n\n@pytest.mark.gpumem(max_retained='1 MB')\ndef test_it():\n"
+        "    KEPT.append(torch.empty(500, 1000))\n    torch.empty(4_000_000)\n\n\n"
+        "@pytest.mark.gpumem(max_retained='1 MB')\ndef test_step(gpumem):\n"
+        "    gpumem.measure(lambda: KEPT.append(torch.zeros(600, 1000)))\n"
+    )
+    result = project.run("--gpumem-no-time")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "Memory over budget: retained 2.00 MB, budget 1.00 MB*",
+            "  what was retained *",
+            f"  * 2.00 MB *{place(project, 'empty(500', 'test_it.py')} *empty *1 x float32?500, 1000?",
+            "Memory over budget: retained 2.40 MB, budget 1.00 MB*",
+            "  what was retained *",
+            f"  * 2.40 MB *{place(project, 'zeros(600', 'test_it.py')} *zeros *1 x float32?600, 1000?",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*what is there at the peak*")
+
+
+CYCLE = """
+class Trainer:
+    def __init__(self):
+        self.buffer = torch.empty(500, 1000)
+        self.hook = {hook}
+
+    def save(self): ...
+
+
+@pytest.mark.gpumem
+def test_it():
+    Trainer()
+    torch.empty(4_000_000)
+
+
+def test_step(gpumem):
+    gpumem.measure(lambda: Trainer())
+"""
+
+
+def test_memory_that_hangs_in_a_reference_cycle_is_told_with_the_types_of_the_cycle(project):
+    project.write(CYCLE.format(hook="None"))
+    project.run(*RECORD)
+    project.write(CYCLE.format(hook="self.save"))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        2
+        * [
+            "Memory regressed: cyclic garbage 2.00 MB, baseline 0 B*",
+            "  held by cycles *",
+            f"  * 2.00 MB *{place(project, 'empty(500', 'test_it.py')} *empty *1 x float32?500, 1000?",
+            "  cycle: Trainer -> *method -> Trainer",
+        ]
+    )
+
+
+# Out of memory
+
+OUT_OF_MEMORY = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(1000, 1000)
+
+    def forward(self, x):
+        x = self.first(x)
+        return x.sum() + torch.empty(1 << 50).sum()
+"""
+OUT_OF_MEMORY_TESTS = {
+    "step": "def test_it(gpumem):\n    called('test')\n    gpumem.train_step(Model, torch.ones(500, 1000))\n",
+    "infer": "def test_it(gpumem):\n    called('test')\n    gpumem.infer_step(Model, torch.ones(500, 1000))\n",
+    "measure": (
+        "def test_it(gpumem):\n    called('test')\n    model = Model()\n    batch = torch.ones(500, 1000)\n"
+        "    gpumem.measure(lambda: model(batch))\n"
+    ),
+    "call": (
+        "@pytest.mark.gpumem\ndef test_it():\n    called('test')\n    model = Model()\n    batch = torch.ones(500, 1000)\n"
+        "    model(batch)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_MEMORY_TESTS)
+def test_out_of_memory_is_told_with_what_was_asked_for_and_what_was_there(project, case):
+    write_model(project, OUT_OF_MEMORY)
+    project.write(COUNTED + "from model import Model\n\n\n" + OUT_OF_MEMORY_TESTS[case])
+    result = project.run("--gpumem-no-time", "--junitxml=report.xml")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E *RuntimeError: *DefaultCPUAllocator: *tried to allocate 4503599627370496 bytes*",
+            "*gpumem out of memory*",
+            "memory ran out when 4.50 PB more were asked for; the step held 8.00 MB (run once more, recorded)",
+            "what was there *",
+            "*4.00 MB *first *1 x float32?1000, 1000?",
+            f"activation* 2.00 MB *first *{place(project, 'self.first(x)')} *addmm *1 x float32?500, 1000?",
+        ]
+    )
+    assert calls(project) == {"test": 2 if case == "call" else 1}
+    assert project.verdicts()["test_it"]["failed_by_itself"]
+
+
+def test_out_of_memory_is_not_told_under_never(project):
+    write_model(project, OUT_OF_MEMORY)
+    project.write(COUNTED + "from model import Model\n\n\n" + OUT_OF_MEMORY_TESTS["call"])
+    result = project.run("--gpumem-explain=never")
+    result.assert_outcomes(failed=1)
+    assert calls(project) == {"test": 1}
+    result.stdout.no_fnmatch_line("*gpumem out of memory*")
+
+
+def test_out_of_memory_with_a_debugger_is_not_run_again(project):
+    write_model(project, OUT_OF_MEMORY)
+    project.write(COUNTED + "from model import Model\n\n\n" + OUT_OF_MEMORY_TESTS["call"])
+    (project.path / "quiet.py").write_text(
+        "import pdb\n\n\nclass Quiet(pdb.Pdb):\n    def interaction(self, frame, traceback):\n"
+        "        while traceback.tb_next is not None:\n            traceback = traceback.tb_next\n"
+        "        print('x is', traceback.tb_frame.f_locals['x'].shape)\n",
+        encoding="utf-8",
+    )
+    result = project.run("--pdb", "--pdbcls=quiet:Quiet", "-s")
+    result.assert_outcomes(failed=1)
+    assert calls(project) == {"test": 1}
+    result.stdout.fnmatch_lines(["*x is torch.Size(?500, 1000?)"])
+
+
+def test_an_ordinary_error_of_a_step_is_not_run_again(project):
+    project.write(
+        COUNTED + "def wrong():\n    called('step')\n    raise RuntimeError('of its own')\n\n\n"
+        "def test_it(gpumem):\n    gpumem.measure(wrong)\n"
+    )
+    project.run().assert_outcomes(failed=1)
+    assert calls(project) == {"step": 1}
+
+
+# Being explained changes no figure
+
+
+def test_figures_are_the_same_whether_steps_are_explained_or_not(project):
+    write_model(project)
+    project.write(
+        STEP
+        + "\n\ndef test_compared(gpumem):\n    for config in ('fp32', 'amp-bf16', 'checkpoint=blocks'):\n"
+        + "        gpumem.train_step(Model, torch.ones(512, 128), config=config, name=config)\n"
+        + "    gpumem.infer_step(Model, torch.ones(512, 128))\n"
+        + MARKED.partition("\n\n\n")[2].replace("test_it", "test_marked")
+        + CYCLE.format(hook="self.save").replace("test_it", "test_cycle").replace("test_step", "test_cycle_step")
+    )
+    never = project.figures("--gpumem-no-time", "--gpumem-explain=never")
+    assert len(never) == 5
+    assert project.figures("--gpumem-no-time", "--gpumem-explain=always") == never
+    assert project.figures("--gpumem-no-time", "--gpumem-explain=always", "-n", "2", separate=True) == never
+    assert project.figures("--gpumem-no-time", "--gpumem-explain=never", "-p", "no:xdist") == never
+
+
+def test_the_order_of_tests_that_are_explained_changes_no_figure(project):
+    write_model(project)
+    marked = MARKED.partition("\n\n\n")[2].replace("test_it", "test_marked")
+    step = STEP.partition("\n\n\n")[2]
+    head = "from model import Model\n\n\n"
+    project.write(head + step + "\n\n" + marked)
+    forward = project.figures("--gpumem-no-time", "--gpumem-explain=always")
+    project.write(head + marked + "\n\n" + step)
+    assert project.figures("--gpumem-no-time", "--gpumem-explain=always") == forward
+
+
+def test_random_numbers_after_a_step_do_not_depend_on_whether_it_was_explained(project):
+    write_model(project)
+    project.write(
+        "import json\nfrom pathlib import Path\nfrom model import Model\n\n\ndef test_it(gpumem):\n    torch.manual_seed(0)\n"
+        "    gpumem.train_step(Model, torch.ones(512, 128))\n"
+        "    Path('drawn.json').write_text(json.dumps(torch.rand(3).tolist()))\n"
+    )
+    drawn = []
+    for mode in ("always", "never"):
+        project.run("--gpumem-no-time", f"--gpumem-explain={mode}").assert_outcomes(passed=1)
+        drawn.append(json.loads((project.path / "drawn.json").read_text(encoding="utf-8")))
+    assert drawn[0] == drawn[1]
+
+
+@NEEDS_COMPILER
+def test_the_composition_of_a_compiled_step_adds_up_to_its_peak(project):
+    write_model(project)
+    project.write(
+        "from model import Model\n\n\ndef test_it(gpumem):\n"
+        "    m = gpumem.train_step(Model, torch.ones(512, 128), config='compile=default')\n"
+        "    found = m.composition\n"
+        "    assert found.total == m.peak_allocated == sum(row.nbytes for row in found.rows)\n"
+        "    assert found.notes == ()\n"
+        "    assert found.of('parameter') == 4 * m.workload.parameters\n"
+    )
+    project.run("--gpumem-no-time", separate=True).assert_outcomes(passed=1)
