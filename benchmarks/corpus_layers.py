@@ -21,6 +21,26 @@ _LAYER_NORM = """class LayerNorm(nn.Module):
 class Block(nn.Module):
 """
 
+_MLP = """class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wider = nn.Linear(config.width, 4 * config.width)
+        self.narrower = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.wider(x), inplace=True)  # culprit
+        return self.narrower(x)
+
+
+class Block(nn.Module):
+"""
+_SEQUENTIAL = """        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width),
+            nn.GELU(),
+            nn.Linear(4 * config.width, config.width),
+        )
+"""
+
 CASES = (
     Case(
         "layer norm by hand",
@@ -147,7 +167,7 @@ CASES = (
     Case(
         "embedding upcast",
         "gpt2",
-        trained("gpt2", "bf16", samples=1, length=64, vocab_size=8192),
+        trained("gpt2", "bf16,optimizer=sgd", samples=1, length=16, vocab_size=8192),
         (
             Edit(
                 "gpt2",
@@ -263,23 +283,68 @@ CASES = (
     ),
     Case(
         "inplace removed",
+        "gpt",
+        small_gpt(training=False),
+        (Edit("gpt", "F.relu(self.wider(x), inplace=True)", "F.relu(self.wider(x))"),),
+        ("blocks.*.mlp",),
+        given=(
+            Edit("gpt", "class Block(nn.Module):\n", _MLP),
+            Edit("gpt", _SEQUENTIAL, "        self.mlp = MLP(config)\n"),
+        ),
+    ),
+    Case(
+        "sum of the branches kept on the block",
         "convnet",
-        small_convnet(training=False, side=64),
+        small_convnet(samples=64),
         (
             Edit(
                 "convnet",
-                "        x = F.relu(self.stem(images), inplace=True)\n",
-                "        x = F.relu(self.stem(images))  # culprit\n",
+                "        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))\n",
+                "        self.before_relu = self.norm2(self.conv2(y)) + self.shortcut(x)  # culprit\n"
+                "        return F.relu(self.before_relu)\n",
+            ),
+        ),
+        ("stages.*",),
+    ),
+    Case(
+        "stages scaled up and concatenated",
+        "convnet",
+        small_convnet(samples=64),
+        (
+            Edit(
+                "convnet",
+                "        for stage in self.stages:\n            x = stage(x)\n        logits",
+                "        maps = []\n"
+                "        for stage in self.stages:\n"
+                "            x = stage(x)\n"
+                "            maps.append(F.interpolate(x, size=images.shape[2:]))\n"
+                "        pyramid = torch.cat(maps, dim=1).square()  # culprit\n"
+                "        x = x + pyramid.mean(dim=(1, 2, 3), keepdim=True)\n"
+                "        logits",
             ),
         ),
         ("ConvNet",),
-        given=(
+    ),
+    Case(
+        "logits of every layer",
+        "gpt",
+        small_gpt(samples=8),
+        (
             Edit(
-                "convnet",
-                "        x = F.relu(self.stem(images))\n",
-                "        x = F.relu(self.stem(images), inplace=True)\n",
+                "gpt",
+                "            x = block(x)\n        logits: torch.Tensor = self.head(self.norm(x))\n",
+                "            x = block(x)\n"
+                "            deep = self.head(self.norm(x)).log_softmax(-1)  # culprit\n"
+                "            self.penalty = self.penalty + deep.mean()\n"
+                "        logits: torch.Tensor = self.head(self.norm(x)) + self.penalty\n",
+            ),
+            Edit(
+                "gpt",
+                "        x = self.token(tokens) + self.position(positions)\n",
+                "        x = self.token(tokens) + self.position(positions)\n        self.penalty = torch.zeros(())\n",
             ),
         ),
+        ("GPT",),
     ),
     Case(
         "ReLU replaced by GELU",

@@ -171,7 +171,7 @@ CASES = (
     Case(
         "KV cache left on in training",
         "gpt2",
-        looped("gpt2", "training", attn_implementation="sdpa"),
+        looped("gpt2", "training", attn_pdrop=0.0, attn_implementation="sdpa"),
         (
             _training(
                 "        loss = model(**batch).loss  # culprit\n"
@@ -224,7 +224,7 @@ CASES = (
     Case(
         "hook that holds outputs",
         "gpt2",
-        looped("gpt2", "training", resid_pdrop=0.0, attn_implementation="sdpa"),
+        looped("gpt2", "training", attn_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa"),
         (
             Edit(
                 "train",

@@ -89,17 +89,26 @@ def looped(name: str, loop: str, *, samples: int = 4, length: int = 96, **settin
     return recipe
 
 
-def small_gpt(config: str = "", *, samples: int = 4, length: int = 128, **sizes: Any) -> Recipe:
-    """``gpumem.train_step`` of the example project's GPT."""
+def small_gpt(config: str = "", *, training: bool = True, samples: int = 4, length: int = 128, **sizes: Any) -> Recipe:
+    """A step of the example project's GPT: ``gpumem.train_step``, or ``gpumem.infer_step``."""
 
     def recipe(bench: Bench, project: Project) -> Explanation:
         with project.imported("gpt") as module:
             torch.manual_seed(SEED)
             tokens = torch.randint(256, (samples, length))
+
+            def build() -> torch.nn.Module:
+                model: torch.nn.Module = module.GPT(
+                    module.GPTConfig(**{"width": 64, "layers": 3, "context": length} | sizes)
+                )
+                return model
+
+            if not training:
+                return _explanation(measure_infer_step(bench, build, tokens, wanted=lambda _: True))
             return _explanation(
                 measure_train_step(
                     bench,
-                    lambda: module.GPT(module.GPTConfig(**{"width": 64, "layers": 3, "context": length} | sizes)),
+                    build,
                     tokens,
                     loss=module.next_token_loss,
                     config=StepConfig.parse(config) if config else None,
@@ -110,15 +119,13 @@ def small_gpt(config: str = "", *, samples: int = 4, length: int = 128, **sizes:
     return recipe
 
 
-def small_convnet(*, training: bool = True, samples: int = 8, side: int = 32) -> Recipe:
-    """A step of the example project's convnet: ``gpumem.train_step``, or ``gpumem.infer_step``."""
+def small_convnet(*, samples: int = 8, side: int = 32) -> Recipe:
+    """``gpumem.train_step`` of the example project's convnet."""
 
     def recipe(bench: Bench, project: Project) -> Explanation:
         with project.imported("convnet") as module:
             torch.manual_seed(SEED)
             images, labels = torch.randn(samples, 1, side, side), torch.randint(8, (samples,))
-            if not training:
-                return _explanation(measure_infer_step(bench, module.ConvNet, images, wanted=lambda _: True))
             return _explanation(
                 measure_train_step(
                     bench,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
@@ -34,15 +33,13 @@ def tokens_of(
     recorded: Any = profiler.profiler
     tree = recorded.kineto_results.experimental_event_tree()
     tokens: list[Token] = []
-    spans = _OpenSpans(tokens)
     stack: list[Any] = sorted(tree, key=lambda event: event.start_time_ns, reverse=True)
     while stack:
         event = stack.pop()
-        if isinstance(event, _End):
-            spans.end(event)
+        if isinstance(event, Close):
+            tokens.append(event)
             continue
         kind = event.tag.name
-        spans.close_until(event.start_time_ns)
         if kind == "Allocation":
             fields = event.extra_fields
             if fields.device.type == device_type:
@@ -56,55 +53,9 @@ def tokens_of(
             if not _somebody_elses(event):
                 tokens.append(_opened(event))
                 tokens.extend(_inputs(event.extra_fields.inputs))
-                stack.append(spans.begin(event))
+                stack.append(Close(event.end_time_ns))
         stack.extend(reversed(event.children))
-    spans.close_all()
     return tokens
-
-
-@dataclass(eq=False, slots=True)
-class _End:
-    """The end of a span in the tree. ``late``: the span goes on when the tree has ended it."""
-
-    time_ns: int
-    late: bool
-
-
-class _OpenSpans:
-    """The spans that are open, which is more than the tree says.
-
-    A span that Python begins in a dispatch mode's call is within that call, and so the tree ends it with the call.
-    """
-
-    def __init__(self, tokens: list[Token]) -> None:
-        self._tokens = tokens
-        self._open: list[_End] = []
-
-    def begin(self, event: Any) -> _End:
-        around = event.parent
-        late = around is not None and around.name == _DISPATCH_MODE and around.end_time_ns < event.end_time_ns
-        end = _End(event.end_time_ns, late)
-        self._open.append(end)
-        return end
-
-    def end(self, end: _End) -> None:
-        """The tree ends a span, and with it what is within."""
-        if not end.late:
-            while self._close() is not end:
-                pass
-
-    def close_until(self, time_ns: int) -> None:
-        while self._open and self._open[-1].late and self._open[-1].time_ns <= time_ns:
-            self._close()
-
-    def close_all(self) -> None:
-        while self._open:
-            self._close()
-
-    def _close(self) -> _End:
-        end = self._open.pop()
-        self._tokens.append(Close(end.time_ns))
-        return end
 
 
 def _somebody_elses(event: Any) -> bool:
@@ -117,10 +68,20 @@ def _opened(event: Any) -> Open:
     if name.startswith(MARK_PREFIX):
         return Open(event.start_time_ns, "mark", "", mark=int(name.removeprefix(MARK_PREFIX)))
     if name.startswith(_NODE):
-        return Open(event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), sequence)
+        return Open(event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event))
     # What a node runs has its number, too, and is not what made it.
-    backward = event.extra_fields.scope.name == "BACKWARD_FUNCTION"
-    return Open(event.start_time_ns, "operator", name, -1 if backward else sequence)
+    return Open(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
+
+
+def _sequence_of(node: Any) -> int:
+    """The number of a node. It is that of its function, which torch only looks for right after the node's beginning."""
+    functions = (child for child in node.children if child.tag.name == "TorchOp" and _is_backward(child))
+    function = next(functions, node)
+    return int(function.extra_fields.sequence_number)
+
+
+def _is_backward(event: Any) -> bool:
+    return bool(event.extra_fields.scope.name == "BACKWARD_FUNCTION")
 
 
 def _inputs(inputs: list[Any]) -> list[Seen]:

@@ -53,6 +53,7 @@ def _composition(timeline: Timeline, lives: Iterable[Life], total: int) -> Compo
 
 def _row(life: Life, timeline: Timeline) -> Row:
     category = category_of(life, timeline)
+    life = life.like or life
     mark, label = life.mark, life.label
     row = Row(
         category,
@@ -68,13 +69,15 @@ def _row(life: Life, timeline: Timeline) -> Row:
     return replace(
         row,
         module=folded(label.module) or row.module,
-        site=label.site or row.site,
+        site=row.site or label.site,
         tensor=label.tensor or row.tensor,
     )
 
 
 def category_of(life: Life, timeline: Timeline) -> str:
     """What a block is for: by what it was seen to be, or else by who allocated it and how long it lived."""
+    if life.like is not None:
+        return category_of(life.like, timeline)
     if life.label is not None:
         return life.label.category
     if life.born < 0:

@@ -1,4 +1,4 @@
-"""Reference cycles that hold memory: which objects only the cyclic collector could free."""
+"""Reference cycles that hold tensors: which objects only the cyclic collector could free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST = 8
 
 
 def collect_and_tell() -> tuple[str, ...]:
-    """Collect garbage, and tell the types in the reference cycles among it: ``"Trainer -> dict -> method"``.
+    """Collect garbage, and tell the types in the reference cycles among it that hold tensors: ``"Trainer -> dict -> Trainer"``.
 
     The most frequent cycles first, at most `MOST_TOLD` of them. Somebody's own ``gc.set_debug`` is given back.
     """
@@ -34,16 +34,31 @@ def collect_and_tell() -> tuple[str, ...]:
 
 
 def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
-    """The types in each reference cycle among ``objects``, from the type that says most of where it comes from."""
+    """The types in each reference cycle among ``objects`` that holds a tensor of them, itself or through others.
+
+    Each is told from the type that says most of where it comes from.
+    """
     index = {id(one): number for number, one in enumerate(objects)}
     edges = [sorted({index[id(other)] for other in gc.get_referents(one) if id(other) in index}) for one in objects]
     counts: dict[str, int] = {}
+    holding: set[int] = set()
+    # A component comes after those that it leads to.
     for component in _strongly_connected(edges):
+        if not any(_is_tensor(objects[n]) or not holding.isdisjoint(edges[n]) for n in component):
+            continue
+        holding.update(component)
         if len(component) > 1 or component[0] in edges[component[0]]:
             text = _cycle_text(component, edges, objects)
             counts[text] = counts.get(text, 0) + 1
     ranked = sorted(counts, key=lambda text: (-counts[text], text))
     return tuple(f"{text} ({counts[text]} times)" if counts[text] > 1 else text for text in ranked[:MOST_TOLD])
+
+
+def _is_tensor(one: object) -> bool:
+    import torch
+
+    # Not isinstance: an object's __class__ may be computed.
+    return issubclass(type(one), (torch.Tensor, torch.UntypedStorage))
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:

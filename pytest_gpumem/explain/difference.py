@@ -12,6 +12,7 @@ from pytest_gpumem.composition import Composition, Row, row_from_text
 
 _ITEM_SIZE = re.compile(r"(\d+)")
 _SIZES = {"bool": 8}
+_COPYING = frozenset({"clone", "contiguous"})
 
 Key = Callable[[Row], object]
 
@@ -42,6 +43,8 @@ _GREW: tuple[Key, ...] = (
     lambda row: (row.module, row.operator, row.tensor),
     # Renamed and grown.
     lambda row: (row.category, row.operator, row.tensor),
+    # Another dtype, made by another operator: ``x > 0`` and ``(x > 0).float()``.
+    lambda row: (row.category, row.module, row.shape, row.count) if row.shape else row,
 )
 """By what a row is an earlier one that has changed."""
 
@@ -136,8 +139,21 @@ def difference(before: Composition, after: Composition) -> Difference:
     changes += [Change(row, None) for row in old]
     changes += [Change(None, row) for row in new]
     told = [replace(change, reason=_reason(change, before, after)) for change in changes if change.nbytes != 0]
-    told.sort(key=lambda change: (-change.nbytes, change.row.text()))
-    return Difference(before.total, after.total, tuple(told))
+    return Difference(before.total, after.total, _ranked(told))
+
+
+def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
+    """Largest growth first; of those alike, what is at the line that grew most in all."""
+    changes = list(changes)
+    at_line: Counter[tuple[str, str]] = Counter()
+    for change in changes:
+        at_line[change.row.site, change.row.library] += change.nbytes
+
+    def rank(change: Change) -> tuple[int, int, str]:
+        row = change.row
+        return -change.nbytes, -at_line[row.site, row.library], row.text()
+
+    return tuple(sorted(changes, key=rank))
 
 
 REST = "smaller rows"
@@ -175,11 +191,14 @@ def _cancelled(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _folded_into_rest(new: list[Row], smallest: int, most: int) -> list[Row]:
-    """Rows so small that the baseline would not have kept them, made one, as far as there is room in its rest."""
+    """Rows so small that the baseline would not have kept them, made one, as far as there is room in its rest.
+
+    They may be more than the rest by less than the smallest row that was kept: among so many, that is nobody's growth.
+    """
     kept: list[Row] = []
     small = 0
     for row in sorted(new, key=lambda row: row.nbytes):
-        if row.nbytes <= smallest and small + row.nbytes <= most:
+        if row.nbytes <= smallest and small + row.nbytes < most + smallest:
             small += row.nbytes
         else:
             kept.append(row)
@@ -254,22 +273,30 @@ def _became(old: Row, new: Row) -> str:
 
 
 def _appeared(new: Row, before: Composition, after: Composition) -> str:
-    """A row without a predecessor: a wider copy of what was there, or one more of it."""
+    """A row without a predecessor: a copy, a wider one of what was there, or one more of it."""
     if new.category != "activation" or not new.tensor:
         return ""
-    still = {_place(row) for row in after.rows}
-    beside = [row for row in before.rows if row.module == new.module and row.category == new.category]
-    for row in beside:
-        if row.tensor == new.tensor and row.operator != new.operator and _place(row) in still:
+    if new.operator in _COPYING:
+        return "a copy"
+    alike = [row for row in before.rows if row.module == new.module and row.category == new.category]
+    saved = {row.operator for row in alike if row.tensor == new.tensor}
+    for row in after.rows:
+        # At the same line: elsewhere in the module, what is as large may well be something else.
+        if (row.site, row.library) == (new.site, new.library) and _beside(row, new) and row.operator in saved:
             return f"saved twice: {row.operator} saves {row.what} as well, as before"
-    for row in beside:
+    for row in alike:
         if row.shape == new.shape and 0 < _bits(row.dtype) < _bits(new.dtype):
             return f"was {row.dtype} only, now also {new.dtype}"
     return ""
 
 
-def _place(row: Row) -> tuple[str, ...]:
-    return row.category, row.module, row.operator, row.tensor
+def _beside(row: Row, new: Row) -> bool:
+    return (
+        row.operator != new.operator
+        and row.module == new.module
+        and row.category == new.category
+        and row.tensor == new.tensor
+    )
 
 
 def _bits(dtype: str) -> int:

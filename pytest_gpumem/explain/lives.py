@@ -47,6 +47,8 @@ class Life:
     """When the innermost module that allocated it ended; ``None`` outside of modules."""
     tensor: str = ""
     label: Label | None = None
+    like: Life | None = None
+    """What this step made and left, for a block that an earlier step left: it was made as that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,37 @@ class Timeline:
         return [life for life in self.lives if life.born <= moment and (life.died is None or life.died > moment)]
 
 
-def timeline_of(trace: Trace) -> Timeline:
-    """Follow a trace from its beginning to its end."""
-    return _Reader(trace).read()
+def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
+    """Follow a trace from its beginning to its end.
+
+    ``own_bytes`` are the step's when it began. What of them was not found on anything that it holds was left by earlier
+    steps, as in a list, or by a graph: of a step that repeats, each does what this one did.
+    """
+    timeline = _Reader(trace).read()
+    if own_bytes is None:
+        return timeline
+    return replace(timeline, lives=_with_leftovers(timeline.lives, own_bytes))
+
+
+def _with_leftovers(lives: tuple[Life, ...], own_bytes: int) -> tuple[Life, ...]:
+    """Blocks of nobody that were there before, made the step's where this step leaves blocks of that size as well."""
+    room = own_bytes - sum(life.nbytes for life in lives if life.born < 0 and life.own)
+    left: dict[int, list[Life]] = {}
+    for life in lives:
+        if life.born >= 0 and life.died is None and life.label is None:
+            left.setdefault(life.nbytes, []).append(life)
+    told: list[Life] = []
+    turns: dict[int, int] = {}
+    for life in lives:
+        likes = left.get(life.nbytes, [])
+        if life.born < 0 and not life.own and life.label is None and likes and life.nbytes <= room:
+            turn = turns.get(life.nbytes, 0)
+            turns[life.nbytes] = turn + 1
+            room -= life.nbytes
+            told.append(replace(life, own=True, like=likes[turn % len(likes)]))
+        else:
+            told.append(life)
+    return tuple(told)
 
 
 @dataclass(slots=True)
@@ -88,6 +118,13 @@ class _Birth:
     life: Life
     call: int
     module: int
+
+
+def _says_more(label: Label, known: Label | None) -> bool:
+    # An input is what is nothing else: a fixture's tensors may turn out to be parameters. Lines come to be known later.
+    if known is None or known.category == "input":
+        return True
+    return known.category == label.category and bool(label.site) and not known.site
 
 
 @dataclass(slots=True)
@@ -247,8 +284,7 @@ class _Reader:
         if mark.kind == "look":
             for label in self._trace.looks.get(span.mark, ()):
                 found = self._live.get(label.address)
-                # An input is what is nothing else: a fixture's tensors may turn out to be parameters.
-                if found is not None and (found.life.label is None or found.life.label.category == "input"):
+                if found is not None and _says_more(label, found.life.label):
                     found.life = replace(found.life, label=label)
         elif mark.kind in ("call", "module"):
             self._reached(mark)

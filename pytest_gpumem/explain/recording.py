@@ -135,7 +135,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
         with tracker.mark(Mark("rest", "garbage")):
             cycles = collect_and_tell()
     trace = Trace(tuple(tokens), tuple(tracker.marks), tracker.looks, before, frozenset(held), error is not None)
-    return Recorded(trace, timeline_of(trace), own_bytes, cycles, error, level)
+    return Recorded(trace, timeline_of(trace, own_bytes), own_bytes, cycles, error, level)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

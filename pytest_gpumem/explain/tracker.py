@@ -28,6 +28,7 @@ Level = Literal["calls", "modules", "phases"]
 """How closely a step is watched: each call of a torch function, each of a module, or only its phases."""
 
 _BORN_EARLY = ("parameter", "buffer")
+_ZERO = ("zero_", "_foreach_zero_")
 # What reads a tensor's properties and allocates nothing; a step calls these thousands of times.
 _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_floating_point", "untyped_storage"})
 
@@ -60,6 +61,10 @@ class Tracker:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._optimizing: list[Any] = []
         self._inputs: list[object] = []
+        self._stepped: dict[int, str] = {}
+        """The line that calls each optimizer's step: it is there that its state is made."""
+        self._zeroed: dict[int, str] = {}
+        """The line that fills a gradient with zeros, and so keeps it: by address."""
 
     def know(
         self,
@@ -144,7 +149,9 @@ class Tracker:
         site = self._sites.here(3)
         with self.mark(Mark("call", self._modules[-1][1] if self._modules else "", *site)):
             result = func(*args, **kwargs)
-        if name == "backward":
+        if name in _ZERO:
+            self._note_zeroed(args, site)
+        elif name == "backward":
             self.look()
         return result
 
@@ -175,6 +182,7 @@ class Tracker:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self._end_optimizing()
+        self._stepped[id(optimizer)] = self._sites.here().user
         self.look()
         self._optimizing.append(self._begin(Mark("optimizer")))
 
@@ -213,19 +221,31 @@ class Tracker:
                     if parameter.is_leaf and parameter.grad is not None:
                         yield from self._label("gradient", owner, [parameter.grad])
                     yield from self._label(
-                        "optimizer state", owner, reachable_tensors([optimizer.state.get(parameter)])
+                        "optimizer state",
+                        owner,
+                        reachable_tensors([optimizer.state.get(parameter)]),
+                        self._stepped.get(id(optimizer), ""),
                     )
         yield from self._label("input", "", reachable_tensors(self._inputs))
 
-    def _label(self, category: str, module: str, tensors: Iterable[torch.Tensor]) -> Iterator[Label]:
+    def _note_zeroed(self, args: object, site: Site) -> None:
+        for tensor in reachable_tensors([args]):
+            for address, _ in self._blocks_of(tensor):
+                self._zeroed[address] = site.user
+
+    def _line(self, category: str, address: int, maker: str) -> str:
+        """Where a block that was there before comes from. Later blocks may lie where something else was born."""
+        if category in _BORN_EARLY and address in self._births:
+            return self._births[address].user
+        return self._zeroed.get(address, "") if category == "gradient" else maker
+
+    def _label(self, category: str, module: str, tensors: Iterable[torch.Tensor], maker: str = "") -> Iterator[Label]:
         for tensor in tensors:
             blocks = list(self._blocks_of(tensor))
             text = tensor_text(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for address, nbytes in blocks:
                 whole = len(blocks) == 1 and nbytes == tensor.nbytes
-                # Later blocks may lie where something else was born.
-                born = self._births.get(address) if category in _BORN_EARLY else None
-                yield Label(address, category, module, text if whole else "", born.user if born is not None else "")
+                yield Label(address, category, module, text if whole else "", self._line(category, address, maker))
 
     def _blocks_on_device(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         for storage in storages_of([tensor], self._device):

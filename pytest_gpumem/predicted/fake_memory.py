@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._profiler import _RecordFunctionFast
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from pytest_gpumem.devices.cpu import _quiet_kineto
 from pytest_gpumem.devices.event_tree import tokens_of
 from pytest_gpumem.devices.events import AllocationEvent, Seen
+from pytest_gpumem.devices.torch_internals import quiet_kineto, span
 from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class FakeMemory:
     def recorded(self, tokens: list[Token]) -> Iterator[None]:
         """A stretch whose allocations are told, as `Device.recorded` does. Raises `MeasuringError` when it was cut short."""
         profiler = profile(activities=[ProfilerActivity.CPU])
-        with _quiet_kineto():
+        with quiet_kineto():
             profiler.start()
         self._recording, self._told = True, 0
         try:
@@ -161,8 +161,7 @@ class FakeMemory:
     def _tell(self, event: str) -> None:
         if self._recording:
             self._told += 1
-            # Not torch.profiler.record_function: it is an operator itself, and would come to the dispatch modes.
-            with _RecordFunctionFast(event):
+            with span(event):
                 pass
 
     def _rounded(self, nbytes: int) -> int:
@@ -183,7 +182,9 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result is not NotImplemented:
                 return result
         try:
-            result = func(*args, **kwargs)
+            # What runs below autograd calls torch's functions, too, and the step does not.
+            with DisableTorchFunction():
+                result = func(*args, **kwargs)
         except DataDependentOutputException:
             if self._memory.assumed is None or func is not torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - its name
                 raise

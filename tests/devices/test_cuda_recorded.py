@@ -1,4 +1,4 @@
-"""The cuda device against statistics that were recorded on real GPUs, played back where there is none."""
+"""The cuda device against what was recorded on real GPUs, played back where there is none: statistics, and a step's events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
+from pytest_gpumem.devices.cuda_history import HistoryEntry
+from pytest_gpumem.devices.cuda_runtime import Stretch
+from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.runner import Phase, measure_step
 from tests.gpu.recording import (
@@ -26,23 +30,36 @@ from tests.gpu.recording import (
     record,
     seen_by_device,
 )
+from tests.gpu.step_recording import StepRecording, recording_of, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch
 
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime, GpuProperties
+    from pytest_gpumem.devices.events import Token
 
-RECORDINGS = sorted((Path(__file__).parents[1] / "data").glob("cuda-statistics-*.json"))
+DATA = Path(__file__).parents[1] / "data"
+RECORDINGS = sorted(DATA.glob("cuda-statistics-*.json"))
+STEPS = sorted(DATA.glob("cuda-composition-*.json"))
+NO_RECORDING = "there is no recording of a GPU in tests/data; `make gpu` makes one where there is a GPU"
 MADE_UP = {"total_memory": 8 * 10**9, "driver": "1.2"}
 
 
 @pytest.fixture(params=RECORDINGS or [None], ids=lambda path: path.stem if path else "none")
 def recording(request: pytest.FixtureRequest) -> Recording:
     if request.param is None:
-        pytest.skip("there is no recording of a GPU in tests/data; `make gpu` makes one where there is a GPU")
+        pytest.skip(NO_RECORDING)
     return Recording.from_json(request.param.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(params=STEPS or [None], ids=lambda path: path.stem if path else "none")
+def step(request: pytest.FixtureRequest) -> StepRecording:
+    if request.param is None:
+        pytest.skip(NO_RECORDING)
+    return StepRecording.from_json(request.param.read_text(encoding="utf-8"))
 
 
 def by_hand(recording: Recording) -> list[Seen]:
@@ -75,6 +92,19 @@ def test_workspaces_of_a_recorded_gpu_are_in_the_peak_and_not_left_over(recordin
 
 def test_a_step_of_a_recorded_gpu_measures_as_made_by_hand(recording: Recording) -> None:
     assert measured_step(recording) == STEP_BY_HAND
+
+
+def test_a_step_of_a_recorded_gpu_is_composed_as_it_was_there(step: StepRecording) -> None:
+    composed = step.composed()
+    assert composed.total == step.peak
+    assert composed.rows == step.composition.rows
+    assert composed == step.composition
+
+
+def test_a_recorded_gpu_rounds_what_a_step_asked_for_and_has_workspaces(step: StepRecording) -> None:
+    rounded_up = sum(token.nbytes for token in step.tokens if isinstance(token, AllocationEvent) and token.nbytes > 0)
+    assert rounded_up > sum(entry.nbytes for entry in step.history if entry.action == "alloc")
+    assert step.composition.of("workspace") > 0
 
 
 # The same, against a GPU that is made up: so that what plays recordings back is known to work while there are none.
@@ -110,6 +140,34 @@ def test_an_allocator_that_counts_no_requests_is_played_back_as_rounded() -> Non
         -rounded(PARAMETERS),
         -rounded(PARAMETERS),
     ]
+
+
+@pytest.fixture(scope="module", params=["fp32", "amp-bf16,checkpoint=blocks"])
+def made_up_step(request: pytest.FixtureRequest) -> StepRecording:
+    """A step on the CPU, told as a GPU would."""
+    device = CpuDevice()
+    device.open()
+    try:
+        ran = run_step(device, request.param)
+    finally:
+        device.close()
+    return recording_of(ran, as_of_a_gpu(ran.recorded.trace.tokens), "a made-up GPU", MADE_UP)
+
+
+def test_a_step_of_a_made_up_gpu_is_composed_as_it_was_there(made_up_step: StepRecording) -> None:
+    composed = StepRecording.from_json(made_up_step.to_json()).composed()
+    assert composed == made_up_step.composition
+    assert composed.total == made_up_step.peak
+
+
+def test_a_recording_of_a_step_survives_its_file(made_up_step: StepRecording) -> None:
+    assert StepRecording.from_json(made_up_step.to_json()) == made_up_step
+
+
+def test_a_recording_of_a_step_of_another_format_is_refused(made_up_step: StepRecording) -> None:
+    text = made_up_step.to_json().replace('"format":1', '"format":0')
+    with pytest.raises(ValueError, match="not a recording of a step of format 1"):
+        StepRecording.from_json(text)
 
 
 def test_a_recording_survives_its_file() -> None:
@@ -193,6 +251,20 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // 512) * 512
 
 
+def as_of_a_gpu(tokens: tuple[Token, ...]) -> Stretch:
+    """Tokens with rounded blocks, and the history that has what was asked for."""
+    stretch = Stretch()
+    for token in tokens:
+        if not isinstance(token, AllocationEvent):
+            stretch.tokens.append(token)
+            continue
+        nbytes = rounded(abs(token.nbytes))
+        stretch.tokens.append(token._replace(nbytes=nbytes if token.nbytes > 0 else -nbytes))
+        for action in ("alloc",) if token.nbytes > 0 else ("free_requested", "free_completed"):
+            stretch.history.append(HistoryEntry(token.time_ns, action, token.address, abs(token.nbytes)))
+    return stretch
+
+
 class Block:
     """Memory of the made-up GPU, freed when it is dropped."""
 
@@ -253,6 +325,9 @@ class MadeUpCuda:
 
     def time(self, run: Callable[[], None]) -> float:
         raise AssertionError("nothing is timed")
+
+    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
+        raise AssertionError("nothing is recorded")
 
 
 def multiply(runtime: CudaRuntime, held: dict[str, object]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open
+from pytest_gpumem.devices.torch_internals import span
 
 
 class PassingOn(TorchDispatchMode):
@@ -36,8 +37,8 @@ def spans_of(run, told=None) -> tuple[list[tuple[str, ...]], int]:
 
 
 def marked() -> None:
-    with record_function(f"{MARK_PREFIX}0"):
-        with record_function(f"{MARK_PREFIX}1"):
+    with span(f"{MARK_PREFIX}0"):
+        with span(f"{MARK_PREFIX}1"):
             torch.empty(100)
         torch.empty(100)
     torch.empty(100)
@@ -50,7 +51,7 @@ def test_an_allocation_is_within_the_marks_and_operators_around_it():
     assert spans_of(marked) == (EXPECTED, 0)
 
 
-def test_a_mark_within_a_dispatch_mode_is_open_until_it_ends():
+def test_a_dispatch_mode_is_no_span_and_ends_no_mark():
     def run() -> None:
         with PassingOn(), PassingOn():
             marked()
@@ -61,25 +62,25 @@ def test_a_mark_within_a_dispatch_mode_is_open_until_it_ends():
     assert left == 0
 
 
-def test_a_mark_within_a_dispatch_mode_ends_with_the_operator_that_it_is_in():
-    class Marks(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            with PassingOn(), record_function(f"{MARK_PREFIX}0"):
-                result = func(*args, **(kwargs or {}))
-            return result
+def test_a_node_has_the_number_of_its_function_also_where_a_hook_comes_first():
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
 
-    def run() -> None:
-        with Marks():
-            one = torch.empty(100)
-        one + torch.empty(100)
+    def run(hooked: bool) -> list[tuple[str, str | None]]:
+        leaf = torch.ones(3, requires_grad=True)
+        profiler = profile(activities=[ProfilerActivity.CPU])
+        profiler.start()
+        product = leaf.exp()
+        if hooked:
+            product.register_hook(hook)
+        product.sum().backward()
+        profiler.stop()
+        tokens = [token for token in tokens_of(profiler, "cpu") if isinstance(token, Open)]
+        made = {token.sequence: token.name for token in tokens if token.kind == "operator" and token.sequence >= 0}
+        return [(token.name, made.get(token.sequence)) for token in tokens if token.kind == "node"]
 
-    around, left = spans_of(run)
-    assert left == 0
-    assert [tuple(dict.fromkeys(names)) for names in around] == [
-        ("aten::empty", "mark 0"),
-        ("aten::empty",),
-        ("aten::add",),
-    ]
+    assert run(hooked=True) == run(hooked=False)
+    assert ("ExpBackward0", "aten::exp") in run(hooked=True)
 
 
 def test_a_span_that_tells_tokens_is_replaced_by_them():
@@ -88,7 +89,7 @@ def test_a_span_that_tells_tokens_is_replaced_by_them():
             yield AllocationEvent(time_ns, 7, 70)
 
     def run() -> None:
-        with record_function(f"{MARK_PREFIX}0"), record_function("made"):
+        with span(f"{MARK_PREFIX}0"), span("made"):
             pass
 
     assert spans_of(run, told) == ([("mark 0",)], 0)

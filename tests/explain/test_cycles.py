@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from pytest_gpumem.explain.cycles import MOST_TOLD, collect_and_tell, cycles_among
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    pass
+    def __init__(self) -> None:
+        self.loss = torch.empty(1)
 
 
 class Model:
@@ -25,12 +27,13 @@ class Model:
 
 
 class Node:
-    """Without a dict: what it leads to is known."""
+    """Holds a tensor, and has no dict: what it leads to is known."""
 
-    __slots__ = ("__weakref__", "other")
+    __slots__ = ("__weakref__", "other", "tensor")
 
     def __init__(self, other: Any = None) -> None:
         self.other = other
+        self.tensor = torch.empty(1)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,10 @@ def _nothing_to_collect() -> Iterator[None]:
     was_on = gc.isenabled()
     gc.disable()
     gc.collect()
+    # What was there before costs a collection much time, and is none of a test's.
+    gc.freeze()
     yield
+    gc.unfreeze()
     if was_on:
         gc.enable()
 
@@ -79,8 +85,11 @@ def test_a_cycle_begins_with_the_type_that_says_most():
 
 def test_a_closure_that_holds_itself():
     def leak() -> None:
+        tensor = torch.empty(1)
+
         def again() -> None:
             again()
+            tensor.zero_()
 
     leak()
     (told,) = collect_and_tell()
@@ -97,6 +106,7 @@ def test_a_method_that_an_object_keeps_of_itself():
 
 def test_the_frame_of_an_exception_that_is_kept_in_it():
     def fail() -> None:
+        tensor = torch.empty(1)  # noqa: F841 - the frame holds it
         try:
             raise ValueError("kept")
         except ValueError as error:
@@ -109,10 +119,38 @@ def test_the_frame_of_an_exception_that_is_kept_in_it():
 
 
 def test_an_object_that_holds_itself_alone():
-    held: list[object] = []
+    held: list[object] = [torch.empty(1)]
     held.append(held)
     del held
     assert collect_and_tell() == ("list -> list",)
+
+
+def test_a_cycle_that_holds_no_tensor_is_not_told():
+    held: list[object] = []
+    held.append(held)
+
+    class OfItsOwn:
+        pass
+
+    del held, OfItsOwn
+    assert collect_and_tell() == ()
+
+
+def test_a_cycle_that_leads_to_a_tensor_through_others_is_told():
+    held: list[object] = [{"state": Model()}]
+    held[0]["state"].tensors = (torch.empty(1),)  # type: ignore[index]
+    held.append(held)
+    del held
+    assert collect_and_tell() == ("list -> list",)
+
+
+def test_a_cycle_that_shares_a_tensor_with_what_is_alive_holds_nothing():
+    tensor = torch.empty(1)
+    held: list[object] = [tensor]
+    held.append(held)
+    del held
+    assert collect_and_tell() == ()
+    assert tensor.numel() == 1
 
 
 def test_what_only_hangs_on_a_cycle_is_not_in_it():
@@ -148,7 +186,7 @@ def test_cycles_of_the_same_types_are_counted_and_the_most_frequent_come_first()
     for _ in range(3):
         node = Node()
         node.other = [node]
-    held: list[object] = []
+    held: list[object] = [torch.empty(1)]
     held.append(held)
     del node, held
     assert collect_and_tell() == ("Node -> list -> Node (3 times)", "list -> list")
@@ -228,7 +266,7 @@ def test_a_large_knot_is_told_in_a_reasonable_time():
         last = last.other
     last.other = first
     began = time.perf_counter()
-    told = cycles_among(chain_from(first))
+    told = cycles_among([*chain_from(first), first.tensor])
     assert time.perf_counter() - began < 5
     assert told == ("Node -> Node -> Node -> Node -> Node -> Node -> Node -> ... -> Node -> Node",)
 
@@ -240,7 +278,7 @@ def test_a_long_chain_that_hangs_on_a_cycle_is_passed_in_a_reasonable_time():
         chain.append(Node(chain[-1]))
     began = time.perf_counter()
     # From the end that leads to all the others: the search goes as deep as the chain is long.
-    assert cycles_among(chain[::-1]) == ("Node -> Node",)
+    assert cycles_among([*chain[::-1], chain[0].tensor]) == ("Node -> Node",)
     assert time.perf_counter() - began < 5
 
 

@@ -18,10 +18,11 @@ from pytest_gpumem.devices.cuda_runtime import GpuProperties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
-    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+    from pytest_gpumem.devices.cuda_runtime import CudaRuntime, Stretch
 
 FORMAT = 1
 COUNTERS = ("requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all")
@@ -173,6 +174,9 @@ class ReplayedCuda:
     def time(self, run: Callable[[], None]) -> float:
         run()
         return 0.0
+
+    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
+        raise AssertionError("a recording of statistics has no events")
 
     def _probe(self, nbytes: int) -> None:
         self._probes += nbytes

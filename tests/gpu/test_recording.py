@@ -1,12 +1,14 @@
-"""Records the statistics of this GPU's allocator, for the tests that play them back without one."""
+"""Records what this GPU's allocator tells, for the tests that play it back without one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from tests.gpu.project import REPOSITORY
 from tests.gpu.recording import WORKLOAD, Recording, Seen, record, seen_by_device
+from tests.gpu.step_recording import KeepingCuda, StepRecording, recording_of, run_step
 
 if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
@@ -23,3 +25,21 @@ def test_a_recording_of_this_gpu_can_be_played_back(device: Device) -> None:
     assert [one for one in seen if one.name != "matmul"] == by_hand
     DATA.mkdir(exist_ok=True)
     (DATA / f"cuda-statistics-{environment.slug}.json").write_text(recording.to_json(), encoding="utf-8")
+
+
+def test_a_recording_of_a_step_on_this_gpu_can_be_composed_again() -> None:
+    runtime = KeepingCuda()
+    device = CudaDevice(runtime)
+    device.open()
+    try:
+        environment = device.environment()
+        ran = run_step(device)
+    finally:
+        device.close()
+    (stretch,) = runtime.stretches
+    recording = recording_of(ran, stretch, environment.device, environment.details)
+    composed = StepRecording.from_json(recording.to_json()).composed()
+    assert composed == ran.explanation.peak
+    assert composed.total == ran.peak
+    DATA.mkdir(exist_ok=True)
+    (DATA / f"cuda-composition-{environment.slug}.json").write_text(recording.to_json(), encoding="utf-8")

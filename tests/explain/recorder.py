@@ -1,0 +1,72 @@
+"""Steps of small models on the CPU: measured plainly, and recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.explain.recording import Recorded, Subject, explain, phase, record
+from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pytest_gpumem.composition import Explanation
+    from pytest_gpumem.devices.cpu import CpuDevice
+    from pytest_gpumem.explain.sites import Site, Sites
+    from pytest_gpumem.explain.tracker import Level, Tracker
+
+Phases = dict[str, "Callable[[], object]"]
+
+
+class Recorder:
+    """Measures and records steps on an open device. ``held`` is what leads to everything that a step holds."""
+
+    def __init__(self, device: CpuDevice, sites: Sites) -> None:
+        self.device = device
+        self.sites = sites
+
+    def subject(
+        self,
+        phases: Phases,
+        held: object = (),
+        know: Callable[[Tracker], None] | None = None,
+        births: Mapping[int, Site] | None = None,
+        *,
+        compiled: bool = False,
+    ) -> Subject:
+        def run(tracker: Tracker) -> None:
+            for name, one in phases.items():
+                with phase(tracker, name):
+                    one()
+
+        here = self.device.torch_device
+        return Subject(
+            run,
+            own=lambda: list(storages_of(reachable_tensors([held]), here)),
+            own_bytes=lambda: sum(blocks_of(reachable_tensors([held]), here).values()),
+            know=know or (lambda tracker: tracker.know_value(held)),
+            births=births or {},
+            compiled=compiled,
+        )
+
+    def measured(self, phases: Phases, held: object = ()) -> int:
+        """The peak of the step, run as it is."""
+        self.device.settle()
+        self.device.adopt(storages_of(reachable_tensors([held]), self.device.torch_device))
+        own = sum(blocks_of(reachable_tensors([held]), self.device.torch_device).values())
+        self.device.take_peak()
+        live = self.device.live()
+        for one in phases.values():
+            one()
+        return own + self.device.take_peak().allocated - live
+
+    def record(self, phases: Phases, held: object = (), level: Level = "calls") -> Recorded:
+        return record(self.device, self.sites, self.subject(phases, held), level)
+
+    def explain(self, phases: Phases, held: object = (), warm_ups: int = 2) -> tuple[Explanation, Recorded]:
+        """The explanation of a step that has run before, by the peak that was measured."""
+        for _ in range(warm_ups):
+            for one in phases.values():
+                one()
+        expected = self.measured(phases, held)
+        return explain(self.device, self.sites, self.subject(phases, held), expected)

@@ -1,0 +1,175 @@
+"""A training step as its sources told of it on a GPU, so that it can be composed again where there is none.
+
+What is kept is the raw material: the profiler's tokens with the allocator's rounded blocks, the allocator's history, and
+what was marked and looked at. Beside it stand the peak by the statistics, and what was made of it on the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from pytest_gpumem.composition import composition_from_plain
+from pytest_gpumem.devices.cuda_history import HistoryEntry, in_order_of_time, with_requested_sizes
+from pytest_gpumem.devices.cuda_runtime import TorchCuda
+from pytest_gpumem.devices.events import tokens_from_plain, tokens_to_plain
+from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.explain.compose import composition_of_peak
+from pytest_gpumem.explain.lives import timeline_of
+from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.explain.trace import trace_from_plain
+from pytest_gpumem.steps.bench import Bench, Explaining
+from pytest_gpumem.steps.config import as_config
+from pytest_gpumem.steps.measured import measure_train_step
+from tests.gpu.project import REPOSITORY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pytest_gpumem.composition import Composition, Explanation
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.devices.cuda_runtime import Stretch
+    from pytest_gpumem.devices.events import Token
+    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.trace import Trace
+
+FORMAT = 1
+WIDTH, CLASSES, SAMPLES = 36, 10, 24
+
+
+class Block(torch.nn.Module):
+    """Half of what a transformer's layer is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class TwoLayers(torch.nn.Module):
+    """Sizes that no allocator rounds to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x), labels)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class StepRecording:
+    """See above. ``trace`` is without its tokens, which are made of ``tokens`` and ``history``; bytes are the step's."""
+
+    device: str
+    details: dict[str, str | int]
+    tokens: list[Token]
+    history: list[HistoryEntry]
+    trace: Trace
+    own_bytes: int
+    peak: int
+    composition: Composition
+
+    def composed(self) -> Composition:
+        """What the sources' tokens make of the peak, here and now."""
+        tokens = with_requested_sizes(in_order_of_time(self.tokens), self.history)
+        return composition_of_peak(timeline_of(replace(self.trace, tokens=tuple(tokens))), self.own_bytes)
+
+    def to_json(self) -> str:
+        document = {
+            "format": FORMAT,
+            "device": self.device,
+            "details": self.details,
+            "peak": self.peak,
+            "own_bytes": self.own_bytes,
+            "composition": self.composition.to_plain(),
+            "trace": self.trace.to_plain(),
+            "history": [list(entry) for entry in self.history],
+            "tokens": tokens_to_plain(self.tokens),
+        }
+        return json.dumps(document, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> StepRecording:
+        """The recording that `to_json` wrote. Raises ``ValueError`` for another format."""
+        document: dict[str, Any] = json.loads(text)
+        if document.get("format") != FORMAT:
+            raise ValueError(f"not a recording of a step of format {FORMAT}; record it again")
+        return cls(
+            document["device"],
+            document["details"],
+            tokens_from_plain(document["tokens"]),
+            [HistoryEntry(*entry) for entry in document["history"]],
+            trace_from_plain(document["trace"]),
+            document["own_bytes"],
+            document["peak"],
+            composition_from_plain(document["composition"]),
+        )
+
+
+class KeepingCuda(TorchCuda):
+    """Keeps what its sources told of each stretch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stretches: list[Stretch] = []
+
+    @contextmanager
+    def recorded(self, *, with_history: bool) -> Iterator[Stretch]:
+        with super().recorded(with_history=with_history) as stretch:
+            yield stretch
+        self.stretches.append(stretch)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step that was measured and explained."""
+
+    peak: int
+    explanation: Explanation
+    recorded: Recorded
+
+
+def run_step(device: Device, config: str = "fp32") -> Ran:
+    """Measure and explain a training step of `TwoLayers` on an open device."""
+    kept: list[Recorded] = []
+
+    def ran_out(explanation: Explanation) -> None:
+        raise AssertionError(f"the step ran out of memory: {explanation}")
+
+    bench = Bench(device, Windows(device), timed=False, explaining=Explaining(Sites(REPOSITORY), kept.append, ran_out))
+    step = measure_train_step(bench, TwoLayers, batch(), config=as_config(config), wanted=lambda _: True)
+    assert step.explanation is not None
+    (recorded,) = kept
+    return Ran(step.metrics()["peak_allocated"], step.explanation, recorded)
+
+
+def recording_of(ran: Ran, stretch: Stretch, device: str, details: Mapping[str, str | int]) -> StepRecording:
+    """What is to be kept of a step, with what the sources told of its recorded run."""
+    trace = replace(ran.recorded.trace, tokens=())
+    return StepRecording(
+        device,
+        dict(details),
+        stretch.tokens,
+        stretch.history,
+        trace,
+        ran.recorded.own_bytes,
+        int(ran.peak),
+        ran.explanation.peak,
+    )
