@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import corpus_attention
+import corpus_heads
 import corpus_layers
 import corpus_loops
 import corpus_refactorings
@@ -67,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def all_cases() -> list[Case | Refactoring]:
-    return [*corpus_attention.CASES, *corpus_layers.CASES, *corpus_loops.CASES, *corpus_refactorings.REFACTORINGS]
+    modules = (corpus_attention, corpus_layers, corpus_heads, corpus_loops)
+    return [*(case for module in modules for case in module.CASES), *corpus_refactorings.REFACTORINGS]
 
 
 def shown_of(case: Case | Refactoring, device: CpuDevice) -> Shown:

@@ -155,7 +155,7 @@ class Measurement:
         if self.explanation is None:
             raise MissingComposition(
                 f"the composition of {self.name!r} was not recorded; --gpumem-explain=always records it for every test, "
-                f"and {self.workload.step}(..., explain=True) for this step"
+                f"and {self.workload.step}(..., explain=True) for this step, unless --gpumem-explain=never"
                 if self.workload.step in _EXPLAINED
                 else f"the composition of {self.name!r} was not recorded, as of any {self.workload.step}; "
                 "gpumem.measure, train_step and infer_step record it with explain=True"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -268,7 +269,8 @@ class Measuring:
             # Its frames would have to be cleared, and the debugger is about to show them.
             return
         clear_frames(error)
-        run.explain_call_out_of_memory(lambda: call_again(item))
+        with suppress(MeasuringError):
+            run.explain_call_out_of_memory(lambda: call_again(item))
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
@@ -307,13 +309,9 @@ class Measuring:
 def call_again(item: pytest.Item) -> None:
     """Run the call of a test once more, with the same arguments. Not as pytest does it: nothing of it is reported."""
     if isinstance(item, TestCaseFunction):
+        # unittest's own way to run a test without collecting its result.
         instance: Any = item.instance
-        instance.setUp()
-        try:
-            getattr(instance, item.originalname)()
-        finally:
-            instance.tearDown()
-            instance.doCleanups()
+        instance.debug()
     else:
         item.runtest()
 
@@ -337,6 +335,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
             ended = True
         if not run.measures_itself:
             run.record(Workload("call"), figures().memory_metrics())
+            run.call_turnover = figures().turnover
     except MeasuringError as error:
         if not ended:
             raise

@@ -113,6 +113,8 @@ def settings_of(config: pytest.Config) -> Settings:
     if "store" in said:
         settings = replace(settings, store_base=config.invocation_params.dir)
     if "artifacts" in said:
+        if not said["artifacts"]:
+            raise SettingsError("--gpumem-artifacts is empty, expected a folder")
         settings = replace(settings, artifacts_base=config.invocation_params.dir)
     return replace(settings, explicit=True, **said)
 

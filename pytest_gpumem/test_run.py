@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.explain.recording import Subject
+from pytest_gpumem.explain.recording import Expected, Subject
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
@@ -65,6 +65,8 @@ class TestRun:
         """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
         self.relations = 0
         """How many relations the test asserted with the fixture, and saw hold."""
+        self.call_turnover = 0
+        """Bytes that the call allocated in all, where it was measured as a whole."""
         self.lost: str | None = None
         """Why its figures cannot be believed, as a clause."""
         self._residency = residency
@@ -74,6 +76,8 @@ class TestRun:
         self._heap.freeze()
         self._failure: BaseException | None = None
         self._at_call: tuple[OwnBytes, int] | None = None
+        self._attributes: frozenset[str] = frozenset()
+        """What the test's instance had when its call began."""
 
     def begin_call(self) -> None:
         """The call is about to begin: from here on, what is allocated is the test's."""
@@ -81,6 +85,7 @@ class TestRun:
         own = self._residency.own(self.item)
         self.device.adopt(self._residency.storages(self.item))
         self._at_call = own, self.device.live()
+        self._attributes = frozenset(getattr(getattr(self.item, "instance", None), "__dict__", ()))
 
     @contextmanager
     def tracked(self) -> Iterator[Callable[[], Figures]]:
@@ -93,6 +98,7 @@ class TestRun:
         live_before, reserved_before = device.live(), device.reserved()
         held_before = self._residency.own(self.item).total
         ended: list[Figures] = []
+        turnover = device.turnover()
         window = self.windows.open()
         with cyclic_collector_off():
             try:
@@ -103,6 +109,7 @@ class TestRun:
                     self.windows.close(window)
                 raise
             peak = self.windows.close(window)
+            turnover = device.turnover() - turnover
             device.release_workspaces()
             live_run = device.live()
             live_after = live_at_rest(device, live_before)
@@ -114,6 +121,7 @@ class TestRun:
                 peak=peak,
                 live_run=live_run,
                 live_after=live_after,
+                turnover=turnover,
                 held_change=self._residency.own(self.item).total - held_before,
             )
         )
@@ -174,7 +182,9 @@ class TestRun:
         """
         measurement = self.measurements[-1]
         try:
-            explanation = self.bench.explain(self._call_subject(call), measurement.peak_allocated)
+            explanation = self.bench.explain(
+                self._call_subject(call), Expected(measurement.peak_allocated, self.call_turnover)
+            )
         except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - the test's own code
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             note = f"it could not be run again to tell what its peak is made of: {said}"
@@ -188,8 +198,12 @@ class TestRun:
             self.bench.explain_out_of_memory(self._call_subject(call))
 
     def _call_subject(self, call: Callable[[], object]) -> Subject:
-        assert self._at_call is not None, "the call has begun"
-        at_call, live_at_call = self._at_call
+        def prepare() -> None:
+            # The call begins again as it did: what it left on its fixtures and its instance is the first run's.
+            self._residency.clear_left_gradients(self.item)
+            instance = getattr(self.item, "instance", None)
+            for name in [name for name in getattr(instance, "__dict__", ()) if name not in self._attributes]:
+                delattr(instance, name)
 
         def know(tracker: Tracker) -> None:
             values = self._residency.values(self.item)
@@ -200,7 +214,9 @@ class TestRun:
         return Subject(
             lambda _: call(),
             own=lambda: list(self._residency.storages(self.item)),
-            own_bytes=lambda: at_call.total + self.device.live() - live_at_call,
+            # What the first run leaked belongs to nobody now.
+            own_bytes=lambda: self._residency.own(self.item).total,
+            prepare=prepare,
             know=know,
         )
 

@@ -87,6 +87,9 @@ class Device(Protocol):
     def take_peak(self) -> Peak:
         """The peak since the last call of this (or `open`), and start the next one from what is live now."""
 
+    def turnover(self) -> int:
+        """Bytes allocated since the device was opened, whether freed or not: how much a step asks for in all."""
+
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 

@@ -129,6 +129,10 @@ class CpuDevice:
         self._flush()
         return Peak(self._ledger.take_peak())
 
+    def turnover(self) -> int:
+        self._flush()
+        return self._ledger.turnover
+
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
         known = self._ledger.addresses

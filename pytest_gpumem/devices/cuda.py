@@ -129,6 +129,9 @@ class CudaDevice:
         self._reset()
         return peak
 
+    def turnover(self) -> int:
+        return self._statistic(f"{self._counter}.all.allocated")
+
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to learn: the allocator counts every block."""
 

@@ -219,7 +219,9 @@ def profiled(stretch: Stretch, device_type: str) -> Iterator[None]:
     with suppress(RuntimeError):
         profiler.stop()
         tokens = numbered_by_thread(tokens_of(profiler, device_type), threads_of_spans(profiler))
-    ends = [n for n, token in enumerate(tokens) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)]
+    ends = [
+        n for n, token in enumerate(tokens) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)
+    ]
     if not ends:
         raise MeasuringError(_CUT_SHORT)
     (end,) = ends

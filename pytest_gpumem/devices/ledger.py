@@ -18,7 +18,7 @@ class Ledger:
     that the earlier block's free was missed, so the new one replaces it.
     """
 
-    __slots__ = ("_blocks", "_count", "_live", "_numbers", "_peak")
+    __slots__ = ("_blocks", "_count", "_live", "_numbers", "_peak", "turnover")
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
@@ -26,6 +26,8 @@ class Ledger:
         self._count = 0
         self._live = 0
         self._peak = 0
+        self.turnover = 0
+        """Bytes of every allocation so far."""
 
     @property
     def live(self) -> int:
@@ -48,6 +50,7 @@ class Ledger:
         for event in events:
             self._live -= self._blocks.pop(event.address, 0)
             if event.nbytes > 0:
+                self.turnover += event.nbytes
                 self._learn(event.address, event.nbytes)
                 self._peak = max(self._peak, self._live)
 

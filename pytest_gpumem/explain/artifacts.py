@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.composition import CATEGORIES
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open
 from pytest_gpumem.explain.compose import category_of
-from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,19 +37,18 @@ class Artifacts:
         self._device = device
         self._count = 0
 
-    def keep(self, recorded: Recorded) -> None:
-        """Write a recording. Raises `MeasuringError` when that cannot be done: nobody should look for it in vain."""
+    def keep(self, recorded: Recorded) -> str | None:
+        """Write a recording. Returns a clause when that cannot be done: nobody should look for it in vain."""
         if self._folder is None:
-            return
+            return None
         self._count += 1
         name = artifact_name(self._nodeid, self._count)
         try:
             write_timeline(self._folder / f"{name}.timeline.json", self._nodeid, recorded)
             self._device.keep_snapshot(self._folder / f"{name}.snapshot.pickle")
         except OSError as error:
-            raise MeasuringError(
-                f"{self._folder}: cannot write what was recorded (--gpumem-artifacts): {error}"
-            ) from None
+            return f"{self._folder}: cannot write what was recorded (--gpumem-artifacts): {error}"
+        return None
 
 
 def write_timeline(path: Path, nodeid: str, recorded: Recorded) -> None:

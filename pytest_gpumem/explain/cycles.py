@@ -97,7 +97,8 @@ def _type_name(one: object) -> str:
         return f"function {one.__qualname__}"
     if isinstance(one, types.FrameType):
         return f"frame of {one.f_code.co_qualname if hasattr(one.f_code, 'co_qualname') else one.f_code.co_name}"
-    return type(one).__qualname__
+    # Of a class in a function: which one it is does not depend on where it stands.
+    return type(one).__qualname__.rpartition("<locals>.")[2]
 
 
 def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:

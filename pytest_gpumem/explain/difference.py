@@ -26,10 +26,15 @@ _SAME: tuple[Key, ...] = (
     # The same by another operator (``x.softmax()`` and ``F.softmax(x)`` are one; ``a * b`` and ``torch.addcmul`` are not).
     lambda row: (row.category, row.module, row.tensor),
     lambda row: (row.category, row.tensor),
-    # What is passed on between modules otherwise, but is as large.
-    lambda row: (row.tensor, row.nbytes, row.count),
 )
 """By what two sets of rows are the same, from the strictest to the loosest."""
+
+_MOVED: tuple[Key, ...] = (
+    # What is passed on between modules otherwise, but is as large.
+    lambda row: (row.category, row.tensor, row.nbytes, row.count),
+    lambda row: (row.tensor, row.nbytes, row.count),
+)
+"""By what a row that is at its place no more is another that was not at its place before."""
 
 _GREW: tuple[Key, ...] = (
     lambda row: replace(row, nbytes=0, count=0),
@@ -126,7 +131,8 @@ def difference(before: Composition, after: Composition) -> Difference:
     old, new = list(before.rows), list(after.rows)
     for key in _SAME:
         old, new = _without_equals(old, new, key)
-    old, new = _cancelled(old, new)
+    for key in _MOVED:
+        old, new = _without_moved(old, _fewest_news_first(old, new), key)
     if before.rest:
         new = _folded_into_rest(new, smallest=min((row.nbytes for row in before.rows), default=0), most=before.rest)
         old.append(Row("other", before.rest, operator=REST))
@@ -134,7 +140,7 @@ def difference(before: Composition, after: Composition) -> Difference:
         new.append(Row("other", after.rest, operator=REST))
     changes: list[Change] = []
     for key in _GREW:
-        old, new, found = _paired(old, new, key)
+        old, new, found = _paired(old, _fewest_news_first(old, new), key)
         changes += found
     changes += [Change(row, None) for row in old]
     changes += [Change(None, row) for row in new]
@@ -145,15 +151,8 @@ def difference(before: Composition, after: Composition) -> Difference:
 def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
     """Largest growth first; of those alike, what is at the line that grew most in all."""
     changes = list(changes)
-    at_line: Counter[tuple[str, str]] = Counter()
-    for change in changes:
-        at_line[change.row.site, change.row.library] += change.nbytes
-
-    def rank(change: Change) -> tuple[int, int, str]:
-        row = change.row
-        return -change.nbytes, -at_line[row.site, row.library], row.text()
-
-    return tuple(sorted(changes, key=rank))
+    at_line = _at_line((change.row, change.nbytes) for change in changes)
+    return tuple(sorted(changes, key=lambda one: (-one.nbytes, -at_line[_line(one.row)], one.row.text())))
 
 
 REST = "smaller rows"
@@ -171,23 +170,48 @@ def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row]
     return left_old, left_new
 
 
-def _cancelled(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Without single rows that only changed their place."""
-    pending = Counter((row.category, row.tensor, row.count, row.nbytes) for row in old)
-    pending &= Counter((row.category, row.tensor, row.count, row.nbytes) for row in new)
+def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
+    """Without single rows that only changed their place. What has a row at its place on both sides grew or shrank there."""
+    stayed = {_place(row) for row in old} & {_place(row) for row in new}
+    pending = Counter(key(row) for row in old if _place(row) not in stayed)
+    pending &= Counter(key(row) for row in new if _place(row) not in stayed)
 
     def left(rows: list[Row]) -> list[Row]:
         budget = Counter(pending)
         kept = []
         for row in rows:
-            key = (row.category, row.tensor, row.count, row.nbytes)
-            if budget[key] > 0:
-                budget[key] -= 1
+            if _place(row) not in stayed and budget[key(row)] > 0:
+                budget[key(row)] -= 1
             else:
                 kept.append(row)
         return kept
 
     return left(old), left(new)
+
+
+def _fewest_news_first(old: list[Row], new: list[Row]) -> list[Row]:
+    """``new``, so that of rows alike those are matched first whose line has the least that is new.
+
+    Growth is then told of as few lines as can be: an edit that saves two tensors more has one line.
+    """
+    at_line = _at_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
+    return sorted(new, key=lambda row: at_line[_line(row)])
+
+
+def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
+    """What grew at each line, in bytes."""
+    found: Counter[tuple[str, str]] = Counter()
+    for row, nbytes in grown:
+        found[_line(row)] += nbytes
+    return found
+
+
+def _line(row: Row) -> tuple[str, str]:
+    return row.site, row.library
+
+
+def _place(row: Row) -> tuple[str, str, str, str]:
+    return row.category, row.module, row.operator, row.tensor
 
 
 def _folded_into_rest(new: list[Row], smallest: int, most: int) -> list[Row]:
@@ -282,7 +306,7 @@ def _appeared(new: Row, before: Composition, after: Composition) -> str:
     saved = {row.operator for row in alike if row.tensor == new.tensor}
     for row in after.rows:
         # At the same line: elsewhere in the module, what is as large may well be something else.
-        if (row.site, row.library) == (new.site, new.library) and _beside(row, new) and row.operator in saved:
+        if _line(row) == _line(new) and _beside(row, new) and row.operator in saved:
             return f"saved twice: {row.operator} saves {row.what} as well, as before"
     for row in alike:
         if row.shape == new.shape and 0 < _bits(row.dtype) < _bits(new.dtype):

@@ -165,6 +165,8 @@ class _Around:
             self.mark = mark
             if mark.kind == "module":
                 self.module, self.call = opened, -1
+                # An optimizer's closure runs the model.
+                self.in_optimizer = False
             else:
                 self.call = opened
             # Code of torch alone, or of a function's own backward, is the node's.
@@ -187,6 +189,8 @@ class _Reader:
         self._spans: dict[str, tuple[int, int]] = {}
         self._lines: set[tuple[str, str]] = set()
         """The lines that forward reached: backward that reaches one of them computes it again."""
+        self._sites: dict[str, tuple[str, str]] = {}
+        """The latest line in forward of each module."""
         self._paths: dict[tuple[str, str], str] = {}
         """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
 
@@ -249,8 +253,8 @@ class _Reader:
         mark = around.mark
         if around.node is not None:
             mark = self._led_back(around.node, mark)
-        elif mark is not None and around.recomputed and not mark.path:
-            mark = replace(mark, path=self._paths.get((mark.site, mark.library), ""))
+        elif mark is not None and around.recomputed:
+            mark = self._computed_again(mark)
         life = Life(
             event.address,
             event.nbytes,
@@ -270,6 +274,15 @@ class _Reader:
         if own is None or not (own.site or own.library):
             return made
         return replace(own, path=own.path or (made.path if made is not None else ""))
+
+    def _computed_again(self, mark: Mark) -> Mark:
+        """A mark in backward, with the module or the line that forward had there: callers are torch's then."""
+        if not mark.path:
+            return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
+        if not mark.site and not mark.library and mark.path in self._sites:
+            site, library = self._sites[mark.path]
+            return replace(mark, site=site, library=library)
+        return mark
 
     def _opened(self, moment: int, span: Open) -> None:
         self._open.append((moment, span))
@@ -295,6 +308,7 @@ class _Reader:
         if in_node is None:
             self._lines.add((mark.site, mark.library))
             if mark.path:
+                self._sites[mark.path] = mark.site, mark.library
                 self._paths.setdefault((mark.site, mark.library), mark.path)
             return
         above = [self._trace.marks[span.mark].kind for _, span in self._open[in_node + 1 : -1] if span.kind == "mark"]
@@ -313,6 +327,8 @@ class _Reader:
     def _closed(self, moment: int) -> None:
         opened, span = self._open.pop()
         self._ends[opened] = moment
+        for tensor in self._trace.results.get(span.mark, ()):
+            self._seen(tensor)
         if span.kind == "mark" and self._trace.marks[span.mark].kind == "rest":
             self._spans[self._trace.marks[span.mark].path] = opened, moment
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.composition import Explanation
+from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
 from pytest_gpumem.explain.compose import (
     composition_at,
@@ -38,6 +39,18 @@ def know_nothing(_: Tracker) -> None:
     """What is not told is found while the step runs."""
 
 
+def nothing_to_prepare() -> None:
+    """A step that repeats begins as it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What was measured of what is recorded, in bytes: its peak, and how much it allocated in all."""
+
+    peak: int
+    turnover: int
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is recorded. ``run(tracker)`` runs it once; ``own`` gives the storages that it holds when it begins.
@@ -49,6 +62,8 @@ class Subject:
     own: Callable[[], Sequence[torch.UntypedStorage]]
     own_bytes: Callable[[], int]
     know: Callable[[Tracker], None] = know_nothing
+    prepare: Callable[[], None] = nothing_to_prepare
+    """What has to be undone of an earlier run before it runs again."""
     births: Mapping[int, Site] = field(default_factory=dict)
     compiled: bool = False
     """Whether it runs compiled code, which marks would make torch compile anew."""
@@ -70,15 +85,26 @@ class Recorded:
         """In bytes."""
         return self.own_bytes + self.timeline.peak_bytes
 
+    @property
+    def turnover(self) -> int:
+        """Bytes that the step allocated in all."""
+        ended = self.timeline.step_ended
+        return sum(
+            token.nbytes
+            for token in self.trace.tokens[:ended]
+            if isinstance(token, AllocationEvent) and token.nbytes > 0
+        )
 
-def explain(device: Device, sites: Sites, subject: Subject, expected: int) -> tuple[Explanation, Recorded]:
-    """Record ``subject``, and explain its peak, which was measured as ``expected`` bytes.
 
-    Marks can move what they mark: modules that look for a `TorchFunctionMode` take another path under one. Then it is
-    recorded again with fewer of them, until the peak is the one that was measured. If it never is, the closest look stands
-    and says so. Raises what ``subject`` raises, if it raises without marks, too.
+def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
+    """Record ``subject``, and explain its peak, which was measured as ``expected``.
+
+    Marks can move what they mark: modules that look for a `TorchFunctionMode` take another path under one, and compiled code
+    is compiled anew. Then it is recorded again with fewer of them, until it allocates and peaks as it did when it was
+    measured. If it never does, the closest look at the same peak stands, or at another one, and says so. Raises what
+    ``subject`` raises, if it raises without marks, too.
     """
-    first: Recorded | None = None
+    seen: list[Recorded] = []
     for level in _CLOSELY[2:] if subject.compiled else _CLOSELY:
         graphs = compiled_graphs_so_far()
         done = record(device, sites, subject, level)
@@ -86,13 +112,15 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: int) -> tu
             if level == "phases":
                 raise done.error
             continue
-        if done.peak == expected and compiled_graphs_so_far() == graphs:
+        if Expected(done.peak, done.turnover) == expected and compiled_graphs_so_far() == graphs:
             return _explained(done), done
-        first = first or done
-    assert first is not None, "the last level returns or raises"
-    explanation = _explained(first)
-    note = f"the recorded run needed {first.peak} bytes, the measured one {expected}"
-    return replace(explanation, peak=replace(explanation.peak, notes=(note,))), first
+        seen.append(done)
+    closest = next((done for done in seen if done.peak == expected.peak), seen[0])
+    explanation = _explained(closest)
+    if closest.peak != expected.peak:
+        note = f"the recorded run needed {closest.peak} bytes, the measured one {expected.peak}"
+        explanation = replace(explanation, peak=replace(explanation.peak, notes=(note,)))
+    return explanation, closest
 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
@@ -109,6 +137,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
 
     Python's cyclic collector has to be off, as in the steps that were measured.
     """
+    subject.prepare()
     device.settle()
     own = list(subject.own())
     device.adopt(own)
@@ -134,7 +163,15 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
             device.release_workspaces()
         with tracker.mark(Mark("rest", "garbage")):
             cycles = collect_and_tell()
-    trace = Trace(tuple(tokens), tuple(tracker.marks), tracker.looks, before, frozenset(held), error is not None)
+    trace = Trace(
+        tuple(tokens),
+        tuple(tracker.marks),
+        tracker.looks,
+        before,
+        frozenset(held),
+        error is not None,
+        tracker.results,
+    )
     return Recorded(trace, timeline_of(trace, own_bytes), own_bytes, cycles, error, level)
 
 

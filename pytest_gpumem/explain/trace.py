@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_gpumem.devices.events import Token, tokens_from_plain, tokens_to_plain
+from pytest_gpumem.devices.events import Seen, Token, tokens_from_plain, tokens_to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,6 +53,8 @@ class Trace:
     own: frozenset[int] = frozenset()
     failed: bool = False
     """Whether the step ended with an exception: its tokens then end with the unwinding."""
+    results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
+    """The tensors that each call returned, by the index of its mark: operators only tell those that they take."""
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON; `trace_from_plain` is the way back."""
@@ -60,6 +62,7 @@ class Trace:
             "tokens": tokens_to_plain(list(self.tokens)),
             "marks": [asdict(mark) for mark in self.marks],
             "looks": {str(mark): [asdict(label) for label in labels] for mark, labels in self.looks.items()},
+            "results": {str(mark): tokens_to_plain(list(seen)) for mark, seen in self.results.items()},
             "before": {str(address): nbytes for address, nbytes in self.before.items()},
             "own": sorted(self.own),
             "failed": self.failed,
@@ -75,7 +78,12 @@ def trace_from_plain(plain: Mapping[str, Any]) -> Trace:
         {int(address): nbytes for address, nbytes in plain["before"].items()},
         frozenset(plain["own"]),
         plain["failed"],
+        {int(mark): tuple(_seen(tokens_from_plain(seen))) for mark, seen in plain["results"].items()},
     )
+
+
+def _seen(tokens: list[Token]) -> list[Seen]:
+    return [token for token in tokens if isinstance(token, Seen)]
 
 
 def folded(path: str) -> str:

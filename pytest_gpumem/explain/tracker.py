@@ -8,9 +8,11 @@ formulas, and so other memory. What Python calls is, above autograd, with a `Tor
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.devices.event_tree import MARK_PREFIX
+from pytest_gpumem.devices.events import Seen
 from pytest_gpumem.devices.torch_internals import engine_run_within, span
 from pytest_gpumem.explain.trace import Label, Mark, tensor_text
 from pytest_gpumem.reach import reachable_tensors, storages_of
@@ -49,6 +51,8 @@ class Tracker:
     ) -> None:
         self.marks: list[Mark] = []
         self.looks: dict[int, tuple[Label, ...]] = {}
+        self.results: dict[int, tuple[Seen, ...]] = {}
+        """The tensors that each call returned, by the index of its mark."""
         self._device = device
         self._sites = sites
         self._level = level
@@ -147,8 +151,12 @@ class Tracker:
             return func(*args, **kwargs)
         # Above: this, __torch_function__.
         site = self._sites.here(3)
+        number = len(self.marks)
         with self.mark(Mark("call", self._modules[-1][1] if self._modules else "", *site)):
             result = func(*args, **kwargs)
+            returned = tuple(self._seen(result))
+            if returned:
+                self.results[number] = returned
         if name in _ZERO:
             self._note_zeroed(args, site)
         elif name == "backward":
@@ -228,6 +236,13 @@ class Tracker:
                     )
         yield from self._label("input", "", reachable_tensors(self._inputs))
 
+    def _seen(self, result: object) -> Iterator[Seen]:
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, _tensor_type()):
+                for address, nbytes in self._blocks_of(value):
+                    if nbytes == value.nbytes:
+                        yield Seen(address, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
     def _note_zeroed(self, args: object, site: Site) -> None:
         for tensor in reachable_tensors([args]):
             for address, _ in self._blocks_of(tensor):
@@ -252,11 +267,27 @@ class Tracker:
             yield storage.data_ptr(), storage.nbytes()
 
 
-def _calls_marked(tracker: Tracker) -> Any:
+def _tensor_type() -> type[torch.Tensor]:
+    import torch
+
+    return torch.Tensor
+
+
+@cache
+def _calls() -> Any:
+    """Made once: a class is a reference cycle, and would be among the garbage that is told."""
     from torch.overrides import TorchFunctionMode
 
     class Calls(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return tracker.call(func, args, kwargs or {})
+        def __init__(self, tracker: Tracker) -> None:
+            self._tracker = tracker
+            super().__init__()
 
-    return Calls()
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._tracker.call(func, args, kwargs or {})
+
+    return Calls
+
+
+def _calls_marked(tracker: Tracker) -> Any:
+    return _calls()(tracker)

@@ -125,6 +125,7 @@ def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str
     return [
         f"memory ran out{asked}; the step held {total} (run once more, recorded)",
         *composition_lines("what was there", explanation.peak, units, most=10),
+        *(f"note: {note}" for note in explanation.peak.notes),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.births import births
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.windows import Windows
-    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.recording import Expected, Recorded
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.steps.runner import Phase, StepFigures
@@ -36,13 +36,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Explaining:
-    """How steps are explained. ``keep`` is told each recording that an explanation was taken from.
+    """How steps are explained. ``keep`` is told each recording that an explanation was taken from, and
+    returns a clause when it could not be kept.
 
     ``ran_out`` is told where memory went in a step that ran out of it.
     """
 
     sites: Sites
-    keep: Callable[[Recorded], None]
+    keep: Callable[[Recorded], str | None]
     ran_out: Callable[[Explanation], None]
 
 
@@ -85,13 +86,12 @@ class Bench:
         """Within, the lines that make tensors are entered in ``found``, by address; not where nothing is explained."""
         return nullcontext() if self.explaining is None else births(self.explaining.sites, found)
 
-    def explain(self, subject: Subject, expected: int) -> Explanation:
-        """Run the step once more, recorded, and tell what its peak of ``expected`` bytes is made of."""
+    def explain(self, subject: Subject, expected: Expected) -> Explanation:
+        """Run the step once more, recorded, and tell what its peak is made of, which was measured as ``expected``."""
         assert self.explaining is not None, "only asked for where something is explained"
         with cyclic_collector_off():
             explanation, recorded = explain(self.device, self.explaining.sites, subject, expected)
-        self.explaining.keep(recorded)
-        return explanation
+        return self._kept(explanation, recorded)
 
     def explain_out_of_memory(self, subject: Subject) -> None:
         """Run the step that ran out of memory once more, recorded, and tell where it went if it runs out again."""
@@ -99,9 +99,14 @@ class Bench:
         with cyclic_collector_off():
             told = explain_out_of_memory(self.device, self.explaining.sites, subject)
         if told is not None:
-            explanation, recorded = told
-            self.explaining.keep(recorded)
-            self.explaining.ran_out(explanation)
+            self.explaining.ran_out(self._kept(*told))
+
+    def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
+        assert self.explaining is not None, "only asked for where something is explained"
+        trouble = self.explaining.keep(recorded)
+        if trouble is None:
+            return explanation
+        return replace(explanation, peak=replace(explanation.peak, notes=(*explanation.peak.notes, trouble)))
 
     def subject(
         self,

@@ -26,6 +26,8 @@ class Figures:
     live_run: int
     live_after: int
     phases: Mapping[str, Peak] = field(default_factory=dict)
+    turnover: int = 0
+    """Bytes that were allocated in all, whether freed or not."""
     held_change: int = 0
     """How much more the test's fixtures hold than before: kept on purpose, not retained."""
 

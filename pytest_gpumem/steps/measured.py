@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.torch_internals import compiled_graphs, outside_autocast
-from pytest_gpumem.explain.recording import is_out_of_memory
-from pytest_gpumem.measurement import Workload
+from pytest_gpumem.explain.recording import Expected, is_out_of_memory
+from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.steps.batches import describe, items_in, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
@@ -88,6 +88,7 @@ def measure_function(
 
     def know(tracker: Tracker) -> None:
         tracker.know_value(fn)
+        tracker.know(inputs=fn)
 
     subject = bench.subject(phases, start, lambda: fn, know=know)
     with out_of_memory_explained(bench, subject, wanted):
@@ -129,7 +130,9 @@ def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Wanted
     """The step, with its explanation if it is ``wanted``."""
     if bench.explaining is None or wanted is None or not wanted(step):
         return step
-    return replace(step, explanation=bench.explain(subject, step.figures.memory.memory_metrics()["peak_allocated"]))
+    memory = step.figures.memory
+    expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover)
+    return replace(step, explanation=bench.explain(subject, expected))
 
 
 @contextmanager
@@ -141,7 +144,8 @@ def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Wanted | Non
         if bench.explaining is not None and wanted is not None and is_out_of_memory(error):
             # What the step's frames hold has to go, or memory would run out earlier this time.
             clear_frames(error)
-            bench.explain_out_of_memory(subject)
+            with suppress(MeasuringError):
+                bench.explain_out_of_memory(subject)
         raise
 
 

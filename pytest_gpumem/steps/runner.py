@@ -106,6 +106,7 @@ def live_at_rest(device: Device, expected: int) -> int:
 def _one_step(phases: Sequence[Phase], device: Device, windows: Windows, own_before: int, live_before: int) -> Figures:
     started = device.live()
     reserved = device.reserved()
+    turnover = device.turnover()
     whole = windows.open()
     peaks: dict[str, Peak] = {}
     try:
@@ -118,13 +119,14 @@ def _one_step(phases: Sequence[Phase], device: Device, windows: Windows, own_bef
                 peaks[phase.name] = highest(peaks.get(phase.name, peak), peak)
     finally:
         peak = windows.close(whole)
+    turnover = device.turnover() - turnover
     device.release_workspaces()
     live_run = device.live()
     live_after = live_at_rest(device, started)
     # What the step began with (parameters, optimizer state) has become its own since measuring began.
     own = own_before + started - live_before
     named = peaks if len(peaks) > 1 else {}
-    return Figures(own, started, reserved, peak, live_run, live_after, named)
+    return Figures(own, started, reserved, peak, live_run, live_after, named, turnover)
 
 
 def _same_peaks(first: Figures, second: Figures) -> bool:

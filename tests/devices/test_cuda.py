@@ -44,6 +44,7 @@ class SyntheticCuda:
         self._counts = counts
         self._current = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes"), 0)
         self._peak = dict(self._current)
+        self._ever = dict(self._current)
         self._workspace: Block | None = None
         self._stretch: Stretch | None = None
         self._events = 0
@@ -61,6 +62,7 @@ class SyntheticCuda:
         for counter in self._counters:
             values[f"{counter}.all.current"] = self._current[counter]
             values[f"{counter}.all.peak"] = self._peak[counter]
+            values[f"{counter}.all.allocated"] = self._ever[counter]
         return values
 
     def reset_peaks(self):
@@ -121,6 +123,7 @@ class SyntheticCuda:
 
     def _change(self, nbytes, address):
         sign = 1 if nbytes > 0 else -1
+        before = dict(self._current)
         actions = ["alloc"] if nbytes > 0 else ["free_requested", "free_completed"]
         self._tell(
             lambda time: AllocationEvent(time, address, sign * _up(abs(nbytes), ROUNDING)),
@@ -132,6 +135,7 @@ class SyntheticCuda:
         self._current["reserved_bytes"] = max(self._current["reserved_bytes"], reserved)
         for counter, value in self._current.items():
             self._peak[counter] = max(self._peak[counter], value)
+            self._ever[counter] += max(value - before[counter], 0)
 
 
 def _up(nbytes: int, to: int) -> int:
@@ -197,6 +201,16 @@ def test_reserved_memory_is_what_the_allocator_holds(cuda, device):
     assert device.reserved() == SEGMENT
     device.settle()
     assert device.reserved() == 0
+
+
+def test_turnover_counts_what_was_asked_for_whether_freed_or_not(cuda, device):
+    before = device.turnover()
+    kept = cuda.allocate(1001)
+    cuda.allocate(7)
+    torch.cuda.reset_peak_memory_stats()
+    cuda.allocate(7)
+    assert device.turnover() - before == 1015
+    assert kept is not None
 
 
 def test_foreign_bytes_cancel_out(cuda):
@@ -527,7 +541,7 @@ def test_closing_twice_does_nothing(cuda):
     device.close()
 
 
-@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.reserved, CudaDevice.take_peak])
+@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.reserved, CudaDevice.take_peak, CudaDevice.turnover])
 def test_nothing_can_be_read_from_a_closed_device(cuda, read):
     with pytest.raises(RuntimeError, match="the cuda device is not open"):
         read(CudaDevice(cuda))

@@ -130,6 +130,20 @@ def test_workspaces_of_a_made_up_gpu_are_in_the_peak_and_not_left_over() -> None
     assert seen == [Seen("matmul", 1000, 1000 + WORKSPACE), Seen("no more product", -1000, 0)]
 
 
+def test_what_a_made_up_gpu_allocates_in_all_is_counted_each_time_that_it_is_played_back() -> None:
+    recording = record(MadeUpCuda(), (*TENSORS, *END), "a made-up GPU", MADE_UP)
+    device = CudaDevice(runtime := ReplayedCuda(recording))
+    device.open()
+    turnover = []
+    for name in ("parameters", *STEP, *STEP):
+        before = device.turnover()
+        runtime.play(name)
+        turnover.append(device.turnover() - before)
+    device.close()
+    step = [ACTIVATIONS + TEMPORARY, PARAMETERS + TEMPORARY, PARAMETERS]
+    assert turnover == [PARAMETERS, *step, *step]
+
+
 def test_an_allocator_that_counts_no_requests_is_played_back_as_rounded() -> None:
     recording = record(MadeUpCuda(counts_requests=False), (*TENSORS, *END), "a made-up GPU", MADE_UP)
     assert "requested_bytes.all.current" not in recording.start
@@ -283,15 +297,18 @@ class MadeUpCuda:
     counts_requests: bool = True
     now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     peaks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    ever: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     workspace: Block | None = None
 
     def count(self, nbytes: int) -> None:
         requested, allocated, reserved = COUNTERS
+        before = dict(self.now)
         self.now[requested] += nbytes
         self.now[allocated] += rounded(nbytes) if nbytes > 0 else -rounded(-nbytes)
         self.now[reserved] = max(self.now[reserved], self.now[allocated])
         for counter in COUNTERS:
             self.peaks[counter] = max(self.peaks[counter], self.now[counter])
+            self.ever[counter] += max(self.now[counter] - before[counter], 0)
 
     def torch_device(self) -> torch.device:
         raise AssertionError("nothing runs on it")
@@ -303,7 +320,7 @@ class MadeUpCuda:
         counters = COUNTERS if self.counts_requests else COUNTERS[1:]
         return {
             f"{counter}.{which}": values[counter]
-            for which, values in (("current", self.now), ("peak", self.peaks))
+            for which, values in (("current", self.now), ("peak", self.peaks), ("allocated", self.ever))
             for counter in counters
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,19 +11,29 @@ import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
 from tests.explain.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+@contextmanager
+def opened() -> Iterator[Recorder]:
+    """A recorder on an open device, with Python's collector off as in every step that is measured."""
+    device, heap = CpuDevice(), FrozenHeap()
+    heap.freeze()
+    device.open()
+    try:
+        with cyclic_collector_off():
+            yield Recorder(device, Sites(Path(__file__).parent))
+    finally:
+        device.close()
+        heap.thaw()
+
+
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    """An open device, with Python's collector off as in every step that is measured."""
     torch.manual_seed(0)
-    device = CpuDevice()
-    device.open()
-    with cyclic_collector_off():
-        yield Recorder(device, Sites(Path(__file__).parent))
-    device.close()
+    with opened() as recorder:
+        yield recorder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.recording import Recorded, Subject, explain, phase, record
+from pytest_gpumem.explain.recording import Expected, Recorded, Subject, explain, phase, record
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 
 if TYPE_CHECKING:
@@ -49,16 +49,17 @@ class Recorder:
             compiled=compiled,
         )
 
-    def measured(self, phases: Phases, held: object = ()) -> int:
-        """The peak of the step, run as it is."""
+    def measured(self, phases: Phases, held: object = ()) -> Expected:
+        """What the step needs, run as it is."""
         self.device.settle()
         self.device.adopt(storages_of(reachable_tensors([held]), self.device.torch_device))
         own = sum(blocks_of(reachable_tensors([held]), self.device.torch_device).values())
         self.device.take_peak()
-        live = self.device.live()
+        live, turnover = self.device.live(), self.device.turnover()
         for one in phases.values():
             one()
-        return own + self.device.take_peak().allocated - live
+        peak = own + self.device.take_peak().allocated - live
+        return Expected(peak, self.device.turnover() - turnover)
 
     def record(self, phases: Phases, held: object = (), level: Level = "calls") -> Recorded:
         return record(self.device, self.sites, self.subject(phases, held), level)

@@ -16,6 +16,7 @@ from pytest_gpumem.explain.compose import (
     composition_of_peak,
     composition_of_retained,
 )
+from pytest_gpumem.explain.lives import timeline_of
 from pytest_gpumem.explain.trace import Label
 from tests.explain.stream import Stream
 
@@ -167,13 +168,20 @@ def test_a_row_of_backward_has_the_node_as_its_operator_and_the_line_of_forward(
     assert composition_of_peak(stream.timeline(), 0).rows == (row,)
 
 
-def test_a_label_says_better_than_a_mark_whose_a_block_is_and_which_line_made_it():
+def test_a_label_says_better_than_a_mark_whose_a_block_is_and_a_mark_which_line_made_it():
     stream = Stream()
     with stream.mark("module", "GPT", "train.py:1"), stream.operator("aten::zeros"):
         stream.alloc(1, 32)
     stream.look(Label(1, "buffer", "h.3.attn", "float32[8]", "model.py:2"))
-    row = Row("buffer", 32, "h.*.attn", "model.py:2", "", "zeros", "float32[8]")
+    row = Row("buffer", 32, "h.*.attn", "train.py:1", "", "zeros", "float32[8]")
     assert composition_of_peak(stream.timeline(), 0).rows == (row,)
+
+
+def test_what_was_there_before_has_the_line_that_its_label_knows():
+    stream = Stream(before={1: 32}, own={1})
+    stream.look(Label(1, "parameter", "h.3.attn", "float32[8]", "model.py:2"))
+    row = Row("parameter", 32, "h.*.attn", "model.py:2", tensor="float32[8]")
+    assert composition_of_peak(stream.timeline(), 32).rows == (row,)
 
 
 def test_a_label_that_does_not_know_leaves_what_the_mark_knows():
@@ -290,6 +298,40 @@ def test_no_moment_has_more_than_the_peak(actions, before):
 
 
 # What is left
+
+
+def leaving(before: dict[int, int], own_bytes: int) -> Composition:
+    """A step that leaves a block of 40 bytes each time it runs; ``before`` are the blocks that were there."""
+    stream = Stream(before)
+    with stream.mark("module", "fc", "model.py:1"):
+        stream.alloc(9, 40)
+    with stream.mark("rest", "garbage"):
+        pass
+    return composition_of_peak(timeline_of(stream.trace(), own_bytes), own_bytes)
+
+
+def test_what_earlier_steps_left_is_told_as_what_this_one_leaves():
+    row = Row("activation", 120, "fc", "model.py:1", count=3)
+    assert leaving({1: 40, 2: 40}, own_bytes=80) == Composition(120, (row,))
+
+
+def test_what_is_of_another_size_is_nobodys_leak():
+    composition = leaving({1: 44, 2: 36}, own_bytes=80)
+    assert composition.of("activation") == 40
+    assert composition.of("unattributed") == 80
+
+
+def test_no_more_is_told_of_earlier_steps_than_the_step_held_when_it_began():
+    composition = leaving({1: 40, 2: 40, 3: 40}, own_bytes=60)
+    assert (composition.total, composition.of("activation"), composition.of("unattributed")) == (100, 80, 20)
+
+
+def test_without_leftovers_what_was_there_is_somebody_elses():
+    stream = Stream({1: 40})
+    stream.alloc(9, 40)
+    stream.free(9)
+    composition = composition_of_peak(timeline_of(stream.trace(), 0), 0)
+    assert composition == Composition(40, (Row("temporary", 40),))
 
 
 def test_retained_is_what_the_step_made_and_left_behind():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.events import AllocationEvent
+from pytest_gpumem.devices.events import AllocationEvent, Seen
 from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.explain.lives import timeline_of
 from pytest_gpumem.explain.trace import Label, Mark, Trace
@@ -278,6 +280,35 @@ def test_calls_of_torchs_own_code_in_backward_are_the_nodes():
     assert (life.node, life.recomputed, life.mark) == ("FlexAttentionBackward", False, Mark("call", "fc", "model.py:9"))
 
 
+def test_a_functions_own_backward_has_its_own_lines_and_the_module_of_forward():
+    stream = Stream()
+    forward_of(stream, 7, "h.0", "model.py:9")
+    with stream.node("DoubleBackward", 7), stream.mark("call", "", "double.py:12"), stream.operator("aten::mul"):
+        stream.alloc(1)
+    life = stream.lives()[1]
+    assert (life.node, life.recomputed, life.mark) == ("DoubleBackward", False, Mark("call", "h.0", "double.py:12"))
+
+
+def test_a_module_that_torch_calls_in_backward_has_the_line_of_forward():
+    stream = Stream()
+    with stream.mark("module", "h.0", "model.py:5"):
+        pass
+    with stream.node("CheckpointFunctionBackward", 7), stream.mark("module", "h.0"):
+        stream.alloc(1)
+    life = stream.lives()[1]
+    assert (life.recomputed, life.mark) == (True, Mark("module", "h.0", "model.py:5"))
+
+
+def test_a_module_that_an_optimizers_closure_runs_is_not_the_optimizers():
+    stream = Stream()
+    with stream.mark("optimizer"):
+        with stream.mark("module", "fc"):
+            stream.alloc(1)
+        stream.alloc(2)
+    lives = stream.lives()
+    assert (lives[1].in_optimizer, lives[2].in_optimizer) == (False, True)
+
+
 def test_a_node_that_runs_in_code_that_is_recomputed_is_a_node_again():
     stream = Stream()
     forward_of(stream, 8, "inner", "model.py:11")
@@ -352,6 +383,24 @@ def test_an_input_is_what_is_nothing_else():
     stream.alloc(1)
     stream.look(entered, parameter)
     assert stream.lives()[1].label == parameter
+
+
+def test_a_line_that_comes_to_be_known_later_is_told():
+    early, late = Label(1, "gradient", "fc"), Label(1, "gradient", "fc", site="train.py:3")
+    stream = Stream()
+    stream.alloc(1)
+    stream.look(early)
+    stream.look(late)
+    stream.look(early)
+    assert stream.lives()[1].label == late
+
+
+def test_a_call_that_returns_a_block_tells_what_it_is_as_a_tensor():
+    stream = Stream()
+    with stream.mark("call", "fc", "model.py:9"):
+        stream.alloc(1, 32)
+    life = timeline_of(replace(stream.trace(), results={0: (Seen(1, "float32", (8,)),)})).lives[0]
+    assert life.tensor == "float32[8]"
 
 
 def test_a_label_of_no_block_is_passed_over():

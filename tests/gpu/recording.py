@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 COUNTERS = ("requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all")
-"""The statistics that `CudaDevice` reads, each as ``.current`` and ``.peak``."""
+"""The statistics that `CudaDevice` reads, each as ``.current``, ``.peak`` and ``.allocated`` (in all, since ever)."""
 
 Reading = dict[str, int]
 Held = dict[str, object]
@@ -47,11 +47,12 @@ class Action:
 
 @dataclass(frozen=True)
 class Moment:
-    """What an action did to the statistics. Peaks count from its beginning."""
+    """What an action did to the statistics. Peaks count from its beginning, and so does ``turnover``: bytes by counter."""
 
     name: str
     held: int
     peak: int | None
+    turnover: Reading
     after: Reading
     cleared: Reading
     emptied: Reading
@@ -90,11 +91,13 @@ def record(
     moments = []
     for action in workload:
         runtime.reset_peaks()
+        before = _read(runtime, "allocated")
         action.run(runtime, held)
+        turnover = {counter: nbytes - before[counter] for counter, nbytes in _read(runtime, "allocated").items()}
         after = _reading(runtime)
         runtime.clear_workspaces()
         cleared = _reading(runtime)
-        moments.append(Moment(action.name, action.held, action.peak, after, cleared, _emptied(runtime)))
+        moments.append(Moment(action.name, action.held, action.peak, turnover, after, cleared, _emptied(runtime)))
     return Recording(device, dict(details), start, tuple(moments))
 
 
@@ -105,9 +108,16 @@ def _emptied(runtime: CudaRuntime) -> Reading:
 
 
 def _reading(runtime: CudaRuntime) -> Reading:
+    return {
+        f"{counter}.{which}": nbytes
+        for which in ("current", "peak")
+        for counter, nbytes in _read(runtime, which).items()
+    }
+
+
+def _read(runtime: CudaRuntime, which: str) -> Reading:
     statistics = runtime.statistics()
-    names = [f"{counter}.{which}" for counter in COUNTERS for which in ("current", "peak")]
-    return {name: statistics[name] for name in names if name in statistics}
+    return {counter: statistics[f"{counter}.{which}"] for counter in COUNTERS if f"{counter}.{which}" in statistics}
 
 
 class ReplayedCuda:
@@ -118,6 +128,7 @@ class ReplayedCuda:
         self._moments = {moment.name: moment for moment in recording.moments}
         self._now = _currents(recording.start)
         self._peaks = dict(self._now)
+        self._turnover = dict.fromkeys(self._now, 0)
         self._playing: Moment | None = None
         self._is_cleared = True
         self._probes = 0
@@ -129,6 +140,7 @@ class ReplayedCuda:
         self._now = _currents(moment.after)
         for counter in self._peaks:
             self._peaks[counter] = max(self._peaks[counter], moment.after[f"{counter}.peak"] + self._probes)
+            self._turnover[counter] += moment.turnover[counter]
 
     def torch_device(self) -> torch.device:
         import torch
@@ -146,8 +158,12 @@ class ReplayedCuda:
         )
 
     def statistics(self) -> dict[str, int]:
-        current = {f"{counter}.current": nbytes + self._probes for counter, nbytes in self._now.items()}
-        return current | {f"{counter}.peak": nbytes for counter, nbytes in self._peaks.items()}
+        current = {counter: nbytes + self._probes for counter, nbytes in self._now.items()}
+        return {
+            f"{counter}.{which}": nbytes
+            for which, values in (("current", current), ("peak", self._peaks), ("allocated", self._turnover))
+            for counter, nbytes in values.items()
+        }
 
     def reset_peaks(self) -> None:
         self._peaks = {counter: nbytes + self._probes for counter, nbytes in self._now.items()}
@@ -181,6 +197,7 @@ class ReplayedCuda:
     def _probe(self, nbytes: int) -> None:
         self._probes += nbytes
         for counter, now in self._now.items():
+            self._turnover[counter] += max(nbytes, 0)
             self._peaks[counter] = max(self._peaks[counter], now + self._probes)
 
 

@@ -51,6 +51,16 @@ def test_a_peak_begins_with_what_is_live(device: Device) -> None:
     assert device.take_peak().allocated == before
 
 
+def test_turnover_is_what_was_asked_for_in_all(device: Device) -> None:
+    before = device.turnover()
+    held = [tensor(nbytes) for nbytes in SIZES]
+    tensor(TEMPORARY)
+    tensor(TEMPORARY)
+    torch.cuda.reset_peak_memory_stats()
+    assert device.turnover() - before == sum(SIZES) + 2 * TEMPORARY
+    del held
+
+
 def test_what_was_cut_out_of_a_cached_block_counts_as_what_was_asked_for(device: Device) -> None:
     # The allocator hands out a whole block where cutting it would leave too little; then the rounded figure jumps.
     before = device.live()
