@@ -5,7 +5,6 @@ Both kinds take turns in one process, on one thread, as the cpu device measures.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -66,8 +65,10 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     device.close()
     composition = explanation.peak
     told = [
-        f"peak {peak} bytes, {len(composition.rows)} rows that add up to {composition.total}, "
-        f"{composition.of('unattributed')} of them unattributed",
+        (
+            f"peak {peak} bytes, {len(composition.rows)} rows that add up to {composition.total}, "
+            f"{composition.of('unattributed')} of them unattributed"
+        ),
         *composition.notes,
     ]
     return runs, told
@@ -75,7 +76,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
 
 def main() -> int:
     """Print what both kinds took, and tell whether the claim holds."""
-    options: argparse.Namespace = parser_of(__doc__, rounds=7).parse_args()
+    options = parser_of(__doc__, rounds=7).parse_args()
     runs, told = runs_of(options.rounds)
     ordinary, composed = [run.ordinary for run in runs], [run.composed for run in runs]
     rows = [

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not cases:
         print(f"no case has {options.only} in its name", file=sys.stderr)
         return 2
-    with _quiet_models(), _open_device() as device:
+    with _quiet_models(), open_device() as device:
         shown, broken = [], []
         for case in cases:
             try:
@@ -121,7 +121,8 @@ def show(case: Case | Refactoring, one: Shown) -> None:
 
 
 @contextmanager
-def _open_device() -> Iterator[CpuDevice]:
+def open_device() -> Iterator[CpuDevice]:
+    """A device on which recordings do not take long."""
     device = CpuDevice()
     device.open()
     # Every recording ends with a collection, which would look at all that transformers imports.

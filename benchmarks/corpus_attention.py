@@ -184,7 +184,6 @@ CASES = (
                 "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS",
                 "        key_states = key_states.repeat_interleave(4, dim=1)  # culprit\n"
                 "        value_states = value_states.repeat_interleave(4, dim=1)  # culprit\n"
-                "        query_states.requires_grad\n"
                 "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS",
             ),
             Edit(

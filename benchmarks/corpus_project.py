@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CULPRIT = "# culprit"
 """Ends the lines that an edit has to answer for. It is of no other use: nothing that explains a step reads sources."""
 
+WRITTEN_FOR = "5.23"
+"""The version of transformers whose sources the edits fit."""
+
 _EXAMPLE = Path(__file__).resolve().parent.parent / "example_project"
 _FAMILIES = ("gpt2", "llama", "bert", "vit")
 _PARENT = re.compile(r"^from \.\.\.(\S*) import", re.MULTILINE)

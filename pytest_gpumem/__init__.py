@@ -5,16 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pytest_gpumem.composition import Composition, Explanation, MissingComposition, Row
     from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
     from pytest_gpumem.steps.config import ConfigError, StepConfig
 
-__all__ = ["ConfigError", "Measurement", "MeasuringError", "MissingMetric", "StepConfig", "__version__"]
+__all__ = [
+    "Composition",
+    "ConfigError",
+    "Explanation",
+    "Measurement",
+    "MeasuringError",
+    "MissingComposition",
+    "MissingMetric",
+    "Row",
+    "StepConfig",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
     # pytest imports this package in every run, also in those that measure nothing.
+    if name in ("Composition", "Explanation", "MissingComposition", "Row"):
+        from pytest_gpumem import composition
+
+        return getattr(composition, name)
     if name in ("Measurement", "MeasuringError", "MissingMetric"):
         from pytest_gpumem import measurement
 

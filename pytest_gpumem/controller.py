@@ -17,7 +17,7 @@ from pytest_gpumem.baselines.unused import unused
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.reports.matrix import matrices, matrix_table
 from pytest_gpumem.reports.summary import table
-from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated
+from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated, recording_notes
 from pytest_gpumem.selection import Selection
 
 if TYPE_CHECKING:
@@ -173,12 +173,8 @@ class Controller:
             reporter.write_line("")
         for line in self._matrix_lines(results) if not quiet else ():
             reporter.write_line(line)
-        for pattern in idle:
-            reporter.write_line(
-                f"gpumem: the budget for tests = {pattern!r} holds nothing: none of the tests that it matches is measured; "
-                "give them @pytest.mark.gpumem",
-                yellow=True,
-            )
+        for warning in [*map(_idle_budget, idle), *(recording_notes(results) if not quiet else ())]:
+            reporter.write_line(f"gpumem: {warning}", yellow=True)
         for line in self._closing:
             reporter.write_line(f"gpumem {line}")
         for error in self._errors:
@@ -188,3 +184,10 @@ class Controller:
             reporter.write_line(accounting(results, not_run))
         elif self._settings.baseline and not self._errors:
             reporter.write_line("gpumem: nothing to gate: no measured test was selected")
+
+
+def _idle_budget(pattern: str) -> str:
+    return (
+        f"the budget for tests = {pattern!r} holds nothing: none of the tests that it matches is measured; "
+        "give them @pytest.mark.gpumem"
+    )

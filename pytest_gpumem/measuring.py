@@ -309,9 +309,12 @@ class Measuring:
 def call_again(item: pytest.Item) -> None:
     """Run the call of a test once more, with the same arguments. Not as pytest does it: nothing of it is reported."""
     if isinstance(item, TestCaseFunction):
-        # unittest's own way to run a test without collecting its result.
+        # unittest's own way to run a test without collecting its result. An instance with an event loop runs once; what
+        # fixtures gave to it goes along.
         instance: Any = item.instance
-        instance.debug()
+        again = type(instance)(item.originalname)
+        vars(again).update({name: value for name, value in vars(instance).items() if name not in vars(again)})
+        again.debug()
     else:
         item.runtest()
 
@@ -335,7 +338,6 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
             ended = True
         if not run.measures_itself:
             run.record(Workload("call"), figures().memory_metrics())
-            run.call_turnover = figures().turnover
     except MeasuringError as error:
         if not ended:
             raise

@@ -113,6 +113,22 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
     return f"{what}: {'; '.join(parts)}{hint}"
 
 
+_MOST_NOTES = 3
+
+
+def recording_notes(results: Iterable[TestResult]) -> list[str]:
+    """What is to be said of recordings, whatever became of their tests: each thing once, with the first test that it is of."""
+    first: dict[str, str] = {}
+    for result in results:
+        for one in result.verdict.verdicts:
+            explanation = one.measurement.explanation
+            for note in explanation.peak.notes if explanation is not None else ():
+                first.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
+    told = list(first.values())
+    more = len(told) - _MOST_NOTES
+    return [*told[:_MOST_NOTES], *([f"... and {more} more notes on recordings"] if more > 0 else [])]
+
+
 def _why(outcome: Outcome, results: list[TestResult]) -> str:
     mine = [
         result.verdict

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.explain.recording import Expected, Subject
+from pytest_gpumem.explain.recording import Expected, Left, Subject
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
+from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.steps.runner import live_at_rest
 from pytest_gpumem.tracebacks import clear_frames
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_gpumem.composition import Explanation
-    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.devices.contract import Device, Known
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.residency import OwnBytes, Residency
     from pytest_gpumem.steps.bench import Explaining
@@ -65,8 +66,6 @@ class TestRun:
         """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
         self.relations = 0
         """How many relations the test asserted with the fixture, and saw hold."""
-        self.call_turnover = 0
-        """Bytes that the call allocated in all, where it was measured as a whole."""
         self.lost: str | None = None
         """Why its figures cannot be believed, as a clause."""
         self._residency = residency
@@ -76,15 +75,20 @@ class TestRun:
         self._heap.freeze()
         self._failure: BaseException | None = None
         self._at_call: tuple[OwnBytes, int] | None = None
+        self._random: RandomNumbers | None = None
+        """The random numbers as the call began with them."""
+        self._known_at_call: Known = frozenset()
         self._attributes: frozenset[str] = frozenset()
         """What the test's instance had when its call began."""
 
     def begin_call(self) -> None:
         """The call is about to begin: from here on, what is allocated is the test's."""
         self.device.settle()
+        self._random = RandomNumbers.now(self.device)
         own = self._residency.own(self.item)
         self.device.adopt(self._residency.storages(self.item))
         self._at_call = own, self.device.live()
+        self._known_at_call = self.device.known()
         self._attributes = frozenset(getattr(getattr(self.item, "instance", None), "__dict__", ()))
 
     @contextmanager
@@ -181,9 +185,10 @@ class TestRun:
         What goes wrong this time is no failure of the test, which has passed; it is noted.
         """
         measurement = self.measurements[-1]
+        after = RandomNumbers.now(self.device)
         try:
             explanation = self.bench.explain(
-                self._call_subject(call), Expected(measurement.peak_allocated, self.call_turnover)
+                self._call_subject(call), Expected(measurement.peak_allocated, turnover=None)
             )
         except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - the test's own code
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -191,6 +196,8 @@ class TestRun:
             self.measurements[-1] = replace(measurement, notes=(*measurement.notes, note))
         else:
             self.measurements[-1] = replace(measurement, explanation=explanation)
+        finally:
+            after.restore()
 
     def explain_call_out_of_memory(self, call: Callable[[], object]) -> None:
         """Run the call that ran out of memory once more, recorded, and tell where it went if it runs out again."""
@@ -201,9 +208,20 @@ class TestRun:
         def prepare() -> None:
             # The call begins again as it did: what it left on its fixtures and its instance is the first run's.
             self._residency.clear_left_gradients(self.item)
+            if self._random is not None:
+                self._random.restore()
             instance = getattr(self.item, "instance", None)
             for name in [name for name in getattr(instance, "__dict__", ()) if name not in self._attributes]:
                 delattr(instance, name)
+
+        assert self._at_call is not None, "the call has begun"
+        at_call, live_at_call = self._at_call
+
+        def left() -> Left:
+            own_now = self._residency.own(self.item).total
+            gained = self.device.live() - live_at_call - (own_now - at_call.total)
+            blocks = self.device.known() - self._known_at_call
+            return Left(max(0, gained), frozenset(address for address, _ in blocks))
 
         def know(tracker: Tracker) -> None:
             values = self._residency.values(self.item)
@@ -214,10 +232,11 @@ class TestRun:
         return Subject(
             lambda _: call(),
             own=lambda: list(self._residency.storages(self.item)),
-            # What the first run leaked belongs to nobody now.
             own_bytes=lambda: self._residency.own(self.item).total,
-            prepare=prepare,
             know=know,
+            prepare=prepare,
+            left=left,
+            once=True,
         )
 
     def failed(self, error: BaseException) -> None:

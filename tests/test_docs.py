@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,20 @@ from pathlib import Path
 import pytest
 
 import pytest_gpumem
-from pytest_gpumem import Measurement, StepConfig, hookspecs
+from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig, hookspecs
 from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 from pytest_gpumem.cli.advise import advise
+from pytest_gpumem.composition import CATEGORIES, CompositionError, row_from_text
 from pytest_gpumem.estimate import Estimate
+from pytest_gpumem.explain.difference import difference
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.marker import _ARGUMENTS
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.options import add_options
+from pytest_gpumem.options import EXPLAIN_MODES, add_options
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
+from pytest_gpumem.reports.explanation import growth_lines
 from pytest_gpumem.settings import _KEYS, _KIND_NAMES, Settings, read_table, settings_from_table
 from pytest_gpumem.steps.config import (
     _NOT_IN,
@@ -200,6 +205,104 @@ def test_the_reference_has_every_attribute_of_a_measurement():
     text = section_of("docs/reference.md", "Measurement")
     public = {name for name in dir(Measurement) if not name.startswith("_")} - {"to_plain"}
     assert {name for name in public if f"`{name}`" not in text} == set()
+
+
+def test_the_reference_imports_every_public_name():
+    imported = re.findall(r"`from pytest_gpumem import (.+?)`", read("docs/reference.md"))
+    assert {name for names in imported for name in names.split(", ")} == set(pytest_gpumem.__all__) - {"__version__"}
+    assert all(hasattr(pytest_gpumem, name) for name in pytest_gpumem.__all__)
+
+
+@pytest.mark.parametrize("value", [Composition, Explanation, Row])
+def test_the_reference_has_every_attribute_of_what_explains_a_peak(value):
+    table = section_of("docs/reference.md", "Composition").partition(f"| attribute of `{value.__name__}` |")[2]
+    told = re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(table.partition("\n\n")[0])))
+    public = {name for name in dir(value) if not name.startswith("_")} - {"to_plain", "text"}
+    assert set(told) == public
+
+
+def test_the_reference_has_the_rule_of_every_category():
+    table = rows(section_of("docs/reference.md", "Composition").partition("The first that holds")[2])
+    assert set(re.findall(r"`(.+?)`", " ".join(cells[0] for cells in table))) == set(CATEGORIES)
+
+
+def test_the_reference_has_the_text_of_a_row_as_it_is_read():
+    with pytest.raises(CompositionError) as refused:
+        row_from_text("activation")
+    form = str(refused.value).partition("expected 7: ")[2]
+    assert f"`{form}`" in section_of("docs/reference.md", "Store")
+
+
+def test_the_guide_has_every_mode_of_explaining():
+    table = rows(subsection_of("docs/guide.md", "What grew", "When it is recorded, and what it costs"))
+    assert [re.findall(r"`(.+?)`", cells[0])[0] for cells in table[1:]] == list(EXPLAIN_MODES)
+    assert (
+        "(the default)" in dict(zip(EXPLAIN_MODES, [cells[0] for cells in table[1:]], strict=True))[Settings().explain]
+    )
+
+
+def test_the_reference_has_every_key_of_a_timeline(project):
+    project.write(
+        "def test_it(gpumem):\n    gpumem.train_step(torch.nn.Linear(8, 8), torch.ones(8, 8), loss=lambda y, _: y.sum())\n"
+    )
+    project.run("--gpumem-explain=always", "--gpumem-artifacts=kept", "--gpumem-no-time").assert_outcomes(passed=1)
+    (file,) = (project.path / "kept").iterdir()
+    timeline = json.loads(file.read_text(encoding="utf-8"))
+    table = named_rows(section_of("docs/reference.md", "Timeline"))
+    assert list(table) == list(timeline)
+    assert table["format"] == [str(timeline["format"])]
+    assert all(f"`{key}`" in table["phases"][0] for key in timeline["phases"][0])
+    assert set(timeline["categories"]) <= set(CATEGORIES)
+    moments = zip(*timeline["categories"].values(), strict=True)
+    assert [sum(moment) for moment in moments] == timeline["total"]
+    assert timeline["total"][timeline["peak"]] == max(timeline["total"])
+
+
+def activation(
+    operator: str = "mul", count: int = 1, tensor: str = "float32[8, 256]", category: str = "activation"
+) -> Row:
+    """A row of a module at a line."""
+    bits = math.prod(int(number) for number in re.findall(r"\d+", tensor))
+    return Row(category, count * bits // 8, "blocks.*", "model.py:8", "", operator, tensor, count)
+
+
+HALF, WHOLE = "bfloat16[8, 256]", "float32[8, 256]"
+REASONS = [
+    ([activation(tensor=HALF)], [activation(tensor=WHOLE)]),
+    ([activation(tensor=HALF)], [activation(tensor="float16[8, 256]", count=2)]),
+    ([activation(tensor=HALF)], [activation(tensor=HALF), activation("to", tensor=WHOLE)]),
+    ([], [activation("clone")]),
+    ([activation(count=4)], [activation(count=4), activation("tanh", count=4)]),
+    ([activation(count=24)], [activation(count=48)]),
+    ([activation(tensor="float32[2048, 512]")], [activation(tensor="float32[4096, 512]")]),
+    ([activation(category="temporary")], [activation(count=2)]),
+    ({"blocks.*": 4}, {"blocks.*": 2}),
+]
+"""What a composition was and is, for each reason that the guide tells of, in its order."""
+
+
+def test_the_reasons_in_the_guide_are_those_that_are_given():
+    told = named_rows(section_of("docs/guide.md", "What grew").partition("Reasons:")[2].partition("\n### ")[0])
+    given = []
+    for before, after in REASONS:
+        if isinstance(before, dict):
+            old, new = Composition(0, (), before), composed([activation()], after)
+        else:
+            old, new = composed(before), composed(after)
+        given.append(next(change.reason for change in difference(old, new).changes if change.nbytes > 0))
+    assert list(told) == given
+
+
+def composed(rows_of_it: list[Row], recomputed: dict[str, int] | None = None) -> Composition:
+    return Composition(sum(row.nbytes for row in rows_of_it), tuple(rows_of_it), recomputed or {})
+
+
+def test_the_guide_has_every_column_of_what_grew():
+    told = [cells[0] for cells in rows(section_of("docs/guide.md", "What grew").partition("Reasons:")[0])]
+    change = difference(composed([activation(tensor=HALF)]), composed([activation(tensor=WHOLE)]))
+    header = re.split("  +", growth_lines(change, "si")[0].strip())
+    assert ", ".join(told[1:-1]) == ", ".join(header)
+    assert told[-1] == "the last"
 
 
 def test_the_reference_has_every_attribute_of_an_estimate():

@@ -15,6 +15,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pytest_gpumem.baselines.format import parse
+from pytest_gpumem.composition import MOST_KEPT
+
 EXAMPLE = Path(__file__).parents[1] / "example_project"
 SECONDS = 240
 """Longer than any run needs; a run that hangs must not hang the suite."""
@@ -148,6 +151,12 @@ class Example:
         assert text.count(line) == 1
         path.write_text(text.replace(line, fault), encoding="utf-8")
 
+    def line_of(self, text: str) -> int:
+        """The number of the line of the GPT that has this text."""
+        lines = (self.folder / "tiny_models" / "gpt.py").read_text(encoding="utf-8").splitlines()
+        (number,) = (number for number, line in enumerate(lines, start=1) if text in line)
+        return number
+
     @property
     def store(self) -> Path:
         return self.folder / "gpumem-baselines"
@@ -189,6 +198,22 @@ def test_recording_writes_what_was_measured(recorded):
         value for metrics in run.figures.values() for name, value in metrics.items() if ".peak_" in name
     )
     assert not any(value < 1_000_000 for value in written)
+
+
+@pytest.mark.parametrize("which", ["committed", "recorded"])
+def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(recorded, which):
+    example = Example(EXAMPLE) if which == "committed" else recorded[0]
+    entries = [
+        entry
+        for file in sorted(example.store.rglob("*.toml"))
+        for entry in parse(file.read_text(encoding="utf-8"), file.name).values()
+    ]
+    assert len(entries) == 21
+    assert {entry.workload.step for entry in entries if entry.composition is None} == {"region"}
+    for entry in entries:
+        if entry.composition is not None:
+            assert entry.composition.rest <= 0.05 * entry.composition.total or len(entry.composition.rows) == MOST_KEPT
+            assert entry.composition.of("unattributed") == 0
 
 
 @pytest.mark.parametrize(
@@ -241,6 +266,17 @@ def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tm
     assert f"regressed: peak {now / 1e6:.2f} MB, baseline {was / 1e6:.2f} MB: +{(now - was) / 1e6:.2f} MB" in failure
     command = "pytest example_project/tests/test_gpt.py::test_train_step --gpumem-update=all --gpumem-device=cpu"
     assert command in failure
+    (largest, *_) = failure.partition("  what grew ")[2].splitlines()[1:]
+    assert re.split("  +", largest.strip()) == [
+        "activations",
+        "-",
+        f"{KEPT_BYTES / 1e6:.2f} MB",
+        f"+{KEPT_BYTES / 1e6:.2f} MB",
+        "blocks.*.attention",
+        f"tiny_models/gpt.py:{example.line_of('scores.float().softmax')}",
+        "_softmax",
+        "4 x float32[8, 4, 256, 256]",
+    ]
     assert example.stored() == before
 
     accepted = example.run("--gpumem-update=all", *options)
@@ -252,7 +288,8 @@ def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tm
         for line in difflib.unified_diff(before["test_gpt.py.toml"], after["test_gpt.py.toml"], n=0)
         if not line.startswith(("---", "+++", "@@"))
     ]
-    assert 0 < len(changes) < 40, changes
+    # Figures, and the rows of what each peak was and is made of.
+    assert 0 < len(changes) < (10 + 2 * MOST_KEPT) * len(guilty), changes
     assert _changed_tests(before["test_gpt.py.toml"], after["test_gpt.py.toml"]) == guilty
 
     again = example.run("--gpumem-baseline", *options, tests="example_project/tests/test_gpt.py")

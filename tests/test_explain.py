@@ -126,21 +126,26 @@ def test_growth_is_told_with_its_module_line_tensors_and_why(project, source):
     assert first in report[report.index("<failure") : report.index("</failure>")]
 
 
-def test_workers_tell_what_grew_as_one_process_does(project):
+def test_workers_tell_what_grew_and_keep_what_is_new_as_one_process_does(project):
+    marked = MARKED.partition("\n\n\n")[2]
     write_model(project)
-    project.write(STEP + MARKED.partition("\n\n\n")[2].replace("test_it", "test_marked"))
-    project.run(*RECORD, "-n", "2", separate=True)
-    recorded = project.stored()
-    shutil.rmtree(project.store)
+    project.write(STEP + marked.replace("test_it", "test_marked"))
     project.run(*RECORD)
-    assert project.stored() == recorded
+    before = project.stored()
     write_model(project, MODEL.replace(RELU, GATED))
-    result = project.run(*COMPARE, "-n", "2", separate=True)
-    result.assert_outcomes(failed=2)
-    told = [line for line in result.outlines if place(project, GATED) in line and "4.19 MB" in line]
-    assert len(told) == 2
-    report = (project.path / "report.xml").read_text(encoding="utf-8")
-    assert all(report.count(line.strip()) >= 1 for line in told)
+    project.write(STEP + marked.replace("test_it", "test_marked") + marked.replace("test_it", "test_new"))
+    told = []
+    for workers in ([], ["-n", "2"]):
+        for name, text in before.items():
+            (project.store / name).write_text(text, encoding="utf-8")
+        result = project.run(*COMPARE, "--gpumem-update=new", *workers, separate=bool(workers))
+        result.assert_outcomes(failed=2, passed=1)
+        lines = sorted(line for line in result.outlines if place(project, GATED) in line)
+        assert len([line for line in lines if "4.19 MB" in line]) == 2
+        report = (project.path / "report.xml").read_text(encoding="utf-8")
+        assert all(line in report for line in lines)
+        told.append((lines, project.stored()))
+    assert told[0] == told[1] != before
 
 
 @pytest.mark.parametrize(
@@ -320,7 +325,7 @@ REGRESSING = {
 
 
 @pytest.fixture
-def kinds(project) -> Project:
+def kinds(project: Project) -> Project:
     """A project with tests of every kind that have only the marker; all that regress allocate at one line."""
     project.write(COUNTED + KINDS)
     project.run(*RECORD)
@@ -340,26 +345,20 @@ def test_a_test_of_any_kind_that_regresses_is_run_once_more_and_no_other_is(kind
     result.stdout.no_fnmatch_line("*the recorded run needed*")
 
 
-def test_never_runs_no_test_twice_and_tells_nothing(kinds):
+def test_a_test_is_run_again_only_for_a_reason(kinds):
     result = kinds.run(*COMPARE, "--gpumem-explain=never")
     result.assert_outcomes(failed=9, passed=1)
     assert calls(kinds) == dict.fromkeys(REGRESSING | {"same", "wrong"}, 1)
     assert grown(result) == []
     assert explained(kinds, "test_function") is None
-
-
-def test_always_runs_every_test_twice_that_passes_by_itself(kinds):
+    kinds.run("--junitxml=report.xml")
+    assert set(calls(kinds).values()) == {1}
+    assert explained(kinds, "test_function") is None
     kinds.run(*COMPARE, "--gpumem-explain=always")
     assert calls(kinds) == dict.fromkeys(REGRESSING | {"same"}, 2) | {"wrong": 1}
     same = explained(kinds, "test_same")
     assert same is not None
     assert same["peak"]["total"] == 4_000_000
-
-
-def test_a_regression_is_not_explained_where_nobody_compares(kinds):
-    kinds.run("--junitxml=report.xml")
-    assert set(calls(kinds).values()) == {1}
-    assert explained(kinds, "test_function") is None
 
 
 LEAVES_SOMETHING = {
@@ -394,6 +393,18 @@ class TestCase(unittest.TestCase):
     def test_it(self):
         called("it")
         torch.zeros(500, 1000)
+""",
+    "another state of random numbers": """
+@pytest.fixture
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.gpumem
+def test_it(seeded):
+    called("it")
+    x = torch.ones(ROWS, 1000)
+    x[torch.rand(ROWS) > 0.5].sum()
 """,
     "a leak": """
 KEPT = []
@@ -465,8 +476,7 @@ def test_a_test_that_cannot_be_run_twice_fails_by_its_regression_with_a_note(pro
 def test_a_test_that_needs_less_the_second_time_says_so(project):
     source = (
         "CACHE = {{}}\n\n\n@pytest.mark.gpumem\ndef test_it():\n"
-        "    if 'table' not in CACHE:\n        CACHE['table'] = torch.empty({count})\n        torch.empty({count})\n"
-        "    CACHE['table'].sum()\n"
+        "    if 'table' not in CACHE:\n        CACHE['table'] = torch.zeros({count})\n        torch.zeros({count})\n"
     )
     project.write(source.format(count=500_000))
     project.run(*RECORD)
@@ -475,8 +485,28 @@ def test_a_test_that_needs_less_the_second_time_says_so(project):
     result = project.run(*COMPARE)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["Memory regressed: peak 8.00 MB*", "*note: the recorded run needed 4000004 bytes, the measured one 8000000"]
+        ["Memory regressed: peak 8.00 MB*", "*note: the recorded run needed * bytes, the measured one 8000000"]
     )
+
+
+def test_what_the_first_run_cached_is_there_in_the_second(project):
+    write_model(project)
+    source = (
+        COUNTED
+        + "from functools import lru_cache\nfrom model import Model\n\n\n@lru_cache\ndef load():\n    return Model()\n\n\n"
+        + "@pytest.mark.gpumem(max_retained='1 GB')\ndef test_it():\n    called('it')\n"
+        + "    load()(torch.ones(512, 128)).backward()\n    load().zero_grad()\n"
+    )
+    project.write(source)
+    project.run(*RECORD)
+    assert calls(project) == {"it": 2}
+    found = entry(project).composition
+    assert found is not None
+    assert found.of("parameter") > 2_000_000
+    write_model(project, MODEL.replace(RELU, GATED))
+    result = project.run(*COMPARE)
+    assert place(project, GATED) in grown(result)[0]
+    result.stdout.no_fnmatch_line("*the recorded run needed*")
 
 
 def test_an_expected_regression_stays_expected(project):
@@ -624,9 +654,8 @@ def test_no_composition_is_kept_under_never_and_update_all_supplies_it(project):
     (text,) = project.stored().values()
     assert "composition" not in text
     bare = entry(project)
-    for mode in ("new", "improved"):
-        project.run("--gpumem-no-time", f"--gpumem-update={mode}")
-        assert project.stored() == {name: text for name in project.stored()}
+    project.run(*RECORD)
+    assert list(project.stored().values()) == [text]
     project.run("--gpumem-no-time", "--gpumem-update=all")
     whole = entry(project)
     assert whole.composition is not None
@@ -863,34 +892,39 @@ def test_an_ordinary_error_of_a_step_is_not_run_again(project):
 # Being explained changes no figure
 
 
-def test_figures_are_the_same_whether_steps_are_explained_or_not(project):
+CONFIGS = """
+def test_configs(gpumem):
+    for config in ("amp-bf16", "checkpoint=blocks"):
+        gpumem.train_step(Model, torch.ones(512, 128), config=config, name=config)
+
+
+def test_again(gpumem):
+    model, kept = Model(), []
+    for number in range(2):
+        gpumem.train_step(model, torch.ones(512, 128), name=f"train-{number}")
+        with gpumem.track(f"region-{number}"):
+            kept.append(model(torch.ones(512, 128)))
+"""
+
+
+def test_figures_are_the_same_whether_steps_are_explained_or_not_in_any_order(project):
     write_model(project)
-    project.write(
-        STEP
-        + "\n\ndef test_compared(gpumem):\n    for config in ('fp32', 'amp-bf16', 'checkpoint=blocks'):\n"
-        + "        gpumem.train_step(Model, torch.ones(512, 128), config=config, name=config)\n"
-        + "    gpumem.infer_step(Model, torch.ones(512, 128))\n"
-        + MARKED.partition("\n\n\n")[2].replace("test_it", "test_marked")
-        + CYCLE.format(hook="self.save").replace("test_it", "test_cycle").replace("test_step", "test_cycle_step")
-    )
+    tests = [
+        STEP.partition("\n\n\n")[2],
+        MARKED.partition("\n\n\n")[2].replace("test_it", "test_marked"),
+        CONFIGS,
+        CYCLE.format(hook="self.save").replace("test_it", "test_cycle").replace("test_step", "test_cycle_step"),
+    ]
+    project.write("\n\n".join(["from model import Model\n", *tests]))
     never = project.figures("--gpumem-no-time", "--gpumem-explain=never")
-    assert len(never) == 5
+    assert len(never) == 6
+    assert project.figures("--gpumem-no-time", "--gpumem-explain=always") == never
+    project.write("\n\n".join(["from model import Model\n", *reversed(tests)]))
     assert project.figures("--gpumem-no-time", "--gpumem-explain=always") == never
 
 
-def test_the_order_of_tests_that_are_explained_changes_no_figure(project):
-    write_model(project)
-    marked = MARKED.partition("\n\n\n")[2].replace("test_it", "test_marked")
-    step = STEP.partition("\n\n\n")[2]
-    head = "from model import Model\n\n\n"
-    project.write(head + step + "\n\n" + marked)
-    forward = project.figures("--gpumem-no-time", "--gpumem-explain=always")
-    project.write(head + marked + "\n\n" + step)
-    assert project.figures("--gpumem-no-time", "--gpumem-explain=always") == forward
-
-
 def test_random_numbers_after_a_step_do_not_depend_on_whether_it_was_explained(project):
-    write_model(project)
+    write_model(project, MODEL.replace(RELU, "hidden = torch.nn.functional.dropout(hidden)"))
     project.write(
         "import json\nfrom pathlib import Path\nfrom model import Model\n\n\ndef test_it(gpumem):\n    torch.manual_seed(0)\n"
         "    gpumem.train_step(Model, torch.ones(512, 128))\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import METRICS
@@ -69,7 +69,7 @@ def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Ent
     explanation = measurement.explanation
     # One that was recorded in a run with another peak would not explain this one.
     explains = explanation is not None and explanation.peak.total == metrics["peak_allocated"]
-    composition = explanation.peak.kept() if explanation is not None and explains else None
+    composition = replace(explanation.peak.kept(), notes=()) if explanation is not None and explains else None
     return Entry(measurement.workload, measurement.environment, metrics, recorded, commit, composition)
 
 

@@ -39,7 +39,7 @@ def entries_to_write(
                 wanted[key] = entry
         elif mode == "all":
             if not entry.says_the_same(earlier):
-                wanted[key] = _with_times_of(earlier, entry)
+                wanted[key] = _with_what_is_kept_of(earlier, entry)
         elif mode == "improved":
             better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
             if better:
@@ -51,9 +51,14 @@ def entries_to_write(
     return wanted
 
 
-def _with_times_of(earlier: Entry, entry: Entry) -> Entry:
-    """``entry``, with times that a session without them (``--gpumem-no-time``) did not take, if they are of the same work."""
+def _with_what_is_kept_of(earlier: Entry, entry: Entry) -> Entry:
+    """``entry``, with what this session did not take and is of the same work.
+
+    Times (``--gpumem-no-time``), and the composition of the same peak (``--gpumem-explain=never``).
+    """
     if entry.workload != earlier.workload:
         return entry
+    if entry.composition is None and entry.metrics["peak_allocated"] == earlier.metrics["peak_allocated"]:
+        entry = replace(entry, composition=earlier.composition)
     times = {name: value for name, value in earlier.metrics.items() if METRICS[name].unit != "bytes"}
     return replace(entry, metrics={**times, **entry.metrics})

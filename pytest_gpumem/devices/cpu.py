@@ -6,7 +6,6 @@ Not the process's RSS: that counts pages, the interpreter and everybody's caches
 from __future__ import annotations
 
 import gc
-import os
 import platform
 import time
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.devices.naming import CPU_SLUG
 from pytest_gpumem.devices.obituaries import Obituaries
-from pytest_gpumem.devices.torch_internals import allocation_events
+from pytest_gpumem.devices.torch_internals import allocation_events, quiet_kineto
 from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
@@ -158,7 +157,7 @@ class CpuDevice:
             yield
         finally:
             try:
-                recorded = self._stopped(lambda profiler: tokens_of(profiler, "cpu"))
+                recorded = self._stopped(lambda profiler: tokens_of(profiler, self.torch_device))
                 self._ledger.apply(token for token in recorded if isinstance(token, AllocationEvent))
                 tokens.extend(recorded)
             finally:
@@ -196,7 +195,7 @@ class CpuDevice:
         from torch.profiler import ProfilerActivity, profile
 
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=operators)
-        with _quiet_kineto():
+        with quiet_kineto():
             profiler.start()
         self._profiler = profiler
 
@@ -230,16 +229,3 @@ class CpuDevice:
         finally:
             if self._threads is not None and self._profiler is None:
                 self._start()
-
-
-@contextmanager
-def _quiet_kineto() -> Iterator[None]:
-    """Kineto writes to stderr at every start and stop, unless this variable says otherwise when it is first used."""
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = "99"
-    try:
-        yield
-    finally:
-        del os.environ["KINETO_LOG_LEVEL"]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
-from pytest_gpumem.devices.cuda_history import in_order_of_time, with_requested_sizes
+from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
 from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.reset_guard import before_each_reset
 from pytest_gpumem.measurement import Environment, MeasuringError
@@ -139,7 +139,8 @@ class CudaDevice:
         return frozenset()
 
     def blocks(self) -> Blocks:
-        return {}
+        size = "requested_size" if self._counter == _REQUESTED else "size"
+        return live_blocks(self._runtime.segments(), size)
 
     @contextmanager
     def recorded(self, tokens: list[Token]) -> Iterator[None]:

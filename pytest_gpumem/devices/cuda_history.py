@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open, Seen, Token
 from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-NOWHERE = 0
-"""The address of an event of 0 bytes that stands for an allocation that failed: what is live then is what was in the way."""
 
 _ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT = "alloc", "free_requested", "free_completed", "oom"
 _TOLD = (_ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT)
@@ -192,3 +190,18 @@ class _Join:
             f"match: {what}; another thread allocated meanwhile, or the measured code profiled itself or recorded the "
             "history (torch.cuda.memory._record_memory_history)"
         )
+
+
+def live_blocks(segments: list[dict[str, Any]], size: str) -> dict[int, int]:
+    """The blocks that tensors hold, by address, in the segments of ``torch.cuda.memory_snapshot()``.
+
+    ``size`` is the key of their bytes: ``size``, or ``requested_size`` for what was asked for.
+    """
+    found: dict[int, int] = {}
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                found[address] = block[size]
+            address += block["size"]
+    return found

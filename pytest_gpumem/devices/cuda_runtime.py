@@ -80,6 +80,7 @@ class CudaRuntime(Protocol):
     def synchronize(self) -> None: ...
     def allocate(self, nbytes: int) -> object: ...
     def time(self, run: Callable[[], None]) -> float: ...
+    def segments(self) -> list[dict[str, Any]]: ...
     def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]: ...
 
 
@@ -163,6 +164,12 @@ class TorchCuda:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1e3
 
+    def segments(self) -> list[dict[str, Any]]:
+        import torch
+
+        everywhere: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [segment for segment in everywhere if segment["device"] == self._index]
+
     @contextmanager
     def recorded(self, *, with_history: bool) -> Iterator[Stretch]:
         """A stretch that is recorded. Raises `MeasuringError` when the recording was cut short.
@@ -172,7 +179,7 @@ class TorchCuda:
         """
         stretch = Stretch()
         if not with_history:
-            with profiled(stretch, "cuda"):
+            with profiled(stretch, self.torch_device()):
                 yield stretch
                 self.synchronize()
             return
@@ -181,7 +188,7 @@ class TorchCuda:
         if not somebody_elses:
             start_cuda_history()
         try:
-            with profiled(stretch, "cuda"):
+            with profiled(stretch, self.torch_device()):
                 yield stretch
                 self.synchronize()
             stretch.snapshot = cuda_snapshot()
@@ -196,8 +203,8 @@ class TorchCuda:
 
 
 @contextmanager
-def profiled(stretch: Stretch, device_type: str) -> Iterator[None]:
-    """Within, operators and the allocations on a type of device are recorded; ``stretch`` has them in the end.
+def profiled(stretch: Stretch, device: torch.device) -> Iterator[None]:
+    """Within, operators and the allocations on a device are recorded; ``stretch`` has them in the end.
 
     Raises `MeasuringError` when somebody else's profiler came in between.
     """
@@ -218,7 +225,7 @@ def profiled(stretch: Stretch, device_type: str) -> Iterator[None]:
     # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
     with suppress(RuntimeError):
         profiler.stop()
-        tokens = numbered_by_thread(tokens_of(profiler, device_type), threads_of_spans(profiler))
+        tokens = numbered_by_thread(tokens_of(profiler, device), threads_of_spans(profiler))
     ends = [
         n for n, token in enumerate(tokens) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)
     ]

@@ -9,6 +9,7 @@ from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Tok
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
     from torch.profiler import profile
 
 MARK_PREFIX = "gpumem#"
@@ -21,7 +22,7 @@ _DISPATCH_MODE = "PythonDispatchMode"
 
 
 def tokens_of(
-    profiler: profile, device_type: str, told: Callable[[int, str], Iterable[Token]] | None = None
+    profiler: profile, device: torch.device, told: Callable[[int, str], Iterable[Token]] | None = None
 ) -> list[Token]:
     """What a stopped profiler recorded with ``profile_memory=True, record_shapes=True``, of one thread's operators.
 
@@ -33,7 +34,7 @@ def tokens_of(
     recorded: Any = profiler.profiler
     tree = recorded.kineto_results.experimental_event_tree()
     tokens: list[Token] = []
-    stack: list[Any] = sorted(tree, key=lambda event: event.start_time_ns, reverse=True)
+    stack: list[Any] = sorted(tree, key=lambda event: event.start_time_ns)[::-1]
     while stack:
         event = stack.pop()
         if isinstance(event, Close):
@@ -42,7 +43,7 @@ def tokens_of(
         kind = event.tag.name
         if kind == "Allocation":
             fields = event.extra_fields
-            if fields.device.type == device_type:
+            if fields.device.type == device.type and device.index in (None, fields.device.index):
                 tokens.append(AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size))
             continue
         if kind == "TorchOp" and event.name != _DISPATCH_MODE:

@@ -11,6 +11,10 @@ from typing import Literal, NamedTuple
 SpanKind = Literal["operator", "node", "mark"]
 
 
+NOWHERE = 0
+"""The address of an allocation of 0 bytes that tells that memory ran out."""
+
+
 class AllocationEvent(NamedTuple):
     """One allocation (``nbytes`` > 0) or free (``nbytes`` < 0) of a block of memory."""
 

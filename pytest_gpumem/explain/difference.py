@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_gpumem.composition import Composition, Row, row_from_text
-
-_ITEM_SIZE = re.compile(r"(\d+)")
-_SIZES = {"bool": 8}
-_COPYING = frozenset({"clone", "contiguous"})
+from pytest_gpumem.explain.reasons import reason
 
 Key = Callable[[Row], object]
 
@@ -131,8 +127,9 @@ def difference(before: Composition, after: Composition) -> Difference:
     old, new = list(before.rows), list(after.rows)
     for key in _SAME:
         old, new = _without_equals(old, new, key)
+    new = _fewest_news_first(old, new)
     for key in _MOVED:
-        old, new = _without_moved(old, _fewest_news_first(old, new), key)
+        old, new = _without_moved(old, new, key)
     if before.rest:
         new = _folded_into_rest(new, smallest=min((row.nbytes for row in before.rows), default=0), most=before.rest)
         old.append(Row("other", before.rest, operator=REST))
@@ -140,11 +137,15 @@ def difference(before: Composition, after: Composition) -> Difference:
         new.append(Row("other", after.rest, operator=REST))
     changes: list[Change] = []
     for key in _GREW:
-        old, new, found = _paired(old, _fewest_news_first(old, new), key)
+        old, new, found = _paired(old, new, key)
         changes += found
     changes += [Change(row, None) for row in old]
     changes += [Change(None, row) for row in new]
-    told = [replace(change, reason=_reason(change, before, after)) for change in changes if change.nbytes != 0]
+    told = [
+        replace(change, reason=reason(change.before, change.after, before, after))
+        for change in changes
+        if change.nbytes != 0
+    ]
     return Difference(before.total, after.total, _ranked(told))
 
 
@@ -192,10 +193,22 @@ def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row],
 def _fewest_news_first(old: list[Row], new: list[Row]) -> list[Row]:
     """``new``, so that of rows alike those are matched first whose line has the least that is new.
 
-    Growth is then told of as few lines as can be: an edit that saves two tensors more has one line.
+    Growth is then told of as few lines as can be: an edit that saves two tensors more has one line. Of lines with as much
+    news those come first that are nearest to where such a row was.
     """
     at_line = _at_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
-    return sorted(new, key=lambda row: at_line[_line(row)])
+    were: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for row in old:
+        file, number = _file_and_line(row)
+        were[file, row.operator, row.tensor].append(number)
+
+    def rank(row: Row) -> tuple[int, int]:
+        file, number = _file_and_line(row)
+        distances = [abs(number - was) for was in were[file, row.operator, row.tensor]]
+        # In rows of this size: a few bytes more at a line tell nothing of it.
+        return at_line[_line(row)] // max(row.nbytes, 1), min(distances, default=0)
+
+    return sorted(new, key=rank)
 
 
 def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
@@ -208,6 +221,11 @@ def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
 
 def _line(row: Row) -> tuple[str, str]:
     return row.site, row.library
+
+
+def _file_and_line(row: Row) -> tuple[str, int]:
+    file, _, number = row.site.rpartition(":")
+    return (file, int(number)) if number.isdecimal() else (row.site, 0)
 
 
 def _place(row: Row) -> tuple[str, str, str, str]:
@@ -254,75 +272,3 @@ def _grouped(old: list[Row], new: list[Row], key: Key) -> dict[object, tuple[lis
 def _sums(rows: Iterable[Row]) -> tuple[int, int]:
     rows = list(rows)
     return sum(row.nbytes for row in rows), sum(row.count for row in rows)
-
-
-# Why
-
-
-def _reason(change: Change, before: Composition, after: Composition) -> str:
-    lost = _no_longer_recomputed(change, before, after)
-    if lost:
-        return lost
-    old, new = change.before, change.after
-    if new is None or change.nbytes < 0:
-        return ""
-    if old is not None:
-        return _became(old, new)
-    return _appeared(new, before, after)
-
-
-def _no_longer_recomputed(change: Change, before: Composition, after: Composition) -> str:
-    if change.nbytes <= 0 or change.row.category != "activation":
-        return ""
-    for path, calls in before.recomputed.items():
-        now = after.recomputed.get(path, 0)
-        module = change.row.module
-        related = module == path or module.startswith(f"{path}.") or path.startswith(f"{module}.")
-        if now < calls and related:
-            return f"checkpointing off: {path} was recomputed in {calls} calls, now in {now or 'none'}"
-    return ""
-
-
-def _became(old: Row, new: Row) -> str:
-    if old.category != new.category and new.category == "activation":
-        return "no longer freed before backward"
-    if old.tensor and new.tensor and old.shape == new.shape and old.dtype != new.dtype:
-        wider = _bits(new.dtype) > _bits(old.dtype)
-        return f"was {old.dtype}, now {new.dtype}" if wider else f"now {new.dtype}"
-    if old.tensor != new.tensor and old.tensor and new.tensor:
-        return f"was {old.tensor}, now {new.tensor}"
-    if old.count != new.count:
-        return f"{old.count} -> {new.count} tensors"
-    return ""
-
-
-def _appeared(new: Row, before: Composition, after: Composition) -> str:
-    """A row without a predecessor: a copy, a wider one of what was there, or one more of it."""
-    if new.category != "activation" or not new.tensor:
-        return ""
-    if new.operator in _COPYING:
-        return "a copy"
-    alike = [row for row in before.rows if row.module == new.module and row.category == new.category]
-    saved = {row.operator for row in alike if row.tensor == new.tensor}
-    for row in after.rows:
-        # At the same line: elsewhere in the module, what is as large may well be something else.
-        if _line(row) == _line(new) and _beside(row, new) and row.operator in saved:
-            return f"saved twice: {row.operator} saves {row.what} as well, as before"
-    for row in alike:
-        if row.shape == new.shape and 0 < _bits(row.dtype) < _bits(new.dtype):
-            return f"was {row.dtype} only, now also {new.dtype}"
-    return ""
-
-
-def _beside(row: Row, new: Row) -> bool:
-    return (
-        row.operator != new.operator
-        and row.module == new.module
-        and row.category == new.category
-        and row.tensor == new.tensor
-    )
-
-
-def _bits(dtype: str) -> int:
-    found = _ITEM_SIZE.search(dtype)
-    return _SIZES.get(dtype, int(found.group(1)) if found else 0)

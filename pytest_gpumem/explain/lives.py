@@ -55,8 +55,7 @@ class Life:
 class Timeline:
     """Live bytes over a recording, less what was live when it began: after each token, and the highest of them.
 
-    ``lives`` are the blocks; ``first_backward`` is the moment at which backward began, ``rest`` that at which the step was
-    over, ``garbage`` that at which cycles were collected; each ``None`` if it did not come.
+    Moments are indices of tokens.
     """
 
     live: tuple[int, ...]
@@ -120,7 +119,11 @@ class _Birth:
     module: int
 
 
-def _says_more(label: Label, known: Label | None) -> bool:
+def _says_more(label: Label, life: Life) -> bool:
+    known = life.label
+    if label.category == "input" and life.born >= 0:
+        # What is put into a list that was handed in is no input.
+        return False
     # An input is what is nothing else: a fixture's tensors may turn out to be parameters. Lines come to be known later.
     if known is None or known.category == "input":
         return True
@@ -297,7 +300,7 @@ class _Reader:
         if mark.kind == "look":
             for label in self._trace.looks.get(span.mark, ()):
                 found = self._live.get(label.address)
-                if found is not None and _says_more(label, found.life.label):
+                if found is not None and _says_more(label, found.life):
                     found.life = replace(found.life, label=label)
         elif mark.kind in ("call", "module"):
             self._reached(mark)
@@ -340,7 +343,8 @@ class _Reader:
                 count *= size
             item = _ITEM_SIZES.get(tensor.dtype, _SMALL.get(tensor.dtype, 4))
             # A view of another size is not what was allocated.
-            if count * item == found.life.nbytes:
+            rounded = -(-count * item // self._trace.granularity) * self._trace.granularity
+            if rounded == found.life.nbytes:
                 found.life = replace(found.life, tensor=tensor_text(tensor.dtype, tensor.shape))
 
     def _finished(self, birth: _Birth) -> Life:

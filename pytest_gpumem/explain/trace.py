@@ -53,6 +53,8 @@ class Trace:
     own: frozenset[int] = frozenset()
     failed: bool = False
     """Whether the step ended with an exception: its tokens then end with the unwinding."""
+    granularity: int = 1
+    """To multiples of how many bytes the source rounds its blocks up."""
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
     """The tensors that each call returned, by the index of its mark: operators only tell those that they take."""
 
@@ -66,6 +68,7 @@ class Trace:
             "before": {str(address): nbytes for address, nbytes in self.before.items()},
             "own": sorted(self.own),
             "failed": self.failed,
+            "granularity": self.granularity,
         }
 
 
@@ -78,6 +81,7 @@ def trace_from_plain(plain: Mapping[str, Any]) -> Trace:
         {int(address): nbytes for address, nbytes in plain["before"].items()},
         frozenset(plain["own"]),
         plain["failed"],
+        plain["granularity"],
         {int(mark): tuple(_seen(tokens_from_plain(seen))) for mark, seen in plain["results"].items()},
     )
 

@@ -53,6 +53,8 @@ class Tracker:
         self.looks: dict[int, tuple[Label, ...]] = {}
         self.results: dict[int, tuple[Seen, ...]] = {}
         """The tensors that each call returned, by the index of its mark."""
+        self.failed_in = -1
+        """The innermost call that an exception came out of first; -1 for none."""
         self._device = device
         self._sites = sites
         self._level = level
@@ -128,9 +130,14 @@ class Tracker:
     @contextmanager
     def mark(self, mark: Mark) -> Iterator[None]:
         """A span of the recording."""
+        number = len(self.marks)
         started = self._begin(mark)
         try:
             yield
+        except Exception:
+            if self.failed_in < 0:
+                self.failed_in = number
+            raise
         finally:
             started.__exit__(None, None, None)
 
@@ -238,7 +245,7 @@ class Tracker:
 
     def _seen(self, result: object) -> Iterator[Seen]:
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, _tensor_type()):
+            if isinstance(value, _tensor_type()) and _is_dense(value):
                 for address, nbytes in self._blocks_of(value):
                     if nbytes == value.nbytes:
                         yield Seen(address, str(value.dtype).removeprefix("torch."), tuple(value.shape))
@@ -259,12 +266,18 @@ class Tracker:
             blocks = list(self._blocks_of(tensor))
             text = tensor_text(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for address, nbytes in blocks:
-                whole = len(blocks) == 1 and nbytes == tensor.nbytes
+                whole = len(blocks) == 1 and _is_dense(tensor) and nbytes == tensor.nbytes
                 yield Label(address, category, module, text if whole else "", self._line(category, address, maker))
 
     def _blocks_on_device(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         for storage in storages_of([tensor], self._device):
             yield storage.data_ptr(), storage.nbytes()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return tensor.layout is torch.strided
 
 
 def _tensor_type() -> type[torch.Tensor]:

@@ -118,7 +118,7 @@ class FakeMemory:
             self._recording = False
             try:
                 profiler.stop()
-                recorded = tokens_of(profiler, "cpu", _told_by)
+                recorded = tokens_of(profiler, torch.device("cpu"), _told_by)
             except RuntimeError:  # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events
                 recorded = []
             if sum(isinstance(token, AllocationEvent) for token in recorded) != self._told:

@@ -67,4 +67,12 @@ def fake_trace(
         tracker.look()
         with tracker.mark(Mark("rest", "garbage")):
             collect_and_tell()
-    return Trace(tuple(tokens), tuple(tracker.marks), tracker.looks, before, frozenset(before))
+    return Trace(
+        tuple(tokens),
+        tuple(tracker.marks),
+        tracker.looks,
+        before,
+        frozenset(before),
+        granularity=granularity,
+        results=tracker.results,
+    )

@@ -55,7 +55,7 @@ def _of_the_peak(verdict: Verdict, explanation: Explanation, units: UnitSystem) 
     if growth is not None and growth.growth > 0:
         return [[*growth_lines(growth, units), *notes]]
     lines = [*composition_lines("what is there at the peak", peak, units), *notes]
-    if verdict.origin is not None and verdict.growth is None:
+    if verdict.origin is not None and verdict.growth is None and not peak.notes:
         lines.append(
             "note: the baseline keeps no composition to compare with; one is kept when it is next accepted "
             "(not under --gpumem-explain=never)"

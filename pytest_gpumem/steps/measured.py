@@ -25,6 +25,7 @@ from pytest_gpumem.steps.model_step import (
 )
 from pytest_gpumem.steps.optimizers import optimizer_named
 from pytest_gpumem.steps.precision import batch_in_precision, float32_precision, in_precision
+from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse, rehearse_inference
 from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.state import StateBytes, state_of
@@ -298,18 +299,11 @@ def measure_infer_step(
 @contextmanager
 def _random_numbers_given_back(device: Device) -> Iterator[None]:
     """What a test draws afterwards does not depend on how many steps were timed."""
-    import torch
-
-    if device.random_devices():
-        with torch.random.fork_rng(devices=device.random_devices()):
-            yield
-        return
-    # Kept as bytes: a tensor would be memory of the device that is measured.
-    state = bytes(torch.get_rng_state().tolist())
+    state = RandomNumbers.now(device)
     try:
         yield
     finally:
-        torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
+        state.restore()
 
 
 @contextmanager

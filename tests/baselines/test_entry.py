@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
+from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 
 ENVIRONMENT = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
@@ -70,3 +73,42 @@ def test_an_entry_from_where_the_same_bytes_mean_something_else_says_something_e
 
 def test_what_is_absent_is_absent_everywhere_unless_told():
     assert Absent() == Absent(elsewhere=())
+
+
+# Compositions
+
+ROWS = tuple(Row("activation", 10, module=f"m{number}") for number in range(100))
+PEAK = Composition(1000, ROWS)
+
+
+def explained(explanation: Explanation | None, peak: int = 1000) -> Entry:
+    measurement = Measurement("call", Workload("call"), ENVIRONMENT, {"peak_allocated": peak}, explanation=explanation)
+    return entry_of(measurement, "2026-11-02", None)
+
+
+def test_an_accepted_measurement_keeps_the_largest_rows_of_its_peak():
+    assert explained(Explanation(PEAK)).composition == PEAK.kept()
+    assert len(PEAK.kept().rows) < len(PEAK.rows)
+
+
+def test_what_was_retained_is_no_part_of_a_baseline():
+    kept = explained(Explanation(PEAK, retained=Composition(10, ROWS[:1]), cycles=("a -> a",))).composition
+    assert kept == PEAK.kept()
+
+
+def test_a_measurement_that_was_not_explained_has_no_composition():
+    assert explained(None).composition is None
+
+
+@pytest.mark.parametrize("total", [999, 1001])
+def test_the_composition_of_another_peak_is_not_kept(total):
+    assert explained(Explanation(replace(PEAK, total=total))).composition is None
+
+
+def test_a_composition_is_news_only_where_there_is_none():
+    without = entry(peak_allocated=5)
+    one = replace(without, composition=Composition(5, (Row("input", 5, site="a.py:1"),)))
+    other = replace(without, composition=Composition(5, (Row("input", 5, site="a.py:2"),)))
+    assert not one.says_the_same(without)
+    assert without.says_the_same(one)
+    assert one.says_the_same(other), "a line moved, and no byte"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.entry import Entry, Key
 from pytest_gpumem.baselines.format import FORMAT, FormatError, parse, render
+from pytest_gpumem.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS
 
@@ -108,9 +110,39 @@ KINDS_OF_VALUES = {name: SIZES if metric.unit == "bytes" else TIMES for name, me
 METRIC_VALUES = st.fixed_dictionaries(
     {"peak_allocated": KINDS_OF_VALUES.pop("peak_allocated")}, optional=KINDS_OF_VALUES
 )
+# A name in a row never has an upright stroke, which its text would show as a slash.
+NAMES = TEXTS.map(lambda text: text.replace("|", "/"))
+ROWS = st.builds(
+    Row,
+    st.sampled_from(CATEGORIES),
+    SIZES,
+    NAMES,
+    NAMES,
+    NAMES,
+    NAMES,
+    NAMES.filter(lambda text: text != "block"),
+    st.integers(0, 999),
+)
+COMPOSITIONS = st.none() | st.tuples(
+    st.lists(ROWS, max_size=3), st.dictionaries(NAMES, st.integers(1, 99), max_size=2), SIZES
+)
+
+
+def entry_with(entry: Entry, parts: tuple[list[Row], dict[str, int], int] | None) -> Entry:
+    """An entry with a composition of these rows, recomputed modules and a rest: together they are its peak."""
+    if parts is None:
+        return entry
+    rows, recomputed, rest = parts
+    total = sum(row.nbytes for row in rows) + rest
+    metrics = {**entry.metrics, "peak_allocated": total}
+    return replace(entry, metrics=metrics, composition=Composition(total, tuple(rows), recomputed))
+
+
 FILES_ENTRIES = st.dictionaries(
     st.builds(Key, st.just(FILE), IDS, IDS),
-    st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS),
+    st.builds(
+        entry_with, st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS), COMPOSITIONS
+    ),
     min_size=1,
     max_size=5,
 )
@@ -270,6 +302,116 @@ def test_a_merge_conflict_is_told_by_its_line():
 def test_what_a_careless_merge_leaves_behind_is_told_by_its_line(mark):
     with pytest.raises(FormatError, match=r"^line 1 is a merge-conflict mark"):
         parse(f"{mark}\n{TEXT}", FILE)
+
+
+# Compositions
+
+SOFTMAX = Row(
+    "activation",
+    5_100_000_000,
+    module="blocks.*.attn",
+    site="model.py:88",
+    operator="_softmax",
+    tensor="float32[8, 12, 1024, 1024]",
+    count=24,
+)
+COMPOSED = replace(
+    TRAIN,
+    composition=Composition(8_120_000_000, (Row("parameter", 498, "wte"), SOFTMAX), {"blocks.*": 4, "head": 1}),
+)
+COMPOSED_ENTRIES = {**ENTRIES, Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step"): COMPOSED}
+COMPOSITION = """\
+composition = [
+    "activation | blocks.*.attn | _softmax | model.py:88 |  | 24 x float32[8, 12, 1024, 1024] | 5100000000",
+    "parameter | wte |  |  |  | 1 x block | 498",
+]
+"""
+RECOMPUTED = """\
+recomputed = [
+    "4 x blocks.*",
+    "1 x head",
+]
+"""
+COMPOSED_TEXT = TEXT.replace("throughput = 649.9\n", f"throughput = 649.9\n{COMPOSITION}{RECOMPUTED}")
+
+
+def test_a_composition_is_a_line_for_each_row_the_largest_first():
+    assert render(COMPOSED_ENTRIES) == COMPOSED_TEXT
+    assert parse(COMPOSED_TEXT, FILE) == COMPOSED_ENTRIES
+
+
+def test_what_is_not_recomputed_takes_no_line():
+    plain = replace(TRAIN, composition=Composition(8_120_000_000, (SOFTMAX,)))
+    text = render({Key(FILE, "test_a", "train_step"): plain})
+    assert "composition" in text
+    assert "recomputed" not in text
+
+
+def test_the_total_of_a_composition_is_the_peak_and_what_was_not_kept_its_rest():
+    (entry,) = [entry for entry in parse(COMPOSED_TEXT, FILE).values() if entry.composition is not None]
+    assert entry.composition.total == 8_120_000_000
+    assert entry.composition.rest == 8_120_000_000 - 5_100_000_000 - 498
+
+
+def test_a_composition_with_somebody_elses_bytes_missing_can_be_read_back():
+    # What was kept of it, never more: tests/test_composition.py.
+    rows = (Row("activation", 60), Row("gradient", 50), Row("unattributed", -10))
+    entry = replace(CALL, metrics={"peak_allocated": 100}, composition=Composition(100, rows).kept())
+    entries = {Key(FILE, "test_a", "call"): entry}
+    assert parse(render(entries), FILE) == entries
+
+
+def test_an_empty_composition_is_not_the_same_as_none():
+    entry = replace(CALL, composition=Composition(512, ()))
+    entries = {Key(FILE, "test_a", "call"): entry}
+    assert "composition = []" in render(entries)
+    assert parse(render(entries), FILE) == entries
+
+
+ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (COMPOSITION, "composition = 5\n", f"{STEP}.composition is 5, expected an array of strings"),
+        (COMPOSITION, "composition = [5]\n", f"{STEP}.composition is [5], expected an array of strings"),
+        (COMPOSITION, 'composition = "x"\n', f"{STEP}.composition is 'x', expected an array of strings"),
+        (COMPOSITION, "", f"{STEP}.recomputed is there without a composition"),
+        (RECOMPUTED, "recomputed = true\n", f"{STEP}.recomputed is True, expected an array of strings"),
+        (RECOMPUTED, "recomputed = [[]]\n", f"{STEP}.recomputed is [[]], expected an array of strings"),
+        ('"4 x blocks.*"', '"blocks.*"', f"{STEP}.recomputed: 'blocks.*' is no count of calls, like '4 x blocks.*'"),
+        ('"4 x blocks.*"', '"-4 x blocks.*"', f"{STEP}.recomputed: '-4 x blocks.*' is no count of calls"),
+        (ROW, '"parameter | wte"', f"{STEP}.composition: 'parameter | wte' has 2 parts, expected 7"),
+        (
+            ROW,
+            ROW.replace("parameter", "param"),
+            f"{STEP}.composition: {ROW[1:-1].replace('parameter', 'param')!r}: 'param'",
+        ),
+        (
+            ROW,
+            ROW.replace("498", "4.98"),
+            f"{STEP}.composition: {ROW[1:-1].replace('498', '4.98')!r}: '4.98' is no number",
+        ),
+        (
+            ROW,
+            ROW.replace("498", "3020000001"),
+            f"{STEP}.composition: its rows hold 8120000001 bytes, more than peak_allocated (8120000000)",
+        ),
+        ("composition = [", "compositon = [", f"{STEP}.compositon: unknown key; did you mean 'composition'?"),
+    ],
+)
+def test_a_broken_composition_is_told_by_its_key(old, new, message):
+    assert old in COMPOSED_TEXT
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}"):
+        parse(COMPOSED_TEXT.replace(old, new, 1), FILE)
+
+
+@unhurried
+@given(st.integers(0, len(COMPOSED_TEXT) - 1), st.sampled_from(string.printable.replace("|", "")))
+def test_a_composition_with_one_wrong_character_is_refused_or_means_what_it_says(position, character):
+    result = read_or_message(COMPOSED_TEXT[:position] + character + COMPOSED_TEXT[position + 1 :])
+    assert isinstance(result, str) or parse(render(result), FILE) == result
 
 
 def read_or_message(text):

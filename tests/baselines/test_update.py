@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
+from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome
@@ -18,9 +21,10 @@ KEY = Key("tests/test_gpt.py", "test_a", "call")
 GB = 10**9
 
 
-def written(mode, stored, workload=None, **metrics) -> Entry | None:
-    """What an update writes for a test that now measures ``metrics``."""
-    measurement = Measurement("call", workload or Workload("call"), CPU, metrics)
+def written(mode, stored, workload=None, peak=None, **metrics) -> Entry | None:
+    """What an update writes for a test that now measures ``metrics``; ``peak`` is its composition."""
+    explanation = None if peak is None else Explanation(peak)
+    measurement = Measurement("call", workload or Workload("call"), CPU, metrics, explanation=explanation)
     verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
     entry = entry_of(measurement, "2026-12-24", "new1234")
     return entries_to_write(mode, {KEY: (verdict, entry)}, {KEY: stored}).get(KEY)
@@ -106,6 +110,55 @@ def test_each_measurement_is_decided_by_itself():
     assert list(entries_to_write("improved", measured, stored)) == [KEY]
     assert list(entries_to_write("all", measured, stored)) == [KEY]
     assert list(entries_to_write("new", measured, stored)) == []
+
+
+# Compositions
+
+
+def of(total: int, site: str = "model.py:1") -> Composition:
+    return Composition(total, (Row("activation", total, site=site),))
+
+
+def composed(total: int, **metrics) -> Entry:
+    return replace(stored_entry(peak_allocated=total, **metrics), composition=of(total))
+
+
+@pytest.mark.parametrize("mode", ["new", "all"])
+def test_what_is_added_has_its_composition(mode):
+    assert written(mode, Absent(), peak=of(GB), peak_allocated=GB).composition == of(GB)
+
+
+def test_a_composition_that_the_store_lacks_is_added_with_everything():
+    assert written("all", stored_entry(peak_allocated=GB), peak=of(GB), peak_allocated=GB).composition == of(GB)
+
+
+@pytest.mark.parametrize("mode", ["new", "improved"])
+def test_a_composition_that_the_store_lacks_is_otherwise_not_added(mode):
+    assert written(mode, stored_entry(peak_allocated=GB), peak=of(GB), peak_allocated=GB) is None
+
+
+@pytest.mark.parametrize("peak", [None, of(GB, "model.py:2")], ids=["none now", "another line"])
+def test_where_no_byte_changed_the_composition_stays(peak):
+    assert written("all", composed(GB), peak=peak, peak_allocated=GB) is None
+
+
+@pytest.mark.parametrize("peak", [None, of(2 * GB)], ids=["none now", "one now"])
+def test_another_peak_takes_its_own_composition_with_it_or_none(peak):
+    entry = written("all", composed(GB), peak=peak, peak_allocated=2 * GB)
+    assert (entry.metrics["peak_allocated"], entry.composition) == (2 * GB, peak)
+
+
+@pytest.mark.parametrize("peak", [None, of(GB // 2)], ids=["none now", "one now"])
+def test_a_lowered_peak_takes_its_own_composition_with_it_or_none(peak):
+    entry = written("improved", composed(GB), peak=peak, peak_allocated=GB // 2)
+    assert (entry.metrics["peak_allocated"], entry.composition) == (GB // 2, peak)
+
+
+def test_a_peak_that_is_not_lowered_keeps_its_composition():
+    stored = composed(GB, retained=10**8)
+    entry = written("improved", stored, peak=of(GB + 5), peak_allocated=GB + 5, retained=0)
+    assert entry.metrics == {"peak_allocated": GB, "retained": 0}
+    assert entry.composition == of(GB)
 
 
 def test_every_mode_says_which_outcomes_it_mends():

@@ -37,7 +37,7 @@ class HostAsCuda:
 
     def statistics(self) -> dict[str, int]:
         self._peak = max(self._peak, self._host.take_peak().allocated)
-        readings = {"current": self._host.live(), "peak": self._peak}
+        readings = {"current": self._host.live(), "peak": self._peak, "allocated": self._host.turnover()}
         return {
             f"{name}_bytes.all.{which}": times * size
             for which, size in readings.items()

@@ -10,6 +10,7 @@ import torch
 
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.reach import blocks_of, storages_of
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
@@ -433,6 +434,132 @@ def test_no_profiler_slows_a_pause_down(device):
     with device.paused():
         assert not torch.autograd._profiler_enabled()
     assert torch.autograd._profiler_enabled()
+
+
+# Recording
+
+
+def events_of(tokens: list[Token]) -> list[tuple[int, int]]:
+    return [(token.address, token.nbytes) for token in tokens if isinstance(token, AllocationEvent)]
+
+
+def test_a_recorded_stretch_tells_every_allocation_and_free_and_no_more(device):
+    tokens: list[Token] = []
+    outside = tensor(10 * KB)
+    with device.recorded(tokens):
+        first, second = tensor(1 * KB), tensor(2 * KB)
+        addresses = [first.data_ptr(), second.data_ptr()]
+        del first
+    tensor(10 * KB)
+    assert events_of(tokens) == [(addresses[0], KB), (addresses[1], 2 * KB), (addresses[0], -KB)]
+    assert outside.numel() == 10 * KB
+
+
+def test_recorded_allocations_are_within_the_operators_that_made_them(device):
+    tokens: list[Token] = []
+    left = torch.ones(100)
+    with device.recorded(tokens):
+        total = left + left
+    around: list[str] = []
+    for token in tokens:
+        if isinstance(token, Open):
+            around.append(token.name)
+        elif isinstance(token, Close):
+            around.pop()
+        elif isinstance(token, AllocationEvent):
+            assert (token.address, around) == (total.data_ptr(), ["aten::add"])
+    assert around == []
+    assert Seen(left.data_ptr(), "float32", (100,)) in tokens
+
+
+def test_the_device_counts_on_through_a_recorded_stretch(device):
+    before = tensor(100 * KB)
+    device.take_peak()
+    with device.recorded([]):
+        temporary = tensor(50 * KB)
+        del temporary
+        kept = tensor(20 * KB)
+        del before
+    assert device.live() == 20 * KB
+    assert device.take_peak() == Peak(150 * KB)
+    assert device.blocks() == {kept.data_ptr(): 20 * KB}
+    tensor(30 * KB)
+    assert device.take_peak() == Peak(50 * KB), "recording is over, and counting goes on"
+
+
+def test_the_free_of_a_block_that_nobody_counted_has_its_place_in_a_recording(adopted):
+    device, tensors = adopted
+    addresses = [one.data_ptr() for one in tensors]
+    tokens: list[Token] = []
+    with device.recorded(tokens):
+        first = tensor(1 * KB)
+        tensors.clear()
+        second = tensor(2 * KB)
+    told = events_of(tokens)
+    assert told[0] == (first.data_ptr(), KB)
+    assert told[-1] == (second.data_ptr(), 2 * KB)
+    assert {address for address, nbytes in told[1:-1] if nbytes < 0} == set(addresses)
+    assert len(told) == len(addresses) + 2, "no mark of ours is left among them"
+
+
+def test_a_recorded_stretch_that_raises_is_told_and_counted_all_the_same(device):
+    tokens: list[Token] = []
+    kept = []
+
+    def stretch() -> None:
+        with device.recorded(tokens):
+            kept.append(tensor(KB))
+            raise ValueError("by the step")
+
+    with pytest.raises(ValueError, match="by the step"):
+        stretch()
+    assert events_of(tokens) == [(kept[0].data_ptr(), KB)]
+    assert device.live() == KB
+
+
+def test_a_profiler_within_a_recorded_stretch_is_an_error_and_the_device_can_go_on(device):
+    with pytest.raises(MeasuringError, match="cut short"), device.recorded([]), torch.profiler.profile():
+        tensor(KB)
+    before = device.live()
+    kept = tensor(KB)
+    assert device.live() - before == kept.numel()
+
+
+def test_nothing_can_be_read_while_it_is_recorded_elsewhere_than_in_an_open_device():
+    device = CpuDevice()
+    with pytest.raises(RuntimeError, match="not open"), device.recorded([]):
+        pass
+
+
+def test_blocks_are_told_by_address_with_their_bytes(device):
+    kept = [tensor(KB), tensor(2 * KB)]
+    assert device.blocks() == {one.data_ptr(): one.numel() for one in kept}
+    kept.pop()
+    assert device.blocks() == {one.data_ptr(): one.numel() for one in kept}
+
+
+def test_blocks_that_were_handed_out_do_not_change_with_the_device(device):
+    blocks = device.blocks()
+    kept = tensor(KB)
+    assert blocks == {}
+    assert device.blocks() == {kept.data_ptr(): KB}
+
+
+def test_what_was_allocated_in_all_is_counted_whether_freed_or_not(device):
+    before = device.turnover()
+    kept = tensor(KB)
+    for _ in range(3):
+        tensor(2 * KB)
+    assert device.turnover() - before == 7 * KB
+    with device.recorded([]):
+        tensor(5 * KB)
+    assert device.turnover() - before == 12 * KB
+    assert kept.numel() == KB
+
+
+def test_the_host_keeps_no_snapshot(device, tmp_path):
+    device.keep_snapshot(tmp_path / "snapshot.pickle")
+    assert list(tmp_path.iterdir()) == []
 
 
 # Time and place

@@ -47,6 +47,7 @@ class SyntheticCuda:
         self._ever = dict(self._current)
         self._workspace: Block | None = None
         self._stretch: Stretch | None = None
+        self._blocks: dict[int, int] = {}
         self._events = 0
         self.calls: list[str] = []
         self.capability = (9, 0)
@@ -90,6 +91,20 @@ class SyntheticCuda:
             weakref.finalize(block, self._change, -nbytes, id(block))
         return block
 
+    def segments(self):
+        # As torch.cuda.memory_snapshot() tells them: each block follows the one before it.
+        return [
+            {
+                "device": 0,
+                "address": address,
+                "blocks": [
+                    {"state": "active_allocated", "size": _up(nbytes, ROUNDING), "requested_size": nbytes},
+                    {"state": "inactive", "size": 4096, "requested_size": 0},
+                ],
+            }
+            for address, nbytes in self._blocks.items()
+        ]
+
     @contextmanager
     def recorded(self, *, with_history):
         self.calls.append(f"recorded, {'with' if with_history else 'without'} history")
@@ -123,6 +138,10 @@ class SyntheticCuda:
 
     def _change(self, nbytes, address):
         sign = 1 if nbytes > 0 else -1
+        if nbytes > 0:
+            self._blocks[address] = nbytes
+        else:
+            self._blocks.pop(address, None)
         before = dict(self._current)
         actions = ["alloc"] if nbytes > 0 else ["free_requested", "free_completed"]
         self._tell(
@@ -481,10 +500,22 @@ def test_a_closed_device_records_nothing(cuda):
         pass
 
 
-def test_only_sums_are_known_of_what_is_live(cuda, device):
+def test_the_blocks_are_those_that_tensors_hold_as_they_were_asked_for(cuda, device):
+    kept, gone = cuda.allocate(1001), cuda.allocate(5000)
+    assert device.blocks() == {id(kept): 1001, id(gone): 5000}
+    address = id(gone)
+    del gone
+    assert address not in device.blocks()
+
+
+def test_without_requests_the_blocks_are_as_large_as_the_allocator_made_them(monkeypatch):
+    cuda = SyntheticCuda(counters=("allocated_bytes", "reserved_bytes"))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", cuda.really_reset_peaks)
+    device = CudaDevice(cuda)
+    device.open()
     kept = cuda.allocate(1001)
-    assert device.blocks() == {}
-    assert kept is not None
+    assert device.blocks() == {id(kept): 1024}
+    device.close()
 
 
 def test_the_snapshot_is_that_of_the_latest_recording(cuda, device, tmp_path):

@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.cuda_history import (
-    NOWHERE,
     HistoryEntry,
     Threads,
     history_of,
     in_order_of_time,
+    live_blocks,
     numbered_by_thread,
     with_requested_sizes,
 )
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen
+from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open, Seen
 from pytest_gpumem.measurement import MeasuringError
 
 A, B, C = 0xA000, 0xB000, 0xC000
@@ -399,3 +399,17 @@ def test_the_history_is_read_from_torchs_own_entries():
         requested(4000, A, 1001),
         completed(5000, A, 1001),
     ]
+
+
+def test_the_blocks_of_a_segment_follow_one_another_and_those_that_nobody_holds_are_none():
+    segment = {
+        "address": A,
+        "blocks": [
+            {"state": "active_allocated", "size": 1024, "requested_size": 1001},
+            {"state": "inactive", "size": 512, "requested_size": 0},
+            {"state": "active_allocated", "size": 512, "requested_size": 8},
+            {"state": "active_pending_free", "size": 512, "requested_size": 512},
+        ],
+    }
+    assert live_blocks([segment], "requested_size") == {A: 1001, A + 1536: 8}
+    assert live_blocks([segment], "size") == {A: 1024, A + 1536: 512}

@@ -29,7 +29,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 def recorded(run) -> list:
     stretch = Stretch()
-    with profiled(stretch, "cpu"):
+    with profiled(stretch, torch.device("cpu")):
         run()
     return stretch.tokens
 
@@ -109,7 +109,7 @@ def test_a_recording_that_another_profiler_cut_short_is_refused(meddle):
 
 
 def test_what_is_raised_ends_the_recording():
-    with pytest.raises(KeyboardInterrupt), profiled(Stretch(), "cpu"):
+    with pytest.raises(KeyboardInterrupt), profiled(Stretch(), torch.device("cpu")):
         raise KeyboardInterrupt
     assert len(recorded(lambda: tensor(8))) == 4
 

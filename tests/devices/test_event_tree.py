@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open
-from pytest_gpumem.devices.torch_internals import span
+from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.devices.torch_internals import allocation_events, span
 
 
 class PassingOn(TorchDispatchMode):
@@ -26,7 +26,7 @@ def spans_of(run, told=None) -> tuple[list[tuple[str, ...]], int]:
         profiler.stop()
     around: list[tuple[str, ...]] = []
     open_spans: list[str] = []
-    for token in tokens_of(profiler, "cpu", told):
+    for token in tokens_of(profiler, torch.device("cpu"), told):
         if isinstance(token, Open):
             open_spans.append(token.name or f"mark {token.mark}")
         elif isinstance(token, Close):
@@ -75,7 +75,7 @@ def test_a_node_has_the_number_of_its_function_also_where_a_hook_comes_first():
             product.register_hook(hook)
         product.sum().backward()
         profiler.stop()
-        tokens = [token for token in tokens_of(profiler, "cpu") if isinstance(token, Open)]
+        tokens = [token for token in tokens_of(profiler, torch.device("cpu")) if isinstance(token, Open)]
         made = {token.sequence: token.name for token in tokens if token.kind == "operator" and token.sequence >= 0}
         return [(token.name, made.get(token.sequence)) for token in tokens if token.kind == "node"]
 
@@ -93,3 +93,115 @@ def test_a_span_that_tells_tokens_is_replaced_by_them():
             pass
 
     assert spans_of(run, told) == ([("mark 0",)], 0)
+
+
+# What a token tells
+
+
+def recorded(run) -> tuple[list[Token], list[AllocationEvent]]:
+    """The tokens of a run, and the allocations that the device counts by."""
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
+    profiler.start()
+    try:
+        run()
+    finally:
+        profiler.stop()
+    return tokens_of(profiler, torch.device("cpu")), allocation_events(profiler)
+
+
+def test_the_allocations_among_the_tokens_are_those_that_the_device_counts_in_their_order():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run() -> None:
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    tokens, counted = recorded(run)
+    assert [token for token in tokens if isinstance(token, AllocationEvent)] == counted
+    assert len(counted) > 100
+
+
+def test_tokens_come_in_the_order_of_time_and_every_span_ends():
+    weight = torch.ones(8, requires_grad=True)
+    tokens, _ = recorded(lambda: (weight * weight).tanh().sum().backward())
+    times = [token.time_ns for token in tokens if not isinstance(token, Seen)]
+    assert times == sorted(times)
+    assert sum(isinstance(token, Open) for token in tokens) == sum(isinstance(token, Close) for token in tokens)
+
+
+def test_a_node_has_the_number_of_the_operator_that_made_it():
+    weight = torch.ones(8, requires_grad=True)
+    tokens, _ = recorded(lambda: (weight * weight).tanh().sum().backward())
+    spans = [token for token in tokens if isinstance(token, Open)]
+    made = {span.sequence: span.name for span in spans if span.kind == "operator" and span.sequence >= 0}
+    nodes = [span for span in spans if span.kind == "node"]
+    assert [(node.name, made.get(node.sequence)) for node in nodes] == [
+        ("SumBackward0", "aten::sum"),
+        ("TanhBackward0", "aten::tanh"),
+        ("MulBackward0", "aten::mul"),
+        ("AccumulateGrad", None),
+    ]
+
+
+def test_what_a_node_runs_is_not_what_made_a_node():
+    weight = torch.ones(8, requires_grad=True)
+    tokens, _ = recorded(lambda: weight.tanh().sum().backward())
+    open_spans: list[Open] = []
+    for token in tokens:
+        if isinstance(token, Open):
+            if any(span.kind == "node" for span in open_spans) and token.kind == "operator":
+                assert token.sequence == -1
+            open_spans.append(token)
+        elif isinstance(token, Close):
+            open_spans.pop()
+
+
+def test_a_function_of_the_users_own_makes_a_node_as_an_operator_does():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    weight = torch.ones(8, requires_grad=True)
+    tokens, _ = recorded(lambda: Double.apply(weight).sum().backward())
+    spans = [token for token in tokens if isinstance(token, Open)]
+    (made,) = [span for span in spans if span.name == "Double"]
+    (node,) = [span for span in spans if span.name == "DoubleBackward"][:1]
+    assert (made.kind, node.kind) == ("operator", "node")
+    assert made.sequence == node.sequence >= 0
+
+
+def test_names_that_others_give_to_stretches_are_no_spans():
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def run() -> None:
+        with record_function("mine"):
+            weight.tanh().sum().backward()
+        optimizer.step()
+
+    names = {token.name for token in recorded(run)[0] if isinstance(token, Open)}
+    assert "aten::tanh" in names
+    assert not any("mine" in name or "Optimizer" in name for name in names)
+
+
+def test_the_tensors_that_an_operator_takes_are_seen_also_in_lists():
+    one, two = torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16).float()
+    tokens, _ = recorded(lambda: torch.cat([one, two]))
+    seen = {token for token in tokens if isinstance(token, Seen)}
+    assert {Seen(one.data_ptr(), "float32", (2, 3)), Seen(two.data_ptr(), "float32", (4, 3))} <= seen
+
+
+def test_a_view_is_seen_at_the_address_of_the_block_that_it_is_in():
+    base = torch.ones(10)
+    tokens, _ = recorded(base[5:].tanh)
+    assert Seen(base.untyped_storage().data_ptr(), "float32", (5,)) in tokens

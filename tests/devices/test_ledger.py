@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.devices.events import AllocationEvent
+from pytest_gpumem.devices.ledger import Ledger
 
 unhurried = settings(deadline=None)
 

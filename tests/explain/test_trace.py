@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.events import AllocationEvent
+from pytest_gpumem.devices.events import AllocationEvent, Seen
 from pytest_gpumem.explain.lives import timeline_of
 from pytest_gpumem.explain.trace import Label, Mark, Trace, folded, tensor_text, trace_from_plain
 from tests.explain.stream import Stream
@@ -43,6 +43,7 @@ def test_a_tensor_reads_as_dtype_and_shape():
 
 
 LABELS = st.builds(Label, ADDRESSES, NAMES, NAMES, NAMES, NAMES)
+SEEN = st.builds(Seen, ADDRESSES, NAMES, st.lists(st.integers(0, 9), max_size=3).map(tuple))
 TRACES = st.builds(
     Trace,
     st.lists(st.builds(AllocationEvent, ADDRESSES, ADDRESSES, ADDRESSES), max_size=3).map(tuple),
@@ -51,6 +52,8 @@ TRACES = st.builds(
     st.dictionaries(ADDRESSES, ADDRESSES, max_size=3),
     st.frozensets(ADDRESSES, max_size=3),
     st.booleans(),
+    st.integers(1, 512),
+    st.dictionaries(st.integers(0, 9), st.lists(SEEN, max_size=2).map(tuple), max_size=2),
 )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.composition import Composition, Explanation, Row
+from pytest_gpumem.explain.difference import difference
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
@@ -355,6 +359,51 @@ def test_doubt_is_only_about_changes_for_the_worse(now, outcome):
 def test_a_budget_knows_no_doubt():
     now = measured(settled=False, peak_allocated=2 * GB)
     assert outcome_of(now, Budget(peak_allocated=GB), stored(peak_allocated=GB)) is Outcome.OVER_BUDGET
+
+
+# What grew
+
+THEN = Composition(GB, (Row("parameter", GB, "wte"),))
+NOW = Composition(2 * GB, (Row("parameter", GB, "wte"), Row("activation", GB, "h", "model.py:88")))
+
+
+def test_where_both_sides_have_a_composition_a_verdict_says_what_changed():
+    now = replace(measured(peak_allocated=2 * GB), explanation=Explanation(NOW))
+    then = replace(stored(peak_allocated=GB), composition=THEN)
+    verdict = judge(now, Budget(), then, DEFAULT_TOLERANCES)
+    assert verdict.growth == difference(THEN, NOW)
+    assert [change.row for change in verdict.growth.changes] == [NOW.rows[0]]
+
+
+@pytest.mark.parametrize("budget", [Budget(), Budget(peak_allocated=1)], ids=["no budget", "over budget"])
+@pytest.mark.parametrize("peak", [GB, 2 * GB], ids=["the same", "grown"])
+def test_a_composition_changes_no_outcome(budget, peak):
+    plain, then = measured(peak_allocated=peak), stored(peak_allocated=GB)
+    composed = judge(
+        replace(plain, explanation=Explanation(NOW)), budget, replace(then, composition=THEN), DEFAULT_TOLERANCES
+    )
+    assert composed.metrics == judge(plain, budget, then, DEFAULT_TOLERANCES).metrics
+
+
+@pytest.mark.parametrize(
+    "baseline",
+    [
+        None,
+        Absent(),
+        Absent(("NVIDIA A100",)),
+        stored(peak_allocated=GB),
+        replace(stored(workload=Workload("train_step", "fp32", 999), peak_allocated=GB), composition=THEN),
+    ],
+    ids=["nobody compares", "new", "foreign", "not recorded then", "stale"],
+)
+def test_without_a_composition_to_compare_with_nothing_is_said_to_have_grown(baseline):
+    now = replace(measured(peak_allocated=2 * GB), explanation=Explanation(NOW))
+    assert judge(now, Budget(), baseline, DEFAULT_TOLERANCES).growth is None
+
+
+def test_what_was_not_recorded_now_is_not_compared():
+    then = replace(stored(peak_allocated=GB), composition=THEN)
+    assert judge(measured(peak_allocated=2 * GB), Budget(), then, DEFAULT_TOLERANCES).growth is None
 
 
 # For which outcomes a test fails

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.composition import CATEGORIES, Composition, Explanation, Row
+from pytest_gpumem.explain.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
@@ -119,6 +121,25 @@ def test_the_verdict_on_a_metric_is_found_by_name():
 # Through JSON, and between processes
 
 TEXTS = st.text(max_size=10)
+# A name in a row never has an upright stroke, which its text would show as a slash.
+NAMES = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="|"), max_size=6)
+ROWS = st.builds(
+    Row, st.sampled_from(CATEGORIES), st.integers(0, 10**9), NAMES, NAMES, NAMES, NAMES, st.just("float32[8]")
+)
+COMPOSITIONS = st.lists(ROWS, max_size=3).map(lambda rows: Composition(sum(row.nbytes for row in rows), tuple(rows)))
+# The largest rows go with a verdict.
+EXPLANATIONS = st.builds(
+    Explanation,
+    COMPOSITIONS,
+    COMPOSITIONS,
+    COMPOSITIONS,
+    st.lists(NAMES, max_size=2).map(tuple),
+    st.none() | st.integers(0, 2**60),
+).map(Explanation.kept)
+CHANGES = st.builds(Change, ROWS, st.none() | ROWS, NAMES) | st.builds(Change, st.none(), ROWS, NAMES)
+DIFFERENCES = st.builds(
+    Difference, st.integers(0, 2**53), st.integers(0, 2**53), st.lists(CHANGES, max_size=3).map(tuple)
+)
 NUMBERS = st.integers(0, 2**53) | st.floats(0, allow_nan=False, allow_infinity=False)
 MEASUREMENTS = st.builds(
     Measurement,
@@ -129,6 +150,7 @@ MEASUREMENTS = st.builds(
     settled=st.booleans(),
     notes=st.lists(TEXTS, max_size=2).map(tuple),
     recomputed=st.none() | st.integers(0),
+    explanation=st.none() | EXPLANATIONS,
 )
 METRIC_VERDICTS = st.builds(
     MetricVerdict,
@@ -147,6 +169,7 @@ VERDICTS = st.builds(
     origin=st.none() | st.builds(Origin, TEXTS, TEXTS, TEXTS, st.none() | TEXTS),
     reason=st.none() | TEXTS,
     elsewhere=st.lists(TEXTS, max_size=2).map(tuple),
+    growth=st.none() | DIFFERENCES,
 )
 TEST_VERDICTS = st.builds(
     TestVerdict,
@@ -179,3 +202,11 @@ def test_a_measurement_comes_back_from_another_process_as_it_was(measurement):
 def test_the_plain_form_of_a_verdict_is_the_same_for_the_same_verdict(verdict):
     again = TestVerdict.from_plain(verdict.to_plain())
     assert json.dumps(again.to_plain(), sort_keys=True) == json.dumps(verdict.to_plain(), sort_keys=True)
+
+
+def test_the_largest_rows_of_an_explanation_go_with_a_measurement():
+    many = Composition(1000, tuple(Row("activation", 10, f"m{number}") for number in range(100)))
+    measurement = Measurement("call", Workload("call"), CPU, {"peak_allocated": 1000}, explanation=Explanation(many))
+    back = pickle.loads(pickle.dumps(measurement))
+    assert back.explanation == Explanation(many.kept())
+    assert back.explanation.peak.total == 1000

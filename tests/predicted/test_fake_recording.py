@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.composition import Composition, Row
     from pytest_gpumem.explain.lives import Timeline
+    from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.explain.trace import Trace
 
 ROOT = Path(__file__).parents[2]
@@ -74,12 +75,18 @@ def traced(build, batch, run, **options) -> Trace:
 
 
 def read(trace: Trace) -> tuple[Timeline, Composition]:
-    timeline = timeline_of(trace)
-    return timeline, composition_of_peak(timeline, sum(trace.before.values()))
+    own = sum(trace.before.values())
+    timeline = timeline_of(trace, own)
+    return timeline, composition_of_peak(timeline, own)
 
 
 def on_cpu(build, batch, loss: Loss) -> tuple[Timeline, Composition]:
     """The second step, recorded on the CPU."""
+    done = recorded_on_cpu(build, batch, loss)
+    return done.timeline, composition_of_peak(done.timeline, done.own_bytes)
+
+
+def recorded_on_cpu(build, batch, loss: Loss) -> Recorded:
     device, step = CpuDevice(), Step(loss)
     device.open()
     try:
@@ -103,7 +110,7 @@ def on_cpu(build, batch, loss: Loss) -> tuple[Timeline, Composition]:
             record(device, SITES, subject, "calls")
             done = record(device, SITES, subject, "calls")
             assert done.error is None
-            return done.timeline, composition_of_peak(done.timeline, done.own_bytes)
+            return done
     finally:
         device.close()
 
@@ -258,6 +265,13 @@ def test_a_parameter_has_the_line_that_made_it():
     lines = {row.module: row.site for row in peak.rows if row.category == "parameter"}
     source = (ROOT / EXAMPLE_GPT).read_text(encoding="utf-8").splitlines()
     assert "self.qkv = nn.Linear" in source[int(lines["blocks.*.attention.qkv"].rpartition(":")[2]) - 1]
+
+
+def test_what_fake_tensors_call_by_themselves_is_not_marked_as_calls_of_the_step():
+    build, batch, loss = mlp()
+    calls = [mark.site for mark in traced(build, batch, Step(loss)).marks if mark.kind == "call"]
+    recorded = recorded_on_cpu(build, batch, loss)
+    assert Counter(calls) == Counter(mark.site for mark in recorded.trace.marks if mark.kind == "call")
 
 
 def test_checkpointing_shows_what_is_recomputed_and_saves_activations():

@@ -1,0 +1,81 @@
+"""Why a row of a composition grew, where its dtype, its shape, or what is beside it tells. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_gpumem.composition import Composition, Row
+
+_ITEM_SIZE = re.compile(r"(\d+)")
+_SIZES = {"bool": 8}
+_COPYING = frozenset({"clone", "contiguous"})
+
+
+def reason(old: Row | None, new: Row | None, before: Composition, after: Composition) -> str:
+    """A clause that says why ``old`` became ``new``, where that can be known; empty for what did not grow."""
+    if new is None or new.nbytes <= (old.nbytes if old is not None else 0):
+        return ""
+    lost = _no_longer_recomputed(new, before, after)
+    if lost:
+        return lost
+    if old is not None:
+        return _became(old, new)
+    return _appeared(new, before, after)
+
+
+def _no_longer_recomputed(new: Row, before: Composition, after: Composition) -> str:
+    if new.category != "activation":
+        return ""
+    for path, calls in before.recomputed.items():
+        now = after.recomputed.get(path, 0)
+        related = f"{new.module}.".startswith(f"{path}.") or path.startswith(f"{new.module}.")
+        if now < calls and related:
+            return f"checkpointing off: {path} was recomputed in {calls} calls, now in {now or 'none'}"
+    return ""
+
+
+def _became(old: Row, new: Row) -> str:
+    if old.category != new.category and new.category == "activation":
+        return "no longer freed before backward"
+    if old.tensor and new.tensor and old.shape == new.shape and old.dtype != new.dtype:
+        wider = _bits(new.dtype) > _bits(old.dtype)
+        return f"was {old.dtype}, now {new.dtype}" if wider else f"now {new.dtype}"
+    if old.tensor != new.tensor and old.tensor and new.tensor:
+        return f"was {old.tensor}, now {new.tensor}"
+    if old.count != new.count:
+        return f"{old.count} -> {new.count} tensors"
+    return ""
+
+
+def _appeared(new: Row, before: Composition, after: Composition) -> str:
+    """A row without a predecessor: a copy, a wider one of what was there, or one more of it."""
+    if new.category != "activation" or not new.tensor:
+        return ""
+    if new.operator in _COPYING:
+        return "a copy"
+    alike = [row for row in before.rows if row.module == new.module and row.category == new.category]
+    saved = {row.operator for row in alike if row.tensor == new.tensor}
+    for row in after.rows:
+        # At the same line: elsewhere in the module, what is as large may well be something else.
+        if (row.site, row.library) == (new.site, new.library) and _beside(row, new) and row.operator in saved:
+            return f"saved twice: {row.operator} saves {row.what} as well, as before"
+    for row in alike:
+        if row.shape == new.shape and 0 < _bits(row.dtype) < _bits(new.dtype):
+            return f"was {row.dtype} only, now also {new.dtype}"
+    return ""
+
+
+def _beside(row: Row, new: Row) -> bool:
+    return (
+        row.operator != new.operator
+        and row.module == new.module
+        and row.category == new.category
+        and row.tensor == new.tensor
+    )
+
+
+def _bits(dtype: str) -> int:
+    found = _ITEM_SIZE.search(dtype)
+    return _SIZES.get(dtype, int(found.group(1)) if found else 0)
