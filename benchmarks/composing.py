@@ -16,6 +16,7 @@ from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.explain.recording import Expected
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.steps.bench import Bench, Explaining
 from pytest_gpumem.steps.collector import cyclic_collector_off
@@ -60,7 +61,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
                     phase.run()
                 ordinary = time.process_time() - began
             began = time.process_time()
-            explanation = bench.explain(prepared.subject(), peak)
+            explanation = bench.explain(prepared.subject(), Expected(peak, figures.memory.turnover))
             runs.append(Run(ordinary, time.process_time() - began))
     device.close()
     composition = explanation.peak

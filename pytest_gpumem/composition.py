@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.units import nearest
+from pytest_gpumem.units import format_bytes, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -112,7 +112,7 @@ def row_from_text(text: str) -> Row:
     return Row(category, int(nbytes), module, site, library, operator, "" if tensor == "block" else tensor, int(count))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Composition:
     """What the bytes live at one moment are. ``rows`` come largest first, and with ``rest`` add up to ``total`` exactly."""
 
@@ -125,6 +125,11 @@ class Composition:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_order)))
         object.__setattr__(self, "recomputed", MappingProxyType(dict(sorted(self.recomputed.items()))))
+
+    def __repr__(self) -> str:
+        # Short, since it stands in every failed assertion about it.
+        rows = len(self.rows)
+        return f"<Composition: {format_bytes(self.total)} in {rows} row{'' if rows == 1 else 's'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return composition_from_plain, (self.to_plain(),)

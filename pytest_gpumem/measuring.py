@@ -165,7 +165,8 @@ class Measuring:
             lines = out_of_memory_lines(explanation, self._settings.units)
             item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
 
-        return Explaining(self._sites, artifacts.keep, ran_out)
+        debugger = bool(self._config.getoption("usepdb", False))
+        return Explaining(self._sites, artifacts.keep, None if debugger else ran_out)
 
     def _wants(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
         if self._settings.explain == "never":
@@ -263,10 +264,8 @@ class Measuring:
             run.explain_call(lambda: call_again(item))
 
     def _explain_out_of_memory(self, item: pytest.Item, run: TestRun, error: BaseException) -> None:
-        if run.measures_itself or run.bench.explaining is None or not is_out_of_memory(error):
-            return
-        if self._config.getoption("usepdb", False):
-            # Its frames would have to be cleared, and the debugger is about to show them.
+        explaining = run.bench.explaining
+        if run.measures_itself or explaining is None or explaining.ran_out is None or not is_out_of_memory(error):
             return
         clear_frames(error)
         with suppress(MeasuringError):

@@ -949,3 +949,18 @@ def test_the_composition_of_a_compiled_step_adds_up_to_its_peak(project):
         "    assert found.of('parameter') == 4 * m.workload.parameters\n"
     )
     project.run("--gpumem-no-time", separate=True).assert_outcomes(passed=1)
+
+
+def test_a_model_that_a_call_built_and_left_in_a_cycle_is_garbage_as_a_whole(project):
+    project.write(
+        "import torch\n\n\nclass Trainer:\n    def __init__(self):\n        self.model = torch.nn.Linear(500, 1000)\n"
+        "        self.optimizer = torch.optim.AdamW(self.model.parameters())\n        self.again = self.step\n\n"
+        "    def step(self):\n        self.model(torch.ones(4, 500)).sum().backward()\n        self.optimizer.step()\n\n\n"
+        "@pytest.mark.gpumem\ndef test_it():\n    Trainer().step()\n"
+    )
+    project.run("--gpumem-no-time", "--gpumem-explain=always")
+    found = explained(project)
+    assert found is not None
+    (verdict,) = project.verdicts()["test_it"]["verdicts"]
+    assert verdict["measurement"]["metrics"]["cyclic_garbage"] == found["garbage"]["total"] > 8_000_000
+    assert found["retained"]["total"] == verdict["measurement"]["metrics"]["retained"] == 0

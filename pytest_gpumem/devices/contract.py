@@ -88,7 +88,7 @@ class Device(Protocol):
         """The peak since the last call of this (or `open`), and start the next one from what is live now."""
 
     def turnover(self) -> int:
-        """Bytes allocated since the device was opened, whether freed or not: how much a step asks for in all."""
+        """Bytes allocated until the latest reading, whether freed or not: only differences mean anything."""
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""

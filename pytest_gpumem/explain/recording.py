@@ -199,6 +199,8 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
             clear_frames(raised)
             error = raised.with_traceback(None)
         tracker.look()
+        # What it has found must be free to go.
+        tracker.forget()
         with tracker.mark(Mark("rest", "workspaces")):
             device.release_workspaces()
         with tracker.mark(Mark("rest", "garbage")):

@@ -101,6 +101,12 @@ class Tracker:
             for held in list(value):
                 self.know_value(held, depth - 1)
 
+    def forget(self) -> None:
+        """Let go of the models, optimizers and inputs that are known; marks and looks stay."""
+        self._roots.clear()
+        self._optimizers.clear()
+        self._inputs.clear()
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, modules, optimizers and calls are marked, as closely as the level says."""

@@ -39,12 +39,13 @@ class Explaining:
     """How steps are explained. ``keep`` is told each recording that an explanation was taken from, and
     returns a clause when it could not be kept.
 
-    ``ran_out`` is told where memory went in a step that ran out of it.
+    ``ran_out`` is told where memory went in a step that ran out of it; ``None`` where nobody may clear the frames of its
+    error, as with a debugger that is about to show them.
     """
 
     sites: Sites
     keep: Callable[[Recorded], str | None]
-    ran_out: Callable[[Explanation], None]
+    ran_out: Callable[[Explanation], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Bench:
         assert self.explaining is not None, "only asked for where something is explained"
         with cyclic_collector_off():
             told = explain_out_of_memory(self.device, self.explaining.sites, subject)
-        if told is not None:
+        if told is not None and self.explaining.ran_out is not None:
             self.explaining.ran_out(self._kept(*told))
 
     def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:

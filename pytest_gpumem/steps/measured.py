@@ -142,7 +142,8 @@ def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Wanted | Non
     try:
         yield
     except Exception as error:
-        if bench.explaining is not None and wanted is not None and is_out_of_memory(error):
+        explains = bench.explaining is not None and bench.explaining.ran_out is not None
+        if explains and wanted is not None and is_out_of_memory(error):
             # What the step's frames hold has to go, or memory would run out earlier this time.
             clear_frames(error)
             with suppress(MeasuringError):

@@ -550,6 +550,7 @@ def test_what_was_allocated_in_all_is_counted_whether_freed_or_not(device):
     kept = tensor(KB)
     for _ in range(3):
         tensor(2 * KB)
+    device.live()
     assert device.turnover() - before == 7 * KB
     with device.recorded([]):
         tensor(5 * KB)

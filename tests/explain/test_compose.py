@@ -35,7 +35,7 @@ def categories(stream: Stream) -> dict[int, str]:
 # Categories
 
 
-@pytest.mark.parametrize("category", ["parameter", "buffer", "gradient", "optimizer state", "input"])
+@pytest.mark.parametrize("category", ["parameter", "buffer", "gradient", "optimizer state"])
 def test_what_was_found_on_the_model_the_optimizer_or_the_batch_is_what_it_was_found_as(category):
     stream = Stream(before={1: 8, 2: 8}, own={1, 2})
     stream.look(Label(1, category, "fc"))
@@ -43,6 +43,16 @@ def test_what_was_found_on_the_model_the_optimizer_or_the_batch_is_what_it_was_f
         stream.alloc(3)
     stream.look(Label(3, category, "fc"))
     assert categories(stream) == {1: category, 2: "other", 3: category}
+
+
+def test_an_input_was_there_before_the_step():
+    # What the step puts into a list that was handed in can be reached from there, too.
+    stream = Stream(before={1: 8}, own={1})
+    stream.look(Label(1, "input"))
+    with stream.node("MulBackward0", 3):
+        stream.alloc(3)
+    stream.look(Label(3, "input"))
+    assert categories(stream) == {1: "input", 3: "temporary"}
 
 
 def test_what_is_freed_before_its_call_ended_is_a_workspace():
@@ -189,8 +199,8 @@ def test_a_label_that_does_not_know_leaves_what_the_mark_knows():
     with stream.mark("module", "GPT", "train.py:1"), stream.operator("aten::zeros"):
         stream.alloc(1, 32)
     stream.seen(1, "float32", 8)
-    stream.look(Label(1, "input"))
-    row = Row("input", 32, "GPT", "train.py:1", "", "zeros", "float32[8]")
+    stream.look(Label(1, "buffer"))
+    row = Row("buffer", 32, "GPT", "train.py:1", "", "zeros", "float32[8]")
     assert composition_of_peak(stream.timeline(), 0).rows == (row,)
 
 
