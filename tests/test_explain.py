@@ -958,7 +958,7 @@ def test_a_model_that_a_call_built_and_left_in_a_cycle_is_garbage_as_a_whole(pro
         "    def step(self):\n        self.model(torch.ones(4, 500)).sum().backward()\n        self.optimizer.step()\n\n\n"
         "@pytest.mark.gpumem\ndef test_it():\n    Trainer().step()\n"
     )
-    project.run("--gpumem-no-time", "--gpumem-explain=always")
+    project.run("--gpumem-no-time", "--gpumem-explain=always", "--junitxml=report.xml")
     found = explained(project)
     assert found is not None
     (verdict,) = project.verdicts()["test_it"]["verdicts"]
