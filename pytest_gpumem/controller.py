@@ -15,6 +15,7 @@ from pytest_gpumem.baselines.provenance import commit_of, today
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
+from pytest_gpumem.reports.explanation import compositions
 from pytest_gpumem.reports.matrix import matrices, matrix_table
 from pytest_gpumem.reports.summary import table
 from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated, recording_notes
@@ -146,10 +147,16 @@ class Controller:
                 "`gpumem prune` removes them"
             )
 
-    def _matrix_lines(self, results: list[TestResult]) -> list[str]:
-        lines: list[str] = []
+    def _tables(self, results: list[TestResult]) -> list[str]:
+        """The tables of a session, with an empty line after each."""
+        units, everything = self._settings.units, self._config.get_verbosity() > 0
+        lines = table(results, units, everything=everything)
+        if lines:
+            lines += [""]
         for title, rows in matrices(results).items():
-            lines += [*matrix_table(title, rows, self._settings.units), ""]
+            lines += [*matrix_table(title, rows, units), ""]
+        if self._settings.explain == "always":
+            lines += compositions(results, units, everything=everything)
         return lines
 
     def _selected(self) -> int:
@@ -165,13 +172,10 @@ class Controller:
             return
         reporter = terminalreporter
         quiet = self._config.get_verbosity() < 0
-        lines = [] if quiet else table(results, self._settings.units, everything=self._config.get_verbosity() > 0)
+        lines = [] if quiet else self._tables(results)
         if lines:
             reporter.write_sep("=", "gpumem")
-            for line in lines:
-                reporter.write_line(line)
-            reporter.write_line("")
-        for line in self._matrix_lines(results) if not quiet else ():
+        for line in lines:
             reporter.write_line(line)
         for warning in [*map(_idle_budget, idle), *(recording_notes(results) if not quiet else ())]:
             reporter.write_line(f"gpumem: {warning}", yellow=True)

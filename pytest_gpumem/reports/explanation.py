@@ -10,13 +10,15 @@ from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.units import UnitSystem, format_bytes, format_bytes_change
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from pytest_gpumem.composition import Composition, Explanation, Row
     from pytest_gpumem.explain.difference import Difference
     from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.results import TestResult
 
 MOST_ROWS = 5
+MOST_TOLD = 10
 
 _PLURALS = {
     "parameter": "parameters",
@@ -113,6 +115,28 @@ def composition_lines(title: str, composition: Composition, units: UnitSystem, m
     rest = composition.total - sum(row.nbytes for row in shown)
     if rest:
         lines.append(f"the rest: {format_bytes(rest, units)}")
+    return lines
+
+
+def compositions(results: Iterable[TestResult], units: UnitSystem, *, everything: bool) -> list[str]:
+    """What is there at the peak of each measurement that was explained.
+
+    Of the first `MOST_TOLD` of them, unless ``everything`` is asked for.
+    """
+    explained = [
+        (result.verdict, one, one.measurement.explanation)
+        for result in results
+        for one in result.verdict.verdicts
+        if one.measurement.explanation is not None
+    ]
+    lines: list[str] = []
+    for test, one, explanation in explained[: None if everything else MOST_TOLD]:
+        title = f"{test.file}::{test.test}" + (f" ({one.measurement.name})" if len(test.verdicts) > 1 else "")
+        total = format_bytes(explanation.peak.total, units)
+        lines += [f"{title}: {total} at the peak", *composition_lines("", explanation.peak, units), ""]
+    more = len(explained) - MOST_TOLD
+    if more > 0 and not everything:
+        lines += [f"... and {more} more; -v shows them all", ""]
     return lines
 
 
