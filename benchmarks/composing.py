@@ -21,7 +21,7 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.steps.bench import Bench, Explaining
 from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measured import prepared_train_step
+from pytest_gpumem.steps.prepared import prepared_train_step
 
 LIMIT = 3.0
 SAMPLES, LENGTH = 1, 256

@@ -16,7 +16,7 @@ from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
-from pytest_gpumem.steps.measured import prepared_train_step
+from pytest_gpumem.steps.prepared import prepared_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

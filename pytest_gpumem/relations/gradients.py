@@ -11,9 +11,9 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
-from pytest_gpumem.steps.measured import can_run, surroundings
 from pytest_gpumem.steps.model_step import build_model, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
+from pytest_gpumem.steps.prepared import can_run, surroundings
 from pytest_gpumem.steps.rehearsal import CastTo
 from pytest_gpumem.steps.training import Training
 

@@ -7,42 +7,39 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.torch_internals import compiled_graphs, outside_autocast
+from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.explain.recording import Expected, is_out_of_memory
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.steps.batches import describe, items_in, on_device
-from pytest_gpumem.steps.checkpointing import checkpointed
-from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.inference import caching, infer_phases, quantized
+from pytest_gpumem.steps.compiling import compile_now, compiled
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.inference import infer_phases, quantized
 from pytest_gpumem.steps.model_step import (
     build_model,
-    build_optimizer,
-    in_mode,
     parameters_of,
     precision_of,
 )
-from pytest_gpumem.steps.optimizers import optimizer_named
-from pytest_gpumem.steps.precision import batch_in_precision, float32_precision, in_precision
-from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse, rehearse_inference
+from pytest_gpumem.steps.precision import batch_in_precision, in_precision
+from pytest_gpumem.steps.prepared import (
+    can_run,
+    given_model,
+    prepared_train_step,
+    random_numbers_given_back,
+    surroundings,
+)
+from pytest_gpumem.steps.rehearsal import rehearse_inference
 from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.state import StateBytes, state_of
-from pytest_gpumem.steps.training import Training
 from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch
+    from collections.abc import Iterator
 
     from pytest_gpumem.composition import Explanation
-    from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.recording import Subject
     from pytest_gpumem.explain.sites import Site
     from pytest_gpumem.explain.tracker import Tracker
-    from pytest_gpumem.steps.bench import Bench, Start
+    from pytest_gpumem.steps.bench import Bench
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
     from pytest_gpumem.steps.runner import StepFigures
 
@@ -151,108 +148,6 @@ def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Wanted | Non
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedTrainStep:
-    """A training step that is ready to run under its config, on ``bench``; ``start`` is what was live before its model."""
-
-    bench: Bench
-    training: Training
-    phases: tuple[Phase, ...]
-    start: Start
-    seen: Rehearsal
-    births: Mapping[int, Site]
-
-    def measure(self) -> StepFigures:
-        """Run the step until it repeats, then measure it."""
-        training = self.training
-        compiles = training.config.compile != "none"
-        # A scale that falls in every step tells nothing of the next one.
-        scales = training.scaler is not None and not self.seen.overflows
-        return self.bench.measure(
-            self.phases,
-            self.start,
-            held=self.held,
-            state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
-        )
-
-    def subject(self) -> Subject:
-        """The step as it is recorded."""
-        training = self.training
-
-        def know(tracker: Tracker) -> None:
-            tracker.know(training.model, training.optimizer, training.batch)
-
-        return self.bench.subject(
-            self.phases,
-            self.start,
-            held=self.held,
-            know=know,
-            births_of=self.births,
-            compiled=training.config.compile != "none",
-        )
-
-    def held(self) -> object:
-        """What leads to everything that the step holds between steps."""
-        training = self.training
-        return training.model, training.batch, training.optimizer, training.scaler
-
-    def workload(self) -> Workload:
-        """What is trained, and how."""
-        model = self.training.model
-        config = self.training.config.text(precision_of(model))
-        return Workload("train_step", config, parameters_of(model), describe(self.training.batch))
-
-
-@contextmanager
-def prepared_train_step(
-    bench: Bench,
-    model_or_factory: ModelOrFactory,
-    batch: Any,
-    *,
-    config: StepConfig | None = None,
-    loss: Loss | None = None,
-    optimizer: OptimizerOrFactory | None = None,
-) -> Iterator[PreparedTrainStep]:
-    """Within, a training step stands ready: built on the bench's device, rehearsed if a config was given, checkpointed.
-
-    Raises as `measure_train_step`.
-    """
-    config_given, config = config is not None, config or _PLAIN
-    config.only_for("train_step")
-    if optimizer is not None and config.optimizer != _PLAIN.optimizer:
-        raise ConfigError(
-            f"optimizer= is given, and the step config says optimizer={config.optimizer}; give one of them"
-        )
-    device = bench.device.torch_device
-    can_run(bench.device, config)
-    batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = _given(model_or_factory)
-    if given is not None:
-        # Gradients that somebody left would be in the first step and not in the others.
-        given.zero_grad(set_to_none=True)
-    with ExitStack() as stack:
-        stack.enter_context(_random_numbers_given_back(bench.device))
-        start = bench.begin((given, batch, optimizer))
-        births: dict[int, Site] = {}
-        with bench.born(births):
-            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-        made = None
-        if optimizer is not None or config.optimizer != "none":
-            made = build_optimizer(optimizer or optimizer_named(config.optimizer), model, given is not None)
-        training = Training(model, model, batch, made, loss, config, device)
-        stack.callback(model.zero_grad, set_to_none=True)
-        if config.optimizer.endswith("-8bit"):
-            # It compiles its step by itself.
-            stack.enter_context(warnings_of_compiling())
-        stack.enter_context(surroundings(model, config, device, training=True))
-        seen = rehearse(training) if config_given else Rehearsal()
-        stack.enter_context(checkpointed(model, config))
-        training.run = stack.enter_context(compiled(model, config.compile))
-        phases = training.phases()
-        compile_now(phases, config.compile)
-        yield PreparedTrainStep(bench, training, tuple(phases), start, seen, births)
-
-
 def measure_infer_step(
     bench: Bench,
     model_or_factory: ModelOrFactory,
@@ -268,9 +163,9 @@ def measure_infer_step(
     device = bench.device.torch_device
     can_run(bench.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = _given(model_or_factory)
+    given = given_model(model_or_factory)
     with ExitStack() as stack:
-        stack.enter_context(_random_numbers_given_back(bench.device))
+        stack.enter_context(random_numbers_given_back(bench.device))
         start = bench.begin((given, batch))
         births: dict[int, Site] = {}
         with bench.born(births):
@@ -295,42 +190,3 @@ def measure_infer_step(
         notes = () if figures.settled else (figures.unsettled_note(),)
         workload = Workload("infer_step", config.text(precision), parameters_of(model), describe(batch))
         return explained(MeasuredStep(figures, workload, items_in(batch, items), notes), bench, subject, wanted)
-
-
-@contextmanager
-def _random_numbers_given_back(device: Device) -> Iterator[None]:
-    """What a test draws afterwards does not depend on how many steps were timed."""
-    state = RandomNumbers.now(device)
-    try:
-        yield
-    finally:
-        state.restore()
-
-
-@contextmanager
-def surroundings(model: torch.nn.Module, config: StepConfig, device: torch.device, *, training: bool) -> Iterator[None]:
-    """Mode, matrix precision, key/value cache and autocast as the config wants them, whatever is outside."""
-    # With cache=on the calls say so themselves.
-    cache = False if training or config.cache == "off" else None
-    with (
-        in_mode(model, training=training),
-        float32_precision(config.precision),
-        caching(model, cache, required=config.cache == "off"),
-        outside_autocast(device.type),
-    ):
-        yield
-
-
-def can_run(device: Device, config: StepConfig) -> None:
-    """Raises `CannotRun` when the device cannot run a step under this config."""
-    for feature in (config.precision, config.checkpointing.kind):
-        why_not = None if feature is None else device.lacks(feature)
-        if why_not is not None:
-            raise CannotRun(why_not)
-
-
-def _given(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
-    """The model, when one was given and not a function that builds it."""
-    import torch
-
-    return model_or_factory if isinstance(model_or_factory, torch.nn.Module) else None
