@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest.unittest import TestCaseFunction
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.explain.artifacts import Artifacts
-from pytest_gpumem.explain.asking import asks_for_composition
-from pytest_gpumem.explain.recording import is_out_of_memory
-from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.explaining import ExplainingTests
 from pytest_gpumem.judging import Judging, forget_properties, tell
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
-from pytest_gpumem.reports.explanation import out_of_memory_lines
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
 from pytest_gpumem.results import PROPERTY
-from pytest_gpumem.steps.bench import Explaining
 from pytest_gpumem.test_run import TestRun
-from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from typing import NoReturn
 
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
     from pytest_gpumem.gate.verdict import TestVerdict
-    from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.selection import Measured
     from pytest_gpumem.settings import Settings
 
@@ -93,12 +83,12 @@ class Measuring:
         self._settings = settings
         self._devices = devices
         self._judging = Judging(config, settings, store)
+        self._explaining = ExplainingTests(config, settings, self._judging)
         self._measured = measured
         self._fixture_names = {name for item in measured for name in getattr(item, "fixturenames", ())}
         self._residencies: dict[str, Residency] = {}
         self._environments: dict[str, Environment] = {}
         self._open: TestRun | None = None
-        self._sites: Sites | None = None
         self._opened: Device | None = None
         """The device while a shared fixture is set up outside of any measured test."""
 
@@ -144,35 +134,14 @@ class Measuring:
                 seen=lambda measurement: self._config.hook.pytest_gpumem_measurement(
                     item=item, measurement=measurement
                 ),
-                explaining=self._explaining(item, device),
-                wants=lambda measurement: self._wants(item, measured, measurement),
+                explaining=self._explaining.of(item, device),
+                wants=lambda measurement: self._explaining.wants(item, measured, measurement),
             )
         except BaseException:
             device.close()
             raise
         run.measures_itself = measured.has_fixture
         item.stash[_RUN] = self._open = run
-
-    def _explaining(self, item: pytest.Item, device: Device) -> Explaining | None:
-        """How steps of a test are explained; ``None`` under ``--gpumem-explain=never``."""
-        if self._settings.explain == "never":
-            return None
-        if self._sites is None:
-            self._sites = Sites(self._config.rootpath)
-        artifacts = Artifacts(self._settings, item.nodeid, device)
-
-        def ran_out(explanation: Explanation) -> None:
-            lines = out_of_memory_lines(explanation, self._settings.units)
-            item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
-
-        debugger = bool(self._config.getoption("usepdb", False))
-        return Explaining(self._sites, artifacts.keep, None if debugger else ran_out)
-
-    def _wants(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
-        if self._settings.explain == "never":
-            return False
-        asked = asks_for_composition(getattr(item, "function", None))
-        return asked or self._judging.wants_explanation(item, measured, measurement)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
@@ -241,7 +210,7 @@ class Measuring:
                 result = yield from _call_measured(run)
         except BaseException as error:
             run.failed(error)
-            self._explain_out_of_memory(item, run, error)
+            self._explaining.explain_out_of_memory(item, run, error)
             tell(item, _not_measured(measured, error))
             if run.measurements:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
@@ -251,25 +220,10 @@ class Measuring:
         if run.lost is not None:
             verdict = measured.not_measured(run.lost)
         else:
-            self._explain_call(item, measured, run)
+            self._explaining.explain_call(item, measured, run)
             verdict = self._judging.verdict(item, measured, run.measurements, run.relations)
         self._judging.conclude(item, verdict)
         return result
-
-    def _explain_call(self, item: pytest.Item, measured: Measured, run: TestRun) -> None:
-        """The call of a test that only has the marker is run again, recorded, when it is to be explained."""
-        if run.measures_itself or run.bench.explaining is None:
-            return
-        if self._wants(item, measured, run.measurements[-1]):
-            run.explain_call(lambda: call_again(item))
-
-    def _explain_out_of_memory(self, item: pytest.Item, run: TestRun, error: BaseException) -> None:
-        explaining = run.bench.explaining
-        if run.measures_itself or explaining is None or explaining.ran_out is None or not is_out_of_memory(error):
-            return
-        clear_frames(error)
-        with suppress(MeasuringError):
-            run.explain_call_out_of_memory(lambda: call_again(item))
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
@@ -303,19 +257,6 @@ class Measuring:
                 details.update(addition)
             self._environments[device.name] = Environment(environment.slug, environment.device, details)
         return self._environments[device.name]
-
-
-def call_again(item: pytest.Item) -> None:
-    """Run the call of a test once more, with the same arguments. Not as pytest does it: nothing of it is reported."""
-    if isinstance(item, TestCaseFunction):
-        # unittest's own way to run a test without collecting its result. An instance with an event loop runs once; what
-        # fixtures gave to it goes along.
-        instance: Any = item.instance
-        again = type(instance)(item.originalname)
-        vars(again).update({name: value for name, value in vars(instance).items() if name not in vars(again)})
-        again.debug()
-    else:
-        item.runtest()
 
 
 def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
