@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ KEPT_SHARE = 0.95
 MOST_KEPT = 30
 
 _SEPARATOR = " | "
+_DIGITS = re.compile(r"\d+")
 
 
 class MissingComposition(AttributeError):
@@ -107,7 +109,9 @@ def row_from_text(text: str) -> Row:
     count, times, tensor = what.partition(" x ")
     if not times or not count.isdecimal():
         raise CompositionError(f"{text!r}: {what!r} is no count of tensors, like '4 x float32[8, 64]'")
-    if not nbytes.removeprefix("-").isdecimal():
+    # What is known one by one may be more than what was counted as the step's, and nothing else can be negative.
+    digits = nbytes.removeprefix("-") if category == "unattributed" else nbytes
+    if not digits.isdecimal():
         raise CompositionError(f"{text!r}: {nbytes!r} is no number of bytes")
     return Row(category, int(nbytes), module, site, library, operator, "" if tensor == "block" else tensor, int(count))
 
@@ -193,6 +197,12 @@ def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
         nbytes, count = found.get(key, (0, 0))
         found[key] = nbytes + row.nbytes, count + row.count
     return tuple(replace(key, nbytes=nbytes, count=count) for key, (nbytes, count) in found.items())
+
+
+def item_bits(dtype: str) -> int:
+    """The bits of an element of a dtype by its name: 32 of ``float32``, 8 of ``bool`` and ``float8_e5m2``; 0 where unknown."""
+    found = _DIGITS.search(dtype)
+    return 8 if dtype == "bool" else int(found.group()) if found else 0
 
 
 def _order(row: Row) -> tuple[int, str]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import unittest
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from _pytest.unittest import TestCaseFunction
+import pytest
 
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.asking import asks_for_composition
-from pytest_gpumem.explain.recording import is_out_of_memory
+from pytest_gpumem.explain.recording import NOT_EXPLAINED, is_out_of_memory
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.reports.explanation import out_of_memory_lines
 from pytest_gpumem.steps.bench import Explaining
 from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    import pytest
-
     from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.judging import Judging
@@ -56,7 +54,8 @@ class ExplainingTests:
         """Whether a measurement is to be explained: its test reads that, it fails by its bytes, or becomes a baseline."""
         if self._settings.explain == "never":
             return False
-        asked = asks_for_composition(getattr(item, "function", None))
+        # A test that only has the marker has no measurement to read.
+        asked = measured.has_fixture and asks_for_composition(getattr(item, "function", None))
         return asked or self._judging.wants_explanation(item, measured, measurement)
 
     def explain_call(self, item: pytest.Item, measured: Measured, run: TestRun) -> None:
@@ -72,13 +71,14 @@ class ExplainingTests:
         if run.measures_itself or explaining is None or explaining.ran_out is None or not is_out_of_memory(error):
             return
         clear_frames(error)
-        with suppress(MeasuringError):
+        with suppress(*NOT_EXPLAINED):
             run.explain_call_out_of_memory(lambda: call_again(item))
 
 
 def call_again(item: pytest.Item) -> None:
     """Run the call of a test once more, with the same arguments. Not as pytest does it: nothing of it is reported."""
-    if isinstance(item, TestCaseFunction):
+    kind = item.cls if isinstance(item, pytest.Function) else None
+    if isinstance(item, pytest.Function) and kind is not None and issubclass(kind, unittest.TestCase):
         # unittest's own way to run a test without collecting its result. An instance with an event loop runs once; what
         # fixtures gave to it goes along.
         instance: Any = item.instance

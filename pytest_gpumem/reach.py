@@ -20,7 +20,14 @@ _NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logg
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients.
+    """Every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients."""
+    import torch
+
+    return (value for value in reachable(roots) if isinstance(value, torch.Tensor))
+
+
+def reachable(roots: Iterable[object]) -> Iterator[Any]:
+    """Everything held by ``roots`` that can hold tensors.
 
     A function's globals, classes and modules are not followed: they belong to everybody. Neither is an autograd graph,
     since looking at what it saved would unpack it.
@@ -34,8 +41,8 @@ def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         seen[id(value)] = value
+        yield value
         if isinstance(value, torch.Tensor):
-            yield value
             if value.is_leaf and value.grad is not None:
                 stack.append(value.grad)
             if hasattr(value, "__tensor_flatten__"):
@@ -111,9 +118,18 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterat
     for tensor in tensors:
         if tensor.device.type == device.type and device.index in (None, tensor.device.index):
             for dense in _dense_parts(tensor):
-                storage = dense.untyped_storage()
-                if _has_memory(storage):
+                storage = storage_of(dense)
+                if storage is not None:
                     yield storage
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a dense tensor if there is memory behind it: not of fake or meta tensors, nor within ``vmap``."""
+    try:
+        storage = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return storage if _has_memory(storage) else None
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:

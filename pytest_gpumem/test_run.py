@@ -7,10 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import pytest
-
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.explain.recording import Expected, Left, Subject
+from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, Left, Subject, not_explained_note
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
@@ -21,6 +19,8 @@ from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import pytest
 
     from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device, Known
@@ -185,19 +185,14 @@ class TestRun:
         What goes wrong this time is no failure of the test, which has passed; it is noted.
         """
         measurement = self.measurements[-1]
-        after = RandomNumbers.now(self.device)
         try:
             explanation = self.bench.explain(
                 self._call_subject(call), Expected(measurement.peak_allocated, turnover=None)
             )
-        except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - the test's own code
-            said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            note = f"it could not be run again to tell what its peak is made of: {said}"
-            self.measurements[-1] = replace(measurement, notes=(*measurement.notes, note))
+        except NOT_EXPLAINED as error:
+            self.measurements[-1] = replace(measurement, notes=(*measurement.notes, not_explained_note(error)))
         else:
             self.measurements[-1] = replace(measurement, explanation=explanation)
-        finally:
-            after.restore()
 
     def explain_call_out_of_memory(self, call: Callable[[], object]) -> None:
         """Run the call that ran out of memory once more, recorded, and tell where it went if it runs out again."""
@@ -225,8 +220,7 @@ class TestRun:
 
         def know(tracker: Tracker) -> None:
             values = self._residency.values(self.item)
-            for value in values:
-                tracker.know_value(value)
+            tracker.known.within(values)
             tracker.know(inputs=values)
 
         return Subject(

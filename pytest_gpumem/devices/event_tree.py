@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.devices.torch_internals import event_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,10 +32,8 @@ def tokens_of(
 
     The tree is private to torch, as in `allocation_events`; the public views lose addresses, nesting and order.
     """
-    recorded: Any = profiler.profiler
-    tree = recorded.kineto_results.experimental_event_tree()
     tokens: list[Token] = []
-    stack: list[Any] = sorted(tree, key=lambda event: event.start_time_ns)[::-1]
+    stack: list[Any] = sorted(event_tree(profiler), key=lambda event: event.start_time_ns)[::-1]
     while stack:
         event = stack.pop()
         if isinstance(event, Close):

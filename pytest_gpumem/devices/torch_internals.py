@@ -34,10 +34,15 @@ def allocation_events(profiler: profile) -> list[AllocationEvent]:
 
     The public views of a profile add allocations up by operator and lose their addresses; the event tree has both.
     """
-    recorded: Any = profiler.profiler
-    tree = recorded.kineto_results.experimental_event_tree()
     # sorted() is stable and the tree is walked in order, so that events of the same nanosecond keep theirs.
-    return sorted(_allocations(tree), key=lambda event: event.time_ns)
+    return sorted(_allocations(event_tree(profiler)), key=lambda event: event.time_ns)
+
+
+def event_tree(profiler: profile) -> list[Any]:
+    """What a stopped profiler recorded, as a tree: operators, what they called, and allocations within."""
+    recorded: Any = profiler.profiler
+    tree: list[Any] = recorded.kineto_results.experimental_event_tree()
+    return tree
 
 
 def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
@@ -99,6 +104,13 @@ def span(name: str) -> AbstractContextManager[object]:
     from torch._C._profiler import _RecordFunctionFast
 
     return cast("AbstractContextManager[object]", _RecordFunctionFast(name))
+
+
+def outside_torch_function() -> AbstractContextManager[object]:
+    """Within, torch functions are called straight: by no `TorchFunctionMode`, and by no subclass of a tensor."""
+    import torch
+
+    return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
 
 
 @contextmanager

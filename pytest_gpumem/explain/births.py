@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.reach import storage_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,9 +22,10 @@ def births(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
     def addresses(value: Any) -> set[int]:
         if isinstance(value, (list, tuple)):
             return set().union(*map(addresses, value))
-        # Only where there is memory: meta and fake tensors, and empty ones, have address 0, or refuse to tell.
-        real = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        return {value.untyped_storage().data_ptr()} - {0} if real and not value.is_meta else set()
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            return set()
+        storage = storage_of(value)
+        return set() if storage is None else {storage.data_ptr()}
 
     class Births(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

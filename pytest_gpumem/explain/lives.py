@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.composition import item_bits
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen
 from pytest_gpumem.explain.around import Around
 from pytest_gpumem.explain.trace import Label, Mark, folded, tensor_text
@@ -13,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.explain.trace import Trace
-
-_ITEM_SIZES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float16": 2, "bfloat16": 2, "int16": 2}
-_SMALL = {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +288,7 @@ class _Reader:
             count = 1
             for size in tensor.shape:
                 count *= size
-            item = _ITEM_SIZES.get(tensor.dtype, _SMALL.get(tensor.dtype, 4))
+            item = item_bits(tensor.dtype) // 8
             # A view of another size is not what was allocated.
             rounded = -(-count * item // self._trace.granularity) * self._trace.granularity
             if rounded == found.life.nbytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
+
+from pytest_gpumem.composition import item_bits
 
 if TYPE_CHECKING:
     from pytest_gpumem.composition import Composition, Row
 
-_ITEM_SIZE = re.compile(r"(\d+)")
-_SIZES = {"bool": 8}
 _COPYING = frozenset({"clone", "contiguous"})
 
 
@@ -17,7 +16,7 @@ def reason(old: Row | None, new: Row | None, before: Composition, after: Composi
     """A clause that says why ``old`` became ``new``, where that can be known; empty for what did not grow."""
     if new is None or new.nbytes <= (old.nbytes if old is not None else 0):
         return ""
-    lost = _no_longer_recomputed(new, before, after)
+    lost = _no_longer_recomputed(old, new, before, after)
     if lost:
         return lost
     if old is not None:
@@ -25,8 +24,9 @@ def reason(old: Row | None, new: Row | None, before: Composition, after: Composi
     return _appeared(new, before, after)
 
 
-def _no_longer_recomputed(new: Row, before: Composition, after: Composition) -> str:
-    if new.category != "activation":
+def _no_longer_recomputed(old: Row | None, new: Row, before: Composition, after: Composition) -> str:
+    # Larger or smaller tensors, as of other micro-batches, are called less often as well.
+    if new.category != "activation" or (old is not None and old.tensor != new.tensor):
         return ""
     for path, calls in before.recomputed.items():
         now = after.recomputed.get(path, 0)
@@ -40,7 +40,7 @@ def _became(old: Row, new: Row) -> str:
     if old.category != new.category and new.category == "activation":
         return "no longer freed before backward"
     if old.tensor and new.tensor and old.shape == new.shape and old.dtype != new.dtype:
-        wider = _bits(new.dtype) > _bits(old.dtype)
+        wider = item_bits(new.dtype) > item_bits(old.dtype)
         return f"was {old.dtype}, now {new.dtype}" if wider else f"now {new.dtype}"
     if old.tensor != new.tensor and old.tensor and new.tensor:
         return f"was {old.tensor}, now {new.tensor}"
@@ -62,7 +62,7 @@ def _appeared(new: Row, before: Composition, after: Composition) -> str:
         if (row.site, row.library) == (new.site, new.library) and _beside(row, new) and row.operator in saved:
             return f"saved twice: {row.operator} saves {row.what} as well, as before"
     for row in alike:
-        if row.shape == new.shape and 0 < _bits(row.dtype) < _bits(new.dtype):
+        if row.shape == new.shape and 0 < item_bits(row.dtype) < item_bits(new.dtype):
             return f"was {row.dtype} only, now also {new.dtype}"
     return ""
 
@@ -74,8 +74,3 @@ def _beside(row: Row, new: Row) -> bool:
         and row.category == new.category
         and row.tensor == new.tensor
     )
-
-
-def _bits(dtype: str) -> int:
-    found = _ITEM_SIZE.search(dtype)
-    return _SIZES.get(dtype, int(found.group(1)) if found else 0)

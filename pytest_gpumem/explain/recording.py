@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import pytest
 
 from pytest_gpumem.composition import Explanation
 from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open
@@ -34,6 +37,16 @@ if TYPE_CHECKING:
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+
+
+NOT_EXPLAINED: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
+"""What may come out of a run that is recorded. The step has been measured, or has failed, and that is what counts."""
+
+
+def not_explained_note(error: BaseException) -> str:
+    """A clause that says why there is no explanation."""
+    said = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"it could not be run again to tell what its peak is made of: {said}"
 
 
 def know_nothing(_: Tracker) -> None:
@@ -188,7 +201,9 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     tokens: list[Token] = []
     error: BaseException | None = None
     cycles: tuple[str, ...] = ()
-    with device.recorded(tokens):
+    # What it warns of has been warned of when it was measured.
+    with warnings.catch_warnings(), device.recorded(tokens):
+        warnings.simplefilter("ignore")
         subject.know(tracker)
         tracker.look()
         try:
@@ -200,7 +215,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
             error = raised.with_traceback(None)
         tracker.look()
         # What it has found must be free to go.
-        tracker.forget()
+        tracker.known.forget()
         with tracker.mark(Mark("rest", "workspaces")):
             device.release_workspaces()
         with tracker.mark(Mark("rest", "garbage")):

@@ -10,6 +10,7 @@ from pytest_gpumem.explain.births import births
 from pytest_gpumem.explain.recording import Subject, explain, explain_out_of_memory, know_nothing, phase
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import measure_step
 
 if TYPE_CHECKING:
@@ -90,14 +91,14 @@ class Bench:
     def explain(self, subject: Subject, expected: Expected) -> Explanation:
         """Run the step once more, recorded, and tell what its peak is made of, which was measured as ``expected``."""
         assert self.explaining is not None, "only asked for where something is explained"
-        with cyclic_collector_off():
+        with cyclic_collector_off(), random_numbers_given_back(self.device):
             explanation, recorded = explain(self.device, self.explaining.sites, subject, expected)
         return self._kept(explanation, recorded)
 
     def explain_out_of_memory(self, subject: Subject) -> None:
         """Run the step that ran out of memory once more, recorded, and tell where it went if it runs out again."""
         assert self.explaining is not None, "only asked for where something is explained"
-        with cyclic_collector_off():
+        with cyclic_collector_off(), random_numbers_given_back(self.device):
             told = explain_out_of_memory(self.device, self.explaining.sites, subject)
         if told is not None and self.explaining.ran_out is not None:
             self.explaining.ran_out(self._kept(*told))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import compiled_graphs
-from pytest_gpumem.explain.recording import Expected, is_out_of_memory
-from pytest_gpumem.measurement import MeasuringError, Workload
+from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, is_out_of_memory, not_explained_note
+from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe, items_in, on_device
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import StepConfig
@@ -24,9 +24,9 @@ from pytest_gpumem.steps.prepared import (
     can_run,
     given_model,
     prepared_train_step,
-    random_numbers_given_back,
     surroundings,
 )
+from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.rehearsal import rehearse_inference
 from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.state import StateBytes, state_of
@@ -85,7 +85,7 @@ def measure_function(
     phases = [Phase("step", fn)]
 
     def know(tracker: Tracker) -> None:
-        tracker.know_value(fn)
+        tracker.known.within(fn)
         tracker.know(inputs=fn)
 
     subject = bench.subject(phases, start, lambda: fn, know=know)
@@ -130,7 +130,10 @@ def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Wanted
         return step
     memory = step.figures.memory
     expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover)
-    return replace(step, explanation=bench.explain(subject, expected))
+    try:
+        return replace(step, explanation=bench.explain(subject, expected))
+    except NOT_EXPLAINED as error:
+        return replace(step, notes=(*step.notes, not_explained_note(error)))
 
 
 @contextmanager
@@ -143,7 +146,7 @@ def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Wanted | Non
         if explains and wanted is not None and is_out_of_memory(error):
             # What the step's frames hold has to go, or memory would run out earlier this time.
             clear_frames(error)
-            with suppress(MeasuringError):
+            with suppress(*NOT_EXPLAINED):
                 bench.explain_out_of_memory(subject)
         raise
 

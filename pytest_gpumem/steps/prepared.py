@@ -23,7 +23,7 @@ from pytest_gpumem.steps.model_step import (
 )
 from pytest_gpumem.steps.optimizers import optimizer_named
 from pytest_gpumem.steps.precision import batch_in_precision, float32_precision, in_precision
-from pytest_gpumem.steps.random_numbers import RandomNumbers
+from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse
 from pytest_gpumem.steps.training import Training
 
@@ -143,16 +143,6 @@ def prepared_train_step(
         phases = training.phases()
         compile_now(phases, config.compile)
         yield PreparedTrainStep(bench, training, tuple(phases), start, seen, births)
-
-
-@contextmanager
-def random_numbers_given_back(device: Device) -> Iterator[None]:
-    """What a test draws afterwards does not depend on how many steps were timed."""
-    state = RandomNumbers.now(device)
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 @contextmanager

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_gpumem.devices.contract import Device
 
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """Python's, torch's and those of the device's accelerators, at one moment.
+    """Python's, NumPy's, torch's and those of the device's accelerators, at one moment.
 
     Kept as bytes: a tensor would be memory of the device that is measured.
     """
 
     python: Any
+    numpy: Any
     torch: bytes
     accelerators: tuple[tuple[int, bytes], ...]
 
@@ -28,6 +33,8 @@ class RandomNumbers:
 
         return cls(
             random.getstate(),
+            # Where nobody has loaded NumPy, nobody has drawn from it.
+            numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None,
             bytes(torch.get_rng_state().tolist()),
             tuple((index, bytes(torch.cuda.get_rng_state(index).tolist())) for index in device.random_devices()),
         )
@@ -37,9 +44,21 @@ class RandomNumbers:
         import torch
 
         random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
         torch.set_rng_state(_tensor(self.torch))
         for index, state in self.accelerators:
             torch.cuda.set_rng_state(_tensor(state), index)
+
+
+@contextmanager
+def random_numbers_given_back(device: Device) -> Iterator[None]:
+    """What a test draws afterwards does not depend on how many steps were timed, or recorded."""
+    state = RandomNumbers.now(device)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _tensor(state: bytes) -> Any:

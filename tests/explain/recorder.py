@@ -44,7 +44,7 @@ class Recorder:
             run,
             own=lambda: list(storages_of(reachable_tensors([held]), here)),
             own_bytes=lambda: sum(blocks_of(reachable_tensors([held]), here).values()),
-            know=know or (lambda tracker: tracker.know_value(held)),
+            know=know or (lambda tracker: tracker.known.within(held)),
             births=births or {},
             compiled=compiled,
         )

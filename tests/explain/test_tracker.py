@@ -126,9 +126,9 @@ def test_two_models_keep_their_own_paths(recorder):
         ("Block", "fc1"),
         ("Block", "fc2"),
         ("Model",),
-        ("Model", "blocks.0"),
-        ("Model", "blocks.0", "blocks.0.fc1"),
-        ("Model", "blocks.0", "blocks.0.fc2"),
+        ("Model", "Model.blocks.0"),
+        ("Model", "Model.blocks.0", "Model.blocks.0.fc1"),
+        ("Model", "Model.blocks.0", "Model.blocks.0.fc2"),
     }
 
 
@@ -388,7 +388,7 @@ def test_a_parameter_has_the_line_that_made_it_and_a_gradient_at_the_same_addres
 def test_models_and_optimizers_are_known_within_containers():
     model, optimizer = Block(), torch.optim.SGD([nn.Parameter(torch.ones(1))])
     tracker = Tracker(torch.device("cpu"), None)  # type: ignore[arg-type]
-    tracker.know_value({"model": [model], "rest": (optimizer, 3, "text")})
+    tracker.known.within({"model": [model], "rest": (optimizer, 3, "text")})
     tracker.look()
     (labels,) = tracker.looks.values()
     assert {label.module for label in labels} == {"fc1", "fc2", ""}

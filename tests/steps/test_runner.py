@@ -519,6 +519,9 @@ class Scripted:
     def known(self):
         return frozenset({7})
 
+    def turnover(self):
+        return 0
+
     def take_peak(self):
         return Peak(0)
 
