@@ -96,6 +96,8 @@ def test_a_row_of_which_little_is_known_can_be_written_and_read():
         ("input |  |  |  |  | two x float32[8] | 32", "'two x float32[8]' is no count of tensors"),
         ("input |  |  |  |  | -1 x float32[8] | 32", "'-1 x float32[8]' is no count of tensors"),
         ("input |  |  |  |  | 1 x float32[8] | 32.0", "'32.0' is no number of bytes"),
+        ("activation |  |  |  |  | 1 x float32[8] | -32", "'-32' is no number of bytes"),
+        ("unattributed |  |  |  |  | 1 x block | --32", "'--32' is no number of bytes"),
         ("input |  |  |  |  | 1 x float32[8] | --32", "'--32' is no number of bytes"),
         ("input |  |  |  |  | 1 x float32[8] | ", "'' is no number of bytes"),
     ],

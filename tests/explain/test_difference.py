@@ -158,6 +158,15 @@ def test_checkpointing_that_was_lost_is_told_for_what_is_kept_again():
     assert first(before, none).reason == "checkpointing off: h.* was recomputed in 4 calls, now in none"
 
 
+def test_fewer_and_larger_micro_batches_do_not_switch_checkpointing_off():
+    def of(samples: int, calls: int) -> Composition:
+        kept = Row("activation", samples * 1024, "h.*", "model.py:3", "", "addmm", f"float32[{samples}, 256]")
+        return Composition(kept.nbytes, (kept,), {"h.*": calls})
+
+    told = first(of(256, 16), of(512, 8))
+    assert told.reason == "was float32[256, 256], now float32[512, 256]"
+
+
 def test_checkpointing_elsewhere_is_no_reason():
     before = made_of(WEIGHTS, recomputed={"encoder.*": 4})
     assert first(before, made_of(WEIGHTS, row())).reason == ""
