@@ -93,7 +93,7 @@ class Gpumem:
         region = Region()
         with self._run.tracked() as figures:
             yield region
-        region.end(self._run.record(Workload("region"), figures().memory_metrics(), name=name))
+        region.end(self._run.keep(self._run.draft(Workload("region"), figures().memory_metrics(), name=name)))
 
     def train_step(
         self,
@@ -231,7 +231,10 @@ class Gpumem:
         self._run.relations += 1
 
     def _recorded(self, step: MeasuredStep, name: str | None, more_notes: tuple[str, ...] = ()) -> Measurement:
-        return self._run.record(
+        return self._run.keep(self._measurement(step, name, more_notes))
+
+    def _measurement(self, step: MeasuredStep, name: str | None, more_notes: tuple[str, ...] = ()) -> Measurement:
+        return self._run.draft(
             step.workload,
             step.metrics(),
             name=name,
@@ -246,9 +249,7 @@ class Gpumem:
         run = self._run
         if explain is not None:
             return lambda _: explain
-        return lambda step: run.wants(
-            run.draft(step.workload, step.metrics(), name=name, settled=step.figures.settled, notes=step.notes)
-        )
+        return lambda step: run.wants(self._measurement(step, name))
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:

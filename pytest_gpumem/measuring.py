@@ -277,7 +277,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
             result = yield
             ended = True
         if not run.measures_itself:
-            run.record(Workload("call"), figures().memory_metrics())
+            run.keep(run.draft(Workload("call"), figures().memory_metrics()))
     except MeasuringError as error:
         if not ended:
             raise

@@ -130,22 +130,9 @@ class TestRun:
             )
         )
 
-    def record(
-        self,
-        workload: Workload,
-        metrics: dict[str, float] | dict[str, int],
-        *,
-        name: str | None = None,
-        settled: bool = True,
-        notes: tuple[str, ...] = (),
-        recomputed: int | None = None,
-        explanation: Explanation | None = None,
-    ) -> Measurement:
-        """Keep a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
-        measurement = self.draft(
-            workload, metrics, name=name, settled=settled, notes=notes, recomputed=recomputed, explanation=explanation
-        )
-        if metrics["peak_allocated"] <= 0:
+    def keep(self, measurement: Measurement) -> Measurement:
+        """Keep a measurement of this test, which `draft` made."""
+        if measurement.peak_allocated <= 0:
             self.lost = (
                 f"{measurement.name} held no tensor on {self.device.torch_device}: it runs elsewhere, or not at all"
             )
@@ -164,7 +151,7 @@ class TestRun:
         recomputed: int | None = None,
         explanation: Explanation | None = None,
     ) -> Measurement:
-        """The measurement that `record` would keep. Raises as it does."""
+        """A measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         taken = {measurement.name for measurement in self.measurements}
         if name in taken:
             raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")

@@ -150,7 +150,7 @@ class CpuDevice:
 
     @contextmanager
     def recorded(self, tokens: list[Token]) -> Iterator[None]:
-        self._ledger.apply(self._stop())
+        self._pause()
         self._start(operators=True)
         try:
             yield
@@ -168,7 +168,7 @@ class CpuDevice:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._ledger.apply(self._stop())
+        self._pause()
         try:
             yield
         finally:
@@ -221,6 +221,14 @@ class CpuDevice:
         if probe != [_PROBE_BYTES, -_PROBE_BYTES]:
             raise MeasuringError(_CUT_SHORT)
         return self._obituaries.put_into([token for place, token in enumerate(told) if place not in places])
+
+    def _pause(self) -> None:
+        """Stop recording for a while; go on at once when it turns out to have been cut short."""
+        try:
+            self._ledger.apply(self._stop())
+        except MeasuringError:
+            self._start()
+            raise
 
     def _flush(self) -> None:
         try:
