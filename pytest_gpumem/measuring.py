@@ -245,6 +245,13 @@ class Measuring:
             run.release()
         return (yield)
 
+    @pytest.hookimpl
+    def pytest_unconfigure(self) -> None:
+        # Ctrl-C comes without a teardown, and a profiler that runs when the interpreter ends can take it down.
+        if self._open is not None:
+            self._open.release()
+            self._open = None
+
     def _residency(self, device: Device) -> Residency:
         return self._residencies.setdefault(device.name, Residency(device))
 

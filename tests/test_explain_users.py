@@ -158,3 +158,19 @@ def test_numpys_random_numbers_do_not_depend_on_whether_a_step_was_explained(pro
         project.run("--gpumem-no-time", f"--gpumem-explain={mode}").assert_outcomes(passed=3)
         drawn.append((project.path / "drawn.txt").read_text(encoding="utf-8"))
     assert drawn[0] == drawn[1]
+
+
+def test_ctrl_c_while_a_call_is_recorded_ends_the_session_and_keeps_what_was_measured_before(project):
+    project.write(
+        "CALLS = []\n\n\n@pytest.mark.gpumem\ndef test_before():\n    torch.ones(1000)\n\n\n"
+        "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n    CALLS.append(1)\n    if len(CALLS) > 1:\n"
+        "        raise KeyboardInterrupt\n"
+    )
+    result = project.run("--gpumem-no-time", "--gpumem-update=new", separate=True)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(
+        ["gpumem store: 1 baseline written (new)*", "gpumem: 0 gated, 1 new, 1 not run to the end"]
+    )
+    (text,) = project.stored().values()
+    assert "test_before" in text
+    assert "test_it.call" not in text
