@@ -127,7 +127,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a dense tensor if there is memory behind it: not of fake or meta tensors, nor within ``vmap``."""
     try:
         storage = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # NotImplementedError is one
         return None
     return storage if _has_memory(storage) else None
 
