@@ -31,6 +31,22 @@ if TYPE_CHECKING:
     from pytest_gpumem.settings import Settings
 
 
+_FAILURE = pytest.StashKey[BaseException]()
+"""The gate's failure of a test."""
+
+
+def shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Of the gate's own failure, give pytest's summary and JUnit's message the first line only.
+
+    Under CI pytest's summary does not cut messages, and the whole failure would be printed twice.
+    """
+    if call.excinfo is None or call.excinfo.value is not item.stash.get(_FAILURE, None):
+        return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = str(call.excinfo.value).partition("\n")[0]
+
+
 def forget_properties(item: pytest.Item) -> None:
     """Take back what was told of an earlier run of the test."""
     item.user_properties[:] = [
@@ -96,7 +112,7 @@ class Judging:
         )
 
     def conclude(self, item: pytest.Item, verdict: TestVerdict) -> None:
-        """Tell the verdict, and fail the test if it must fail: with `pytest.fail`, so that it is the test's own failure."""
+        """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure."""
         tell(item, verdict)
         failing = self._failing(verdict)
         if failing:
@@ -107,7 +123,8 @@ class Judging:
                 path=self._path_from_here(verdict),
                 options=options_given(self._config),
             )
-            pytest.fail(text, pytrace=False)
+            item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
+            raise failure
 
     def _baseline(self, measured: Measured, measurement: Measurement) -> Entry | Absent | None:
         if not self._settings.baseline and self._settings.update is None:

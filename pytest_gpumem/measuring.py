@@ -8,7 +8,7 @@ import pytest
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explaining import ExplainingTests
-from pytest_gpumem.judging import Judging, forget_properties, tell
+from pytest_gpumem.judging import Judging, forget_properties, shorten_summary, tell
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
@@ -233,6 +233,14 @@ class Measuring:
         result = yield
         self._judging.conclude(item, verdict)
         return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        shorten_summary(item, call, report)
+        return report
 
     # Teardown
 

@@ -60,6 +60,28 @@ def test_growth_fails_the_test_with_figures_and_the_accepting_command(project):
     assert 'failures="1"' in (project.path / "report.xml").read_text()
 
 
+@pytest.mark.parametrize("on_ci", [True, False])
+def test_a_failure_is_told_once_and_in_one_line_of_the_summary(project, monkeypatch, on_ci):
+    # On CI pytest does not cut the messages of its summary.
+    for name in ("CI", "BUILD_NUMBER"):
+        monkeypatch.delenv(name, raising=False)
+    if on_ci:
+        monkeypatch.setenv("CI", "true")
+    project.write(SIMPLE.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    project.write(SIMPLE.format(count=2_000_000))
+    result = project.run("--gpumem-baseline", "--junitxml=report.xml")
+    assert sum("peak allocated" in line and "regressed" in line for line in result.outlines) == 1
+    summary = result.outlines[
+        result.outlines.index("=========================== short test summary info ============================") + 1 :
+    ]
+    headline = "Memory regressed: peak 8.00 MB, baseline 4.00 MB: +4.00 MB (+100.0 %), allowed +25.0 %"
+    assert summary[0].startswith("FAILED test_it.py::test_simple - Memory regressed: peak")
+    assert not on_ci or summary[0].endswith(headline)
+    assert len(summary) == 2
+    assert f'failure message="{headline}">' in (project.path / "report.xml").read_text()
+
+
 def test_growth_is_not_a_failure_unless_the_comparison_was_asked_for(project):
     project.write(SIMPLE.format(count=1_000_000))
     project.run("--gpumem-update=new")
