@@ -1,0 +1,526 @@
+"""Whose turn it is on a device: between real processes, by the order of what they tell."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.devices import device_lock
+from pytest_gpumem.devices.contract import DeviceUnavailable
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.cuda import CudaDevice
+from pytest_gpumem.devices.device_lock import DeviceLock
+from pytest_gpumem.devices.registry import make_cpu, make_cuda
+from tests.devices.test_cuda import SyntheticCuda
+from tests.locking import GATE, log_of, overlaps, start, state_of, wait_for
+
+NO_LOCK = "no lock keeps other measured tests off the GPU "
+
+
+@pytest.fixture
+def locks(tmp_path):
+    return tmp_path / "locks"
+
+
+@pytest.fixture
+def lock(locks):
+    return DeviceLock("GPU-0", folder=locks)
+
+
+def finished(*processes):
+    codes = [process.wait(30) for process in processes]
+    assert codes == [0] * len(codes)
+
+
+# What is held
+
+
+def test_a_device_is_shared_but_for_a_stretch_alone(lock, locks):
+    with lock.shared():
+        assert state_of(locks) == "shared"
+        with lock.alone() as refused:
+            assert refused is None
+            assert state_of(locks) == "alone"
+        assert state_of(locks) == "shared"
+    assert state_of(locks) == "free"
+
+
+def test_the_gate_is_open_for_whoever_comes_next(lock, locks):
+    with lock.shared():
+        assert state_of(locks, GATE) == "free"
+        with lock.alone():
+            assert state_of(locks, GATE) == "free"
+
+
+def test_a_process_does_not_wait_for_itself(lock, locks):
+    # As when a test of this very suite, while it is measured, runs another session within its own process.
+    inner = DeviceLock("GPU-0", folder=locks)
+    with lock.shared(), inner.shared():
+        with inner.alone() as refused, lock.alone() as refused_again:
+            assert (refused, refused_again) == (None, None)
+            with lock.shared():
+                assert state_of(locks) == "alone"
+            assert state_of(locks) == "alone"
+        assert state_of(locks) == "shared"
+
+
+def test_the_share_is_kept_until_the_last_of_a_process_leaves(lock, locks):
+    with lock.shared():
+        with DeviceLock("GPU-0", folder=locks).shared():
+            pass
+        assert state_of(locks) == "shared"
+    assert state_of(locks) == "free"
+
+
+def test_a_device_that_is_closed_while_alone_is_free_afterwards(lock, locks):
+    share = lock.shared()
+    share.__enter__()
+    with lock.alone():
+        share.__exit__(None, None, None)
+        assert state_of(locks) == "alone"
+    assert state_of(locks) == "free"
+
+
+def test_two_gpus_have_a_lock_each(locks):
+    with DeviceLock("GPU-0", folder=locks).shared(), DeviceLock("GPU-1", folder=locks).shared():
+        assert len(list(locks.iterdir())) == 2
+
+
+def test_the_name_of_a_gpu_cannot_lead_out_of_the_folder(locks):
+    with DeviceLock("../../MIG-8f2c/0", folder=locks).shared():
+        assert len(list(locks.iterdir())) == 1
+
+
+# Between processes
+
+MEASURES_AND_TIMES = """
+for _ in range(3):
+    with lock.shared():
+        note("shares")
+        time.sleep(0.01)
+        note("waits")
+        with lock.alone() as refused:
+            assert refused is None
+            note("alone")
+            time.sleep(0.01)
+            note("waits")
+        note("shares")
+        note("leaves")
+"""
+
+
+def test_processes_that_measure_and_time_never_overlap(tmp_path):
+    finished(*(start(MEASURES_AND_TIMES, tmp_path, name) for name in "abc"))
+    assert len(log_of(tmp_path)) == 54
+    assert overlaps(log_of(tmp_path)) == []
+
+
+def test_without_a_lock_they_do_overlap_and_it_is_seen(tmp_path):
+    broken = """
+        note("shares")
+        wait_for("shares " + ("b" if me == "a" else "a"))
+        note("waits")
+        with nullcontext():
+            note("alone")
+            wait_for("alone " + ("b" if me == "a" else "a"))
+        note("leaves")
+    """
+    finished(*(start(broken, tmp_path, name) for name in "ab"))
+    assert overlaps(log_of(tmp_path)) != []
+
+
+def test_two_that_share_and_both_want_to_be_alone_both_get_their_turn(tmp_path):
+    both = """
+        with lock.shared():
+            note("shares")
+            wait_for("shares " + ("b" if me == "a" else "a"))
+            note("waits")
+            with lock.alone() as refused:
+                assert refused is None
+                note("alone")
+            note("leaves")
+    """
+    finished(*(start(both, tmp_path, name) for name in "ab"))
+    assert overlaps(log_of(tmp_path)) == []
+    assert {"alone a", "alone b"} <= set(log_of(tmp_path))
+
+
+def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, lock):
+    waits = """
+        with lock.shared():
+            note("waits")
+            with lock.alone() as refused:
+                assert refused is None
+                note("alone")
+    """
+    comes = """
+        note("comes")
+        with lock.shared():
+            note("shares")
+    """
+    with lock.shared():
+        writer = start(waits, tmp_path, "writer")
+        wait_for("waits writer", tmp_path)
+        while state_of(tmp_path / "locks", GATE) == "free":
+            pass
+        later = start(comes, tmp_path, "later")
+        wait_for("comes later", tmp_path)
+        with pytest.raises(subprocess.TimeoutExpired):
+            later.wait(0.2)
+    finished(writer, later)
+    order = [line for line in log_of(tmp_path) if line in {"alone writer", "shares later"}]
+    assert order == ["alone writer", "shares later"]
+
+
+@pytest.mark.parametrize(
+    "doing",
+    [
+        "with lock.shared(), lock.alone(): note('there'); time.sleep(60)",
+        # A worker of a DataLoader, say, that has inherited what the killed process had open.
+        "with lock.shared(), lock.alone(): os.fork() or time.sleep(5) or os._exit(0); note('there'); time.sleep(60)",
+    ],
+    ids=["alone", "with a child that lives on"],
+)
+def test_a_holder_that_is_killed_blocks_nobody(tmp_path, lock, locks, doing):
+    holder = start(doing, tmp_path, "holder")
+    wait_for("there holder", tmp_path)
+    assert state_of(locks) == "alone"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert state_of(locks) == "free"
+    with lock.shared(), lock.alone() as refused:
+        assert refused is None
+
+
+def test_one_that_is_killed_while_waiting_to_be_alone_leaves_the_gate_open(tmp_path, lock, locks):
+    with lock.shared():
+        waiting = start("with lock.shared(): \n with lock.alone(): pass", tmp_path, "waiting")
+        while not list(locks.iterdir()) or state_of(locks, GATE) == "free":
+            assert waiting.poll() is None
+        waiting.send_signal(signal.SIGKILL)
+        waiting.wait()
+        assert state_of(locks, GATE) == "free"
+
+
+def test_a_forked_child_takes_nothing_from_its_parent(tmp_path):
+    forks = """
+        share = lock.shared()
+        share.__enter__()
+        with lock.alone():
+            child = os.fork()
+        share.__exit__(None, None, None)
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+        with lock.shared(), lock.alone() as refused:
+            assert refused is None
+        note("done")
+    """
+    finished(start(forks, tmp_path, "it"))
+    assert log_of(tmp_path) == ["done it", "done it"]
+
+
+def test_a_child_that_is_forked_while_its_parent_is_alone_holds_nothing(tmp_path, locks):
+    forks = """
+        with lock.shared(), lock.alone():
+            child = os.fork()
+            if child == 0:
+                device_lock.MOST_SECONDS_FOR_A_SHARE = device_lock.MOST_SECONDS_FOR_BEING_ALONE = 0.05
+                with lock.alone() as refused:
+                    note(refused.replace(" ", "_")[:20])
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    """
+    finished(start(forks, tmp_path, "it"))
+    assert log_of(tmp_path) == ["another_measured_tes it"]
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(tmp_path):
+    forks = """
+        import threading
+
+        def waits():
+            with lock.alone():
+                pass
+
+        with lock.shared():
+            thread = threading.Thread(target=waits)
+            thread.start()
+            while thread.is_alive() and not device_lock._turns_of.cache_info().currsize:
+                pass
+            time.sleep(0.1)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+        if child == 0:
+            note("left")
+            os._exit(0)
+        os.waitpid(child, 0)
+        thread.join()
+    """
+    with somebody("lock.shared()", tmp_path):
+        parent = start(forks, tmp_path, "it")
+        wait_for("left it", tmp_path)
+    finished(parent)
+
+
+# Waiting
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(device_lock, "time", clock)
+    return clock
+
+
+@contextmanager
+def somebody(doing, folder):
+    """Another process that shares, or is alone, meanwhile."""
+    process = start(f"with {doing}: note('there'); wait_for('enough test')", folder, "somebody")
+    wait_for("there somebody", folder)
+    try:
+        yield
+    finally:
+        with (folder / "log").open("a") as log:
+            log.write("enough test\n")
+        finished(process)
+
+
+def test_waiting_to_be_alone_ends_and_the_share_is_had_again(tmp_path, lock, locks, clock):
+    with lock.shared(), ExitStack() as other:
+        other.enter_context(somebody("lock.shared()", tmp_path))
+        with lock.alone() as refused:
+            assert refused == "another measured test kept the GPU busy for 60 s"
+            assert state_of(locks, GATE) == "free"
+            other.close()
+            assert state_of(locks) == "shared"
+
+
+def test_after_a_wait_in_vain_the_next_is_short_until_one_succeeds(clock):
+    patience = device_lock._Patience(60)
+    waited = []
+    for success in (False, False, True, False):
+        began = clock.now
+        assert patience.wait_for(lambda success=success: success) is success
+        waited.append(round(clock.now - began))
+    assert waited == [60, 5, 0, 60]
+
+
+def test_somebody_who_is_alone_for_ever_is_not_waited_for_for_ever(tmp_path, lock, clock):
+    with somebody("lock.shared(), lock.alone()", tmp_path), lock.shared():
+        assert round(clock.now) == 600
+        with lock.alone() as refused:
+            assert refused == "another measured test kept the GPU busy for 60 s"
+
+
+def test_ctrl_c_while_waiting_to_be_alone_gives_the_share_back_and_opens_the_gate(tmp_path, lock, locks, monkeypatch):
+    def interrupted(_seconds):
+        raise KeyboardInterrupt
+
+    with lock.shared():
+        with somebody("lock.shared()", tmp_path):
+            monkeypatch.setattr(device_lock.time, "sleep", interrupted)
+            with pytest.raises(KeyboardInterrupt), lock.alone():
+                raise AssertionError
+            monkeypatch.undo()
+            assert state_of(locks, GATE) == "free"
+        assert state_of(locks) == "shared"
+    assert state_of(locks) == "free"
+
+
+def test_ctrl_c_while_waiting_for_a_share_leaves_nothing_held(tmp_path, lock, locks, monkeypatch):
+    def interrupted(_seconds):
+        raise KeyboardInterrupt
+
+    with somebody("lock.shared(), lock.alone()", tmp_path):
+        monkeypatch.setattr(device_lock.time, "sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt), lock.shared():
+            raise AssertionError
+        monkeypatch.undo()
+        assert not any(os.path.samestat(status, (locks / "GPU-0.lock").stat()) for status in open_files())
+    with lock.shared(), lock.alone() as refused:
+        assert refused is None
+    assert state_of(locks) == "free"
+
+
+def open_files():
+    for file in Path("/dev/fd").iterdir():
+        with suppress(OSError):
+            yield os.fstat(int(file.name))
+
+
+# Folders that cannot be used
+
+
+def refused_by(lock):
+    with lock.shared(), lock.shared(), lock.alone() as refused:
+        return refused
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_fails_nothing(tmp_path):
+    folder = tmp_path / "missing" / "locks"
+    assert refused_by(DeviceLock("GPU-0", folder=folder)) == (
+        f"{NO_LOCK}([Errno {errno.ENOENT}] No such file or directory: '{folder}')"
+    )
+
+
+def test_a_file_in_the_folder_s_place_is_told(lock, locks):
+    locks.touch()
+    assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOTDIR}] Not a directory: '{locks}')"
+
+
+def test_a_link_in_the_folder_s_place_is_not_followed(tmp_path, lock, locks):
+    (tmp_path / "elsewhere").mkdir()
+    locks.symlink_to(tmp_path / "elsewhere")
+    assert str(refused_by(lock)).startswith(NO_LOCK)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_link_in_the_lock_s_place_is_not_followed(tmp_path, lock, locks):
+    locks.mkdir()
+    (locks / "GPU-0.lock").symlink_to(tmp_path / "elsewhere")
+    assert f"'{locks}/GPU-0.lock'" in str(refused_by(lock))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_another_user_s_folder_is_not_used(lock, locks, monkeypatch):
+    locks.mkdir()
+    me = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: me + 1)
+    assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.EPERM}] the folder belongs to another user: '{locks}')"
+    assert list(locks.iterdir()) == []
+
+
+def test_nobody_else_may_enter_the_folder(lock, locks):
+    with lock.shared():
+        assert locks.stat().st_mode & 0o777 == 0o700
+    locks.chmod(0o777)
+    with lock.shared():
+        assert locks.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_system_without_record_locks_is_told(lock, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOSYS}] this system has no POSIX record locks)"
+
+
+def test_a_file_system_that_has_no_locks_is_told(lock, monkeypatch):
+    def unlockable(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unlockable)
+    assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOLCK}] No locks available)"
+
+
+def test_a_lock_that_fails_later_is_told_and_tried_again_by_the_next_test(lock, locks, monkeypatch):
+    def unlockable(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with lock.shared():
+        monkeypatch.setattr(fcntl, "lockf", unlockable)
+        with lock.alone() as refused:
+            assert str(refused).startswith(NO_LOCK)
+        monkeypatch.undo()
+        with lock.alone() as refused:
+            assert str(refused).startswith(NO_LOCK)
+    assert refused_by(lock) is None
+    assert state_of(locks) == "free"
+
+
+def test_a_user_has_a_folder_of_their_own_by_number(tmp_path, monkeypatch):
+    def nobody():
+        # As in a container that runs under a number that /etc/passwd does not have.
+        raise KeyError("getpwuid(): uid not found: 1000650000")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert refused_by(DeviceLock("GPU-0")) is None
+    assert [folder.name for folder in tmp_path.iterdir()] == [f"pytest-gpumem-{os.getuid()}"]
+
+
+# Devices
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request, lock, monkeypatch):
+    if request.param == "cpu":
+        return CpuDevice(lock)
+    runtime = SyntheticCuda()
+    for module in ("torch.cuda", "torch.cuda.memory"):
+        monkeypatch.setattr(f"{module}.reset_peak_memory_stats", runtime.really_reset_peaks)
+    return CudaDevice(runtime, lock)
+
+
+def test_an_open_device_is_shared_and_a_closed_one_is_free(device, locks):
+    device.open()
+    assert state_of(locks) == "shared"
+    with device.alone() as refused:
+        assert refused is None
+        assert state_of(locks) == "alone"
+    assert state_of(locks) == "shared"
+    for _ in range(2):
+        device.close()
+        assert state_of(locks) == "free"
+    device.open()
+    assert state_of(locks) == "shared"
+    device.close()
+
+
+def test_only_an_open_device_can_be_had_alone(device):
+    with pytest.raises(RuntimeError, match=re.escape(f"the {device.name} device is not open")), device.alone():
+        raise AssertionError
+
+
+def test_a_device_that_cannot_be_opened_is_free(lock, locks, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(CpuDevice, "_start", fails)
+    for device in (CpuDevice(lock), CudaDevice(SyntheticCuda(counts=False), lock)):
+        with pytest.raises(DeviceUnavailable):
+            device.open()
+        assert state_of(locks) == "free"
+
+
+def test_a_device_that_is_open_already_keeps_its_one_share(device, locks):
+    device.open()
+    with pytest.raises(RuntimeError, match="already open"):
+        device.open()
+    assert state_of(locks) == "shared"
+    device.close()
+    assert state_of(locks) == "free"
+
+
+@pytest.mark.parametrize(("make", "name"), [(make_cpu, "cpu.lock"), (make_cuda, "gpu-GPU-0.lock")])
+def test_there_is_one_lock_for_each_gpu_and_one_for_the_cpu(tmp_path, monkeypatch, make, name):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("pytest_gpumem.devices.cuda_runtime.TorchCuda", SyntheticCuda)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda _device=None: None)
+    device = make()
+    device.open()
+    (folder,) = tmp_path.iterdir()
+    assert [file.name for file in folder.iterdir()] == [name]
+    assert state_of(folder) == "shared"
+    device.close()
