@@ -1,0 +1,187 @@
+"""A GPU as NVML sees it: its clocks, what slows it down, and which processes use it. Through nvidia-ml-py.
+
+Nothing here raises: what NVML cannot tell, or where there is no NVML, is ``None``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+_EVENTS = {
+    0x1: "GpuIdle",
+    0x2: "ApplicationsClocksSetting",
+    0x4: "SwPowerCap",
+    0x8: "HwSlowdown",
+    0x10: "SyncBoost",
+    0x20: "SwThermalSlowdown",
+    0x40: "HwThermalSlowdown",
+    0x80: "HwPowerBrakeSlowdown",
+    0x100: "DisplayClockSetting",
+}
+"""The bits of ``nvmlClocksEventReasons`` (nvml.h), whose names have changed once while the bits have not."""
+_LONGEST_SAMPLING = 1.0
+"""NVML looks at a GPU's use every 1/6 to 1 second, as the product has it (nvml.h, ``nvmlUtilization_t``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strangers:
+    """Processes on a GPU that are none of ours. ``pids`` is empty where only their number is known."""
+
+    number: int
+    pids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNow:
+    """What NVML says of a GPU at one moment; units and names as in `Conditions`."""
+
+    clock_events: frozenset[str] | None = None
+    sm_clock: float | None = None
+    sm_clock_default: float | None = None
+    strangers: Strangers | None = None
+
+
+class NvmlGpu:
+    """The GPU, or the MIG instance, of a UUID; with or without its prefix (``GPU-``, ``MIG-``).
+
+    NVML is initialised with the first reading and stays so: doing it anew for each takes milliseconds.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._nvml: Any = None
+        self._trouble: str | None = None
+        self._is_looked_up = False
+        self._instance: Any = None
+        self._physical: Any = None
+        self._default_clock: float | None = None
+
+    def driver_version(self) -> str:
+        """``"580.95.05"``; where NVML does not answer ``"unknown"``, with what it says."""
+        self._look_up()
+        version = None
+        if self._nvml is not None:
+            self._trouble = None
+            version = self._asked("nvmlSystemGetDriverVersion")
+        if version is None:
+            return f"unknown ({self._trouble})" if self._trouble else "unknown"
+        return version.decode() if isinstance(version, bytes) else str(version)
+
+    def now(self, is_ours: Callable[[int], bool], workers: int) -> GpuNow:
+        """The clocks now, and who else uses the GPU; ``is_ours`` and ``workers`` as in `strangers`."""
+        processes = self.processes()
+        ours = [pid for pid in processes or () if is_ours(pid)]
+        others = strangers(processes, None, ours, workers)
+        if others is not None and others.number:
+            # Asked only where it matters, since NVML copies a buffer of samples for it.
+            others = strangers(processes, self.working(), ours, workers)
+        return GpuNow(self.clock_events(), self.sm_clock(), self.default_sm_clock(), others)
+
+    def clock_events(self) -> frozenset[str] | None:
+        """Why the clocks are not higher: names as `Conditions.clock_events` has them."""
+        bits = self._of_physical("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:
+            # Releases before 535 know the older name only; nvidia-ml-py has it as well.
+            bits = self._of_physical("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return None if bits is None else frozenset(name for bit, name in _EVENTS.items() if bits & bit)
+
+    def sm_clock(self) -> float | None:
+        """The SM clock now, in Hz."""
+        return self._clock("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM")
+
+    def default_sm_clock(self) -> float | None:
+        """The SM clock unless told otherwise, in Hz; the highest where NVML knows no default (since driver 580)."""
+        if self._default_clock is None:
+            # The default is one of the graphics clock, which the SM clock is the same as.
+            self._default_clock = self._clock("nvmlDeviceGetDefaultApplicationsClock", "NVML_CLOCK_GRAPHICS")
+        if self._default_clock is None:
+            self._default_clock = self._clock("nvmlDeviceGetMaxClockInfo", "NVML_CLOCK_SM")
+        return self._default_clock
+
+    def processes(self) -> frozenset[int] | None:
+        """The processes that have a CUDA context here, ours too: pids as the driver has them, in a container the host's."""
+        self._look_up()
+        listed = None if self._instance is None else self._asked("nvmlDeviceGetComputeRunningProcesses", self._instance)
+        return None if listed is None else frozenset(int(process.pid) for process in listed)
+
+    def working(self) -> frozenset[int] | None:
+        """The processes that the GPU was seen to work for within the last second or so; of a MIG instance nobody knows."""
+        self._look_up()
+        if self._nvml is None or self._physical is None or self._instance is not self._physical:
+            return None
+        since = int((time.time() - 2 * _LONGEST_SAMPLING) * 1e6)
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._physical, since)
+        except (AttributeError, self._nvml.NVMLError) as error:
+            nothing = getattr(self._nvml, "NVML_ERROR_NOT_FOUND", None)
+            return frozenset() if getattr(error, "value", None) == nothing is not None else None
+        return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)
+
+    def _clock(self, function: str, which: str) -> float | None:
+        self._look_up()
+        megahertz = self._of_physical(function, getattr(self._nvml, which, 0)) if self._nvml is not None else None
+        return megahertz * 1e6 if megahertz else None
+
+    def _of_physical(self, function: str, *arguments: object) -> Any:
+        self._look_up()
+        return None if self._physical is None else self._asked(function, self._physical, *arguments)
+
+    def _asked(self, function: str, *arguments: object) -> Any:
+        """What NVML answers; ``None`` when it refuses, or does not know the function."""
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except AttributeError:
+            return None
+        except self._nvml.NVMLError as error:
+            self._trouble = str(error)
+            return None
+
+    def _look_up(self) -> None:
+        if self._is_looked_up:
+            return
+        self._is_looked_up = True
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except (ImportError, OSError):
+            return
+        except Exception as error:  # noqa: BLE001 - NVML's own class, whose name needs the import
+            self._trouble = str(error)
+            return
+        self._nvml = pynvml
+        for prefix in ("", "GPU-", "MIG-"):
+            found = self._asked("nvmlDeviceGetHandleByUUID", prefix + self._uuid)
+            if found is not None:
+                self._instance = found
+                # Clocks are the whole GPU's, and NVML tells them of it only; of a GPU that is whole this is refused.
+                parent = self._asked("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", found)
+                self._physical = found if parent is None else parent
+                break
+
+
+def strangers(
+    processes: frozenset[int] | None, working: frozenset[int] | None, ours: Collection[int], workers: int
+) -> Strangers | None:
+    """Who else uses the GPU: of the ``processes`` on it, those that are not ``ours``, nor known to be idle.
+
+    ``ours`` are the pids that this session's processes have here, and ``workers`` is how many of them measure. Where
+    none of them is listed, NVML speaks of pids of another namespace: then as many as there are workers are taken to be
+    this session's, whichever they are. ``working`` is ``None`` where nobody knows, and then all are believed to work.
+    """
+    if processes is None:
+        return None
+    others = processes.difference(ours)
+    if len(others) < len(processes):
+        at_work = others if working is None else others & working
+        return Strangers(len(at_work), at_work)
+    number = max(len(processes) - workers, 0)
+    if working is not None:
+        # One of those that work is this process.
+        number = min(number, max(len(processes & working) - 1, 0))
+    return Strangers(number)

@@ -1,0 +1,134 @@
+"""What Linux tells in /proc of this thread's waiting, of the machine's cores and of who else uses them.
+
+Where there is no such file (macOS, Windows), every reading is ``None``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_BUSY = (0, 1, 2, 5, 6)
+"""Of the counters of a cpu line: user, nice, system, irq, softirq; guests are in user and nice (proc_stat(5))."""
+_STEAL = 7
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Seconds since the machine started, all ``cores`` together: ``busy`` for any process, ``stolen`` by the hypervisor."""
+
+    busy: float
+    stolen: float
+    cores: int
+
+
+def tick_seconds() -> float:
+    """Seconds of the ticks in which /proc counts CPU time."""
+    try:
+        return 1 / os.sysconf("SC_CLK_TCK")
+    except (AttributeError, ValueError, OSError, ZeroDivisionError):
+        return 0.01
+
+
+def waited_seconds(path: Path = Path("/proc/thread-self/schedstat")) -> float | None:
+    """Seconds that the calling thread was ready to run and had no core."""
+    return waited_of(_text(path))
+
+
+def cpu_times(path: Path = Path("/proc/stat")) -> CpuTimes | None:
+    """What the machine's cores have done since it started."""
+    return cpu_times_of(_text(path), tick_seconds())
+
+
+def parent_of(pid: int) -> int | None:
+    """The process that ``pid`` was started by."""
+    return parent_in(_text(Path(f"/proc/{pid}/stat")))
+
+
+def is_of_session(pid: int) -> bool:
+    """Whether ``pid`` is this process, one that it started, or another pytest-xdist worker of the same session."""
+    parents = {os.getpid()}
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        parents.add(os.getppid())
+    return pid == os.getpid() or parent_of(pid) in parents
+
+
+def workers_of_session() -> int:
+    """How many processes of this session measure: pytest-xdist's workers, or only this one."""
+    told = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
+    return int(told) if told.isdigit() else 1
+
+
+def machine(path: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU and how many of its cores this process may use: ``"AMD EPYC 9575F, 8 cores"``."""
+    # Of the first core: on large machines the file is long, and the kernel slow to write it.
+    model = model_of(_text(path, most=4096)) or platform_processor()
+    cores = usable_cores()
+    return f"{model}, {cores} core{'' if cores == 1 else 's'}"
+
+
+def platform_processor() -> str:
+    """The CPU where /proc does not name it: its architecture, but on Windows and macOS."""
+    # On Linux, `platform.processor` runs a program and says no more than `machine`.
+    named = platform.processor() if platform.system() in ("Windows", "Darwin") else ""
+    return named or platform.machine() or "unknown CPU"
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def waited_of(schedstat: str | None) -> float | None:
+    """The waiting in a ``schedstat``: ns on a core, ns waiting for one, turns; all 0 where the kernel does not count."""
+    numbers = _numbers(schedstat)
+    if len(numbers) < 2 or numbers[0] == 0:
+        return None
+    return numbers[1] / 1e9
+
+
+def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
+    """The cpu lines of ``/proc/stat``, whose counters are ticks of ``tick`` seconds."""
+    lines = re.findall(r"^cpu(\d*)((?: +\d+)+)$", stat or "", re.MULTILINE)
+    total = next((_numbers(counters) for number, counters in lines if not number), [])
+    cores = sum(1 for number, _ in lines if number)
+    if len(total) <= _STEAL or not cores:
+        return None
+    return CpuTimes(sum(total[place] for place in _BUSY) * tick, total[_STEAL] * tick, cores)
+
+
+def parent_in(stat: str | None) -> int | None:
+    """The parent in a process's ``stat``, whose second field is a name in parentheses that may have any character."""
+    found = re.match(r"\d+ \(.*\) \S (\d+) ", stat or "", re.DOTALL)
+    return int(found.group(1)) if found else None
+
+
+def model_of(cpuinfo: str | None) -> str | None:
+    """The CPU's name in ``/proc/cpuinfo``; Arm machines have none, and tell numbers instead."""
+    text = cpuinfo or ""
+    named = re.search(r"^model name\s*: *(\S.*?)\s*$", text, re.MULTILINE)
+    if named:
+        return " ".join(named.group(1).split())
+    implementer = re.search(r"^CPU implementer\s*:\s*(\S+)$", text, re.MULTILINE)
+    part = re.search(r"^CPU part\s*:\s*(\S+)$", text, re.MULTILINE)
+    if implementer and part:
+        return f"{platform.machine()} {implementer.group(1)}/{part.group(1)}"
+    return None
+
+
+def _text(path: Path, most: int = -1) -> str | None:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(most)
+    except OSError:
+        return None
+
+
+def _numbers(text: str | None) -> list[int]:
+    words = (text or "").split()
+    return [int(word) for word in words] if all(word.isdigit() for word in words) else []

@@ -1,0 +1,154 @@
+"""What disturbed a stretch that was timed, as a decision over the readings at its two ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_gpumem.devices.conditions import Conditions
+
+WAITED = 0.02
+"""Share of the time that the thread may have waited for a core: that much longer the step took, at least. A quiet machine
+has none, a busy process on each other core gave 1 %; one that shared the core for a tenth of the time gave 11 %, and
+steps that took 12 % to 33 % longer."""
+STOLEN = 0.03
+"""Share of the time that the hypervisor may have taken from a core that was in use; acts as `WAITED` does."""
+OTHERS = 0.25
+"""Share of the other cores that other processes may have used. On two cores with a common L3 cache, computing on the other
+one cost GPT-2 steps up to 8 %, and copying through memory up to 41 %; copying for a quarter of the time, up to 9 %. Steps
+of 3 ms moved by 15 %, 76 % and 11 %, and by up to 38 % where nobody was to be seen."""
+SLOWEST_CLOCK = 0.75
+"""Of the default SM clock, as in NVIDIA's nvbench, which discards samples below."""
+
+_TICK_COUNTERS = 5
+"""``others`` is the sum of so many counters of /proc/stat, each of which may be a tick off."""
+
+_TIMES = {1: "once", 2: "twice"}
+_SLOWDOWNS = {
+    "HwThermalSlowdown": "thermal slowdown by hardware",
+    "SwThermalSlowdown": "thermal slowdown by the driver",
+    "HwPowerBrakeSlowdown": "external power brake",
+    "HwSlowdown": "slowdown by hardware",
+}
+_CLOCK_MEANS_NOTHING = frozenset({"GpuIdle", "SwPowerCap", "ApplicationsClocksSetting"})
+"""An idle GPU lowers its clock. Its power limit lowers it in every large matrix product, and is the step's own doing;
+lower application clocks are somebody's wish, and the same in every run."""
+
+
+def disturbance(before: Conditions, after: Conditions) -> str | None:
+    """A clause that says what disturbed the stretch between two readings; ``None`` when nothing is known to have.
+
+    Sound for stretches of any length: what is counted in ticks is claimed only as far as it is beyond their resolution,
+    so that a round of 20 ms says nothing of them and a sample of a second does. The clock is judged as it was in the
+    end, since before its first work a GPU is at rest.
+    """
+    return _clauses(
+        _retried(before, after),
+        _compiled(before, after),
+        _throttled(before, after),
+        _slow_clock(after),
+        _strangers(before, after),
+        _waited(before, after),
+        _stolen(before, after),
+        _others(before, after),
+    )
+
+
+def load(before: Conditions, after: Conditions) -> str | None:
+    """As `disturbance`, of only what is counted in ticks: for a whole sample, whose rounds were judged one by one."""
+    return _clauses(_stolen(before, after), _others(before, after))
+
+
+def _clauses(*found: str | None) -> str | None:
+    return ", ".join(clause for clause in found if clause is not None) or None
+
+
+def _retried(before: Conditions, after: Conditions) -> str | None:
+    times = _grown(before.retries, after.retries)
+    return f"the allocator retried {_TIMES.get(times, f'{times} times')}" if times else None
+
+
+def _compiled(before: Conditions, after: Conditions) -> str | None:
+    graphs = _grown(before.graphs, after.graphs)
+    if not graphs:
+        return None
+    return "a graph was compiled meanwhile" if graphs == 1 else f"{graphs} graphs were compiled meanwhile"
+
+
+def _grown(before: int | None, after: int | None) -> int:
+    """How far a counter has grown; one that is lower than before was set to 0 in between, and says what came then."""
+    if before is None or after is None:
+        return 0
+    return after - before if after >= before else after
+
+
+def _throttled(before: Conditions, after: Conditions) -> str | None:
+    events = (before.clock_events or frozenset()) | (after.clock_events or frozenset())
+    named = [words for event, words in _SLOWDOWNS.items() if event in events]
+    if len(named) > 1 and "HwSlowdown" in events:
+        # NVML sets this one along with the hardware's two, which say why.
+        named.remove(_SLOWDOWNS["HwSlowdown"])
+    return f"the GPU was throttled: {' and '.join(named)}" if named else None
+
+
+def _slow_clock(after: Conditions) -> str | None:
+    if after.sm_clock is None or not after.sm_clock_default:
+        return None
+    if after.clock_events is None or after.clock_events & _CLOCK_MEANS_NOTHING:
+        return None
+    share = after.sm_clock / after.sm_clock_default
+    return f"the SM clock was at {_percent(share)} of its default" if share < SLOWEST_CLOCK else None
+
+
+def _strangers(before: Conditions, after: Conditions) -> str | None:
+    pids = sorted(before.stranger_pids | after.stranger_pids)
+    if len(pids) == 1:
+        return f"process {pids[0]} used the GPU, too"
+    if pids:
+        return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} used the GPU, too"
+    number = max(before.strangers or 0, after.strangers or 0)
+    if not number:
+        return None
+    return "another process used the GPU, too" if number == 1 else f"{number} other processes used the GPU, too"
+
+
+def _waited(before: Conditions, after: Conditions) -> str | None:
+    share = _share(before, after, before.waited, after.waited)
+    return (
+        f"the thread waited {_percent(share)} of the time for a core" if share is not None and share > WAITED else None
+    )
+
+
+def _stolen(before: Conditions, after: Conditions) -> str | None:
+    stolen = _share(before, after, before.stolen, after.stolen)
+    if stolen is None:
+        return None
+    # Only from a core that has work can time be stolen: from ours, and from those that other processes keep busy.
+    busy = 1 + max(_share(before, after, before.others, after.others) or 0.0, 0.0)
+    if (stolen - after.tick / _elapsed(before, after)) / busy <= STOLEN:
+        return None
+    return f"the hypervisor took {_percent(stolen / busy)} of the time of each busy core"
+
+
+def _others(before: Conditions, after: Conditions) -> str | None:
+    used = _share(before, after, before.others, after.others)
+    # On a single core they take turns with the thread, which has waited then.
+    if used is None or after.cores is None or after.cores < 2:
+        return None
+    if used - _TICK_COUNTERS * after.tick / _elapsed(before, after) <= OTHERS * (after.cores - 1):
+        return None
+    return f"other processes used {used:.2f} of {after.cores} cores meanwhile"
+
+
+def _share(before: Conditions, after: Conditions, then: float | None, now: float | None) -> float | None:
+    """By how much a count of seconds has grown, over the time that has passed."""
+    elapsed = _elapsed(before, after)
+    return None if then is None or now is None or elapsed <= 0 else (now - then) / elapsed
+
+
+def _elapsed(before: Conditions, after: Conditions) -> float:
+    return after.seconds - before.seconds
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

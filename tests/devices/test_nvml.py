@@ -1,0 +1,254 @@
+"""What is made of NVML's answers, over a made-up ``pynvml`` with the numbers and the names of the real one."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from pytest_gpumem.devices.nvml import GpuNow, NvmlGpu, Strangers, strangers
+
+NOT_SUPPORTED, NOT_FOUND = 3, 6
+OWN, OTHER = 4711, 4712
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int):
+        super().__init__(f"NVML error {value}")
+        self.value = value
+
+
+class MadeUpNvml(ModuleType):
+    """One GPU, which may be cut into a MIG instance. A value of ``answers`` that is an exception is raised."""
+
+    NVMLError = NVMLError
+    NVML_CLOCK_GRAPHICS = 0
+    NVML_CLOCK_SM = 1
+    NVML_ERROR_NOT_FOUND = NOT_FOUND
+
+    def __init__(self):
+        super().__init__("pynvml")
+        self.handles = {"GPU-12": "gpu"}
+        self.parents = {}
+        self.calls = []
+        self.answers = {
+            "nvmlInit": None,
+            "nvmlSystemGetDriverVersion": "580.95.05",
+            "nvmlDeviceGetCurrentClocksEventReasons": 0,
+            "nvmlDeviceGetClockInfo": 1755,
+            "nvmlDeviceGetMaxClockInfo": 1980,
+            "nvmlDeviceGetDefaultApplicationsClock": 1830,
+            "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=OWN)],
+            "nvmlDeviceGetProcessUtilization": NVMLError(NOT_FOUND),
+        }
+
+    def __getattr__(self, name):
+        if name == "nvmlDeviceGetHandleByUUID":
+            return lambda uuid: self._found(self.handles, uuid)
+        if name == "nvmlDeviceGetDeviceHandleFromMigDeviceHandle":
+            return lambda handle: self._found(self.parents, handle)
+        if name not in self.answers:
+            raise AttributeError(name)
+        return lambda *arguments: self._answer(name, arguments)
+
+    def _found(self, table, key):
+        if key not in table:
+            raise NVMLError(NOT_FOUND)
+        return table[key]
+
+    def _answer(self, name, arguments):
+        self.calls.append((name, *arguments))
+        answer = self.answers[name]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    module = MadeUpNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return module
+
+
+@pytest.fixture
+def gpu():
+    return NvmlGpu("12")
+
+
+def now(gpu: NvmlGpu, *ours: int) -> GpuNow:
+    return gpu.now(lambda pid: pid in ours, 1)
+
+
+def test_a_gpu_is_read_by_its_uuid(nvml, gpu):
+    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, Strangers(0))
+    assert gpu.sm_clock() == 1.755e9
+    assert ("nvmlDeviceGetClockInfo", "gpu", nvml.NVML_CLOCK_SM) in nvml.calls
+
+
+def test_a_uuid_may_have_its_prefix(nvml):
+    assert NvmlGpu("GPU-12").sm_clock() == 1.755e9
+
+
+def test_nvml_is_initialised_once(nvml, gpu):
+    for _ in range(3):
+        now(gpu, OWN)
+        gpu.driver_version()
+    assert sum(name == "nvmlInit" for name, *_ in nvml.calls) == 1
+
+
+def test_the_default_clock_is_asked_for_once_since_it_stays(nvml, gpu):
+    for _ in range(3):
+        now(gpu, OWN)
+    assert sum(name == "nvmlDeviceGetDefaultApplicationsClock" for name, *_ in nvml.calls) == 1
+
+
+def test_where_there_is_no_default_the_highest_clock_is_it(nvml, gpu):
+    nvml.answers["nvmlDeviceGetDefaultApplicationsClock"] = NVMLError(NOT_SUPPORTED)
+    assert gpu.default_sm_clock() == 1.98e9
+
+
+@pytest.mark.parametrize(
+    ("bits", "names"),
+    [
+        (0, set()),
+        (0x1, {"GpuIdle"}),
+        (0x4 | 0x2, {"SwPowerCap", "ApplicationsClocksSetting"}),
+        (0x8 | 0x40, {"HwSlowdown", "HwThermalSlowdown"}),
+        (0x20 | 0x80, {"SwThermalSlowdown", "HwPowerBrakeSlowdown"}),
+        (0x10 | 0x100 | 0x8000, {"SyncBoost", "DisplayClockSetting"}),
+    ],
+)
+def test_clock_events_are_told_by_name(nvml, gpu, bits, names):
+    nvml.answers["nvmlDeviceGetCurrentClocksEventReasons"] = bits
+    assert gpu.clock_events() == names
+
+
+@pytest.mark.parametrize("newer", [None, NVMLError(13)], ids=["module is older", "driver is older"])
+def test_clock_events_are_asked_for_by_their_older_name_too(nvml, gpu, newer):
+    del nvml.answers["nvmlDeviceGetCurrentClocksEventReasons"]
+    if newer is not None:
+        nvml.answers["nvmlDeviceGetCurrentClocksEventReasons"] = newer
+    nvml.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = 0x40
+    assert gpu.clock_events() == {"HwThermalSlowdown"}
+
+
+def test_the_bits_are_those_of_nvml():
+    pynvml = pytest.importorskip("pynvml")
+    named = {
+        "GpuIdle": 0x1,
+        "SwPowerCap": 0x4,
+        "HwSlowdown": 0x8,
+        "SwThermalSlowdown": 0x20,
+        "HwThermalSlowdown": 0x40,
+        "HwPowerBrakeSlowdown": 0x80,
+    }
+    assert {name: getattr(pynvml, f"nvmlClocksEventReason{name}") for name in named} == named
+
+
+def test_of_a_mig_instance_the_clocks_are_the_gpus_and_the_processes_its_own(nvml):
+    nvml.handles["MIG-34"] = "instance"
+    nvml.parents["instance"] = "gpu"
+    gpu = NvmlGpu("34")
+    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, Strangers(0))
+    asked = {name: rest[0] for name, *rest in nvml.calls if name.startswith("nvmlDevice")}
+    assert asked["nvmlDeviceGetClockInfo"] == asked["nvmlDeviceGetCurrentClocksEventReasons"] == "gpu"
+    assert asked["nvmlDeviceGetComputeRunningProcesses"] == "instance"
+
+
+def test_of_a_mig_instance_nobody_knows_who_works(nvml):
+    nvml.handles["MIG-34"], nvml.parents["instance"] = "instance", "gpu"
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
+    assert now(NvmlGpu("34"), OWN).strangers == Strangers(1, frozenset({OTHER}))
+
+
+# Who else
+
+
+def test_another_process_that_works_is_a_stranger_and_an_idle_one_is_not(nvml, gpu):
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
+    assert now(gpu, OWN).strangers == Strangers(0)
+    idle = SimpleNamespace(pid=OTHER, smUtil=0, memUtil=0)
+    nvml.answers["nvmlDeviceGetProcessUtilization"] = [idle]
+    assert now(gpu, OWN).strangers == Strangers(0)
+    nvml.answers["nvmlDeviceGetProcessUtilization"] = [idle, SimpleNamespace(pid=OTHER, smUtil=30, memUtil=0)]
+    assert now(gpu, OWN).strangers == Strangers(1, frozenset({OTHER}))
+
+
+def test_where_nobody_knows_who_works_another_process_is_believed_to(nvml, gpu):
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
+    nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(NOT_SUPPORTED)
+    assert now(gpu, OWN).strangers == Strangers(1, frozenset({OTHER}))
+
+
+def test_who_works_is_not_asked_where_this_process_is_the_only_one(nvml, gpu):
+    now(gpu, OWN)
+    assert "nvmlDeviceGetProcessUtilization" not in [name for name, *_ in nvml.calls]
+
+
+def test_who_works_is_asked_of_the_last_seconds(nvml, gpu, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    gpu.working()
+    assert nvml.calls[-1] == ("nvmlDeviceGetProcessUtilization", "gpu", 998_000_000)
+
+
+@pytest.mark.parametrize(
+    ("processes", "working", "workers", "others"),
+    [
+        ({901}, None, 1, 0),  # a container: 901 is this process, by the host's number
+        ({901, 902}, None, 1, 1),
+        ({901, 902}, None, 2, 0),
+        ({901, 902, 903}, None, 2, 1),
+        ({901, 902}, {901}, 1, 0),
+        ({901, 902}, {901, 902}, 1, 1),
+        ({901, 902}, set(), 1, 0),
+        ({901, 902, 903}, {901, 902, 903}, 2, 1),
+        (set(), None, 1, 0),
+    ],
+)
+def test_where_pids_are_another_namespaces_as_many_as_there_are_workers_are_ours(processes, working, workers, others):
+    told = strangers(frozenset(processes), None if working is None else frozenset(working), [], workers)
+    assert told == Strangers(others)
+
+
+def test_other_workers_of_the_session_are_no_strangers():
+    assert strangers(frozenset({1, 2, 3}), None, [1, 2], 2) == Strangers(1, frozenset({3}))
+
+
+# Where NVML does not answer
+
+
+def test_without_pynvml_nothing_is_known(monkeypatch, gpu):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert now(gpu, OWN) == GpuNow()
+    assert gpu.sm_clock() is None
+    assert gpu.driver_version() == "unknown"
+
+
+def test_without_a_driver_nothing_is_known_but_why(nvml, gpu):
+    nvml.answers["nvmlInit"] = NVMLError(9)
+    assert now(gpu, OWN) == GpuNow()
+    assert gpu.driver_version() == "unknown (NVML error 9)"
+
+
+def test_a_gpu_that_nvml_does_not_know_has_a_driver_and_nothing_else(nvml):
+    gpu = NvmlGpu("99")
+    assert now(gpu, OWN) == GpuNow()
+    assert gpu.driver_version() == "580.95.05"
+
+
+def test_each_question_that_nvml_refuses_is_one_that_nobody_answers(nvml, gpu):
+    for name in nvml.answers:
+        if name.startswith("nvmlDevice"):
+            nvml.answers[name] = NVMLError(NOT_SUPPORTED)
+    assert now(gpu, OWN) == GpuNow()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("580.95.05", "580.95.05"), (b"535.1", "535.1"), (NVMLError(NOT_SUPPORTED), "unknown (NVML error 3)")],
+)
+def test_the_drivers_version_is_text(nvml, gpu, version, said):
+    nvml.answers["nvmlSystemGetDriverVersion"] = version
+    assert gpu.driver_version() == said

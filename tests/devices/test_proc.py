@@ -1,0 +1,115 @@
+"""What is read from /proc, from texts as Linux writes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpumem.devices import proc
+
+STAT = """cpu  3441627 102074 209740 3196132 4871 7 1400 1537 50 60
+cpu0 1523455 51331 90799 1808449 1745 0 233 764 0 0
+cpu1 1918171 50743 118940 1387683 3125 0 1167 772 0 0
+intr 8021 0 0
+ctxt 12
+procs_running 2
+"""
+EPYC = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 2\nmodel name\t: AMD  EPYC 9575F \nstepping\t: 1\n\n"
+GRACE = "processor\t: 0\nBogoMIPS\t: 2000.00\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd4f\n\n"
+
+
+def test_waiting_is_the_second_number_in_nanoseconds():
+    assert proc.waited_of("493957 47140000 2\n") == 0.04714
+
+
+@pytest.mark.parametrize("text", [None, "", "0 0 0\n", "12\n", "what is this\n"])
+def test_a_kernel_that_does_not_count_waiting_tells_nothing(text):
+    assert proc.waited_of(text) is None
+
+
+def test_busy_is_what_ran_for_any_process_and_guests_count_once():
+    times = proc.cpu_times_of(STAT, 0.01)
+    assert times.busy == pytest.approx((3441627 + 102074 + 209740 + 7 + 1400) / 100)
+    assert (times.stolen, times.cores) == (pytest.approx(15.37), 2)
+
+
+def test_ticks_are_as_long_as_the_system_says():
+    assert proc.cpu_times_of(STAT, 0.001).stolen == pytest.approx(1.537)
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu  1 2 3 4\ncpu0 1 2 3 4\n", "cpu  1 2 3 4 5 6 7 8 9 10\n", "intr 5\n"])
+def test_a_stat_without_the_counters_tells_nothing(text):
+    assert proc.cpu_times_of(text, 0.01) is None
+
+
+def test_a_parent_is_found_behind_any_name():
+    assert proc.parent_in("4711 (a) S 1 (b) R 99 4711 0\n") == 99
+    assert proc.parent_in(None) is None
+    assert proc.parent_in("") is None
+
+
+@pytest.mark.parametrize(("text", "model"), [(EPYC * 2, "AMD EPYC 9575F"), ("", None), (None, None)])
+def test_the_model_is_the_cpus_name(text, model):
+    assert proc.model_of(text) == model
+
+
+def test_arm_has_no_name_and_is_told_by_its_numbers(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert proc.model_of(GRACE) == "aarch64 0x41/0xd4f"
+
+
+@pytest.mark.parametrize(("cores", "said"), [(1, "AMD EPYC 9575F, 1 core"), (8, "AMD EPYC 9575F, 8 cores")])
+def test_a_machine_is_its_model_and_the_cores_that_may_be_used(monkeypatch, tmp_path, cores, said):
+    (tmp_path / "cpuinfo").write_text(EPYC)
+    monkeypatch.setattr(proc, "usable_cores", lambda: cores)
+    assert proc.machine(tmp_path / "cpuinfo") == said
+
+
+def test_without_proc_the_machine_is_what_the_platform_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(proc, "usable_cores", lambda: 8)
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    monkeypatch.setattr("platform.processor", lambda: "Intel64 Family 6")
+    assert proc.machine(tmp_path / "none") == "Intel64 Family 6, 8 cores"
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr("platform.machine", lambda: "")
+    assert proc.machine(tmp_path / "none") == "unknown CPU, 8 cores"
+
+
+def test_without_proc_there_is_no_reading(tmp_path):
+    assert proc.waited_seconds(tmp_path / "none") is None
+    assert proc.cpu_times(tmp_path / "none") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_readings_only_grow():
+    before, after = proc.cpu_times(), proc.cpu_times()
+    assert before.cores == after.cores >= 1
+    assert after.busy >= before.busy > 0
+    assert after.stolen >= before.stolen >= 0
+
+
+def test_pytest_xdist_workers_are_of_the_session_and_other_processes_of_their_parent_are_not(monkeypatch):
+    parents = {100: os.getppid(), 200: os.getpid(), 300: 1}
+    monkeypatch.setattr(proc, "parent_of", parents.get)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    assert [proc.is_of_session(pid) for pid in (os.getpid(), 100, 200, 300, 400)] == [True, False, True, False, False]
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert [proc.is_of_session(pid) for pid in (os.getpid(), 100, 200, 300, 400)] == [True, True, True, False, False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_a_process_that_this_one_started_is_of_the_session():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert proc.is_of_session(child.pid)
+        child.kill()
+
+
+@pytest.mark.parametrize(("told", "workers"), [(None, 1), ("4", 4), ("", 1)])
+def test_as_many_measure_as_pytest_xdist_has_workers(monkeypatch, told, workers):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    if told is not None:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", told)
+    assert proc.workers_of_session() == workers

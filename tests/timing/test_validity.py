@@ -1,0 +1,175 @@
+"""What disturbed a timed stretch, from made-up readings at its two ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.timing.validity import disturbance, load
+
+GHZ = 1e9
+CPU = Conditions(seconds=100.0, graphs=3, waited=1.0, stolen=2.0, others=50.0, cores=2)
+CUDA = Conditions(
+    seconds=100.0,
+    retries=4,
+    graphs=3,
+    waited=1.0,
+    clock_events=frozenset(),
+    sm_clock=1.98 * GHZ,
+    sm_clock_default=1.98 * GHZ,
+    strangers=0,
+)
+
+
+def after(before: Conditions, seconds: float, **readings: object) -> str | None:
+    """What disturbed a stretch of ``seconds`` that ended with ``readings``."""
+    return disturbance(before, replace(before, seconds=before.seconds + seconds, **readings))
+
+
+@pytest.mark.parametrize("before", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_a_stretch_in_which_nothing_changed_was_not_disturbed(before):
+    assert after(before, 0.02) is None
+
+
+def test_what_cannot_be_read_disturbs_nothing():
+    assert disturbance(Conditions(1.0), Conditions(2.0)) is None
+    assert disturbance(Conditions(1.0), replace(CUDA, strangers=0)) is None
+    assert disturbance(CPU, Conditions(200.0)) is None
+
+
+# Counters
+
+
+@pytest.mark.parametrize(("retries", "said"), [(5, "once"), (6, "twice"), (7, "3 times")])
+def test_a_retry_of_the_allocator_is_a_disturbance(retries, said):
+    assert after(CUDA, 0.02, retries=retries) == f"the allocator retried {said}"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "said"), [(4, "a graph was compiled meanwhile"), (5, "2 graphs were compiled meanwhile")]
+)
+def test_compiling_is_a_disturbance(graphs, said):
+    assert after(CPU, 0.02, graphs=graphs) == said
+
+
+def test_a_counter_that_was_reset_tells_what_came_since():
+    assert after(CUDA, 0.02, retries=0, graphs=0) is None
+    assert after(CUDA, 0.02, retries=1) == "the allocator retried once"
+
+
+# The GPU
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ("HwSlowdown", "slowdown by hardware"),
+        ("SwThermalSlowdown", "thermal slowdown by the driver"),
+        ("HwThermalSlowdown", "thermal slowdown by hardware"),
+        ("HwPowerBrakeSlowdown", "external power brake"),
+    ],
+)
+def test_a_throttled_gpu_is_a_disturbance_at_either_end(event, said):
+    assert after(CUDA, 0.02, clock_events=frozenset({event})) == f"the GPU was throttled: {said}"
+    throttled = replace(CUDA, clock_events=frozenset({event}))
+    assert after(throttled, 0.02, clock_events=frozenset()) == f"the GPU was throttled: {said}"
+
+
+def test_a_slowdown_by_hardware_is_told_by_its_cause_where_there_is_one():
+    events = frozenset({"HwSlowdown", "HwThermalSlowdown"})
+    assert after(CUDA, 0.02, clock_events=events) == "the GPU was throttled: thermal slowdown by hardware"
+
+
+@pytest.mark.parametrize("event", ["SwPowerCap", "GpuIdle", "ApplicationsClocksSetting", "SyncBoost"])
+def test_other_reasons_for_a_lower_clock_are_no_throttling(event):
+    assert after(CUDA, 0.02, clock_events=frozenset({event})) is None
+
+
+@pytest.mark.parametrize(("clock", "said"), [(0.76, None), (0.6, "the SM clock was at 60 % of its default")])
+def test_a_clock_below_three_quarters_of_its_default_is_a_disturbance(clock, said):
+    assert after(CUDA, 0.02, sm_clock=clock * 1.98 * GHZ) == said
+
+
+@pytest.mark.parametrize("event", ["GpuIdle", "SwPowerCap", "ApplicationsClocksSetting"])
+def test_a_low_clock_that_is_at_rest_or_the_steps_own_doing_or_wished_for_is_none(event):
+    assert after(CUDA, 0.02, sm_clock=0.5 * GHZ, clock_events=frozenset({event})) is None
+
+
+def test_a_low_clock_before_the_work_began_is_none():
+    assert after(replace(CUDA, sm_clock=0.3 * GHZ), 0.02, sm_clock=1.98 * GHZ) is None
+
+
+def test_processes_of_others_on_the_gpu_are_named_where_they_are_known():
+    assert after(CUDA, 0.02, strangers=1, stranger_pids=frozenset({4711})) == "process 4711 used the GPU, too"
+    three = after(CUDA, 0.02, strangers=3, stranger_pids=frozenset({9, 7, 8}))
+    assert three == "processes 7, 8 and 9 used the GPU, too"
+    assert after(CUDA, 0.02, strangers=1) == "another process used the GPU, too"
+    assert after(replace(CUDA, strangers=2), 0.02, strangers=0) == "2 other processes used the GPU, too"
+
+
+# The host
+
+
+def test_a_thread_that_waited_for_a_core_was_disturbed():
+    assert after(CPU, 0.02, waited=1.0024) == "the thread waited 12 % of the time for a core"
+    assert after(CPU, 0.02, waited=1.0003) is None
+    assert after(CUDA, 0.02, waited=1.0024) == "the thread waited 12 % of the time for a core"
+
+
+def test_time_stolen_by_the_hypervisor_is_a_disturbance():
+    assert after(CPU, 1.0, stolen=2.05) == "the hypervisor took 5 % of the time of each busy core"
+    assert after(CPU, 1.0, stolen=2.03) is None
+
+
+def test_stolen_time_is_shared_among_the_cores_that_had_work():
+    assert after(CPU, 1.0, stolen=2.05, others=50.24) is not None
+    busy = after(CPU, 1.0, stolen=2.05, others=51.0)
+    assert busy == "other processes used 1.00 of 2 cores meanwhile"
+
+
+def test_other_processes_that_use_much_of_the_other_cores_are_a_disturbance():
+    assert after(CPU, 1.0, others=50.97) == "other processes used 0.97 of 2 cores meanwhile"
+    assert after(CPU, 1.0, others=50.2) is None
+
+
+def test_what_is_harmless_grows_with_the_cores():
+    many = replace(CPU, cores=16)
+    assert after(many, 1.0, others=53.0) is None
+    assert after(many, 1.0, others=55.0) == "other processes used 5.00 of 16 cores meanwhile"
+
+
+def test_on_a_single_core_only_waiting_counts():
+    assert after(replace(CPU, cores=1), 1.0, others=50.5) is None
+
+
+@given(st.floats(0.001, 0.05), st.integers(0, 5))
+def test_a_short_round_says_nothing_of_what_is_counted_in_ticks(seconds, ticks):
+    """Five counters, each of which may be a tick off."""
+    assert after(CPU, seconds, others=CPU.others + ticks * 0.01) is None
+
+
+@given(st.floats(0.001, 10.0))
+def test_one_tick_of_stolen_time_never_counts(seconds):
+    assert after(CPU, seconds, stolen=CPU.stolen + 0.01) is None
+
+
+def test_two_readings_at_the_same_moment_say_nothing_of_shares():
+    assert after(CPU, 0.0, waited=2.0, stolen=3.0, others=60.0) is None
+
+
+def test_everything_that_disturbed_is_told():
+    said = after(CPU, 1.0, graphs=4, waited=1.5, others=50.9)
+    assert said == (
+        "a graph was compiled meanwhile, the thread waited 50 % of the time for a core, "
+        "other processes used 0.90 of 2 cores meanwhile"
+    )
+
+
+def test_the_load_of_a_sample_is_only_what_its_rounds_could_not_tell():
+    end = replace(CPU, seconds=101.0, graphs=4, waited=1.5, others=50.9)
+    assert load(CPU, end) == "other processes used 0.90 of 2 cores meanwhile"
+    assert load(CUDA, replace(CUDA, seconds=101.0, retries=9, strangers=2)) is None
