@@ -1,0 +1,231 @@
+"""Work that repeats exactly, gated from end to end without a clock: what crept in fails, on any machine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+STEP = """
+from torch.nn.functional import scaled_dot_product_attention as attention
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def attend(self, x):
+        q, k, v = self.first(x).unsqueeze(1).split(16, -1)
+        return ({attend}).squeeze(1)
+
+    def forward(self, x):
+        y = self.second({run}) + {bias}
+        return y.square().mean()
+
+
+def loss(output, _):
+    {before_loss}
+    return output
+
+
+def test_step(gpumem):
+    gpumem.train_step(Model, torch.ones(2, 6, 16), loss=loss)
+"""
+AS_IT_WAS = {
+    "attend": "attention(q, k, v)",
+    "run": "self.attend(x)",
+    "bias": "torch.ones(16, device=x.device)",
+    "before_loss": "pass",
+}
+PLANTED = {
+    "a value is read": (
+        {"before_loss": "output.item()"},
+        r"Work regressed: operators \d+, baseline \d+: \+1 \(\+\d\.\d %\), allowed \+0\.0 %",
+        {"operators", "syncs"},
+    ),
+    "a tensor is printed": (
+        {"before_loss": "str(output)"},
+        r"Work regressed: syncs 1, baseline 0: \+1, allowed \+0",
+        {"syncs"},
+    ),
+    "computed again": (
+        {"run": "checkpoint(self.attend, x, use_reentrant=False)"},
+        r"Work regressed: FLOPs 94\.46 kFLOP, baseline 71\.42 kFLOP: \+23\.04 kFLOP \(\+32\.3 %\), allowed \+0\.0 %",
+        {"flops", "operators"},
+    ),
+    "fusion lost": (
+        {"attend": "((q @ k.transpose(-1, -2)) * 0.25).softmax(-1) @ v"},
+        r"Work regressed: operators \d+, baseline \d+: \+\d+ \(\+\d+\.\d %\), allowed \+0\.0 %",
+        {"operators"},
+    ),
+    "made on the host": (
+        {"bias": "torch.ones(16).to(x.device)"},
+        r"Work regressed: operators \d+, baseline \d+: \+1 \(\+\d\.\d %\), allowed \+0\.0 %",
+        {"operators", "syncs"},
+    ),
+}
+
+
+def write(project, **planted):
+    project.write(STEP.format(**AS_IT_WAS | planted))
+
+
+def outcomes(project) -> dict[str, str]:
+    """What the gate said of each count, in the last run with a report."""
+    (verdict,) = project.verdicts()["test_step"]["verdicts"]
+    counts = ("flops", "operators", "syncs", "launches")
+    return {metric["metric"]: metric["outcome"] for metric in verdict["metrics"] if metric["metric"] in counts}
+
+
+def gate(project, *args: str):
+    return project.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml", *args)
+
+
+@pytest.fixture
+def recorded(project):
+    write(project)
+    project.run("--gpumem-update=new", "--gpumem-no-time")
+    return project
+
+
+def test_the_same_work_passes(recorded):
+    assert gate(recorded).ret == 0
+    assert outcomes(recorded) == {"flops": "ok", "operators": "ok", "syncs": "ok"}
+
+
+@pytest.mark.parametrize(("planted", "headline", "regressed"), PLANTED.values(), ids=PLANTED.keys())
+def test_what_crept_in_fails_the_test(recorded, planted, headline, regressed):
+    write(recorded, **planted)
+    result = gate(recorded)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert {name for name, outcome in outcomes(recorded).items() if outcome == "regressed"} == regressed
+    result.stdout.re_match_lines([headline])
+    result.stdout.fnmatch_lines(["  accept:   pytest test_it.py::test_step --gpumem-update=all*"])
+
+
+def test_less_work_is_an_improvement_that_is_lowered_on_request(project):
+    write(project, **PLANTED["a value is read"][0])
+    project.run("--gpumem-update=new", "--gpumem-no-time")
+    (before,) = project.stored().values()
+    write(project)
+    assert gate(project, "--gpumem-update=improved").ret == 0
+    assert outcomes(project) == {"flops": "ok", "operators": "improved", "syncs": "improved"}
+    (after,) = project.stored().values()
+    changed = [pair for pair in zip(before.splitlines(), after.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert [re.sub(r"\d+", "N", line) for _, line in changed] == ["operators = N", "syncs = N"]
+
+
+def test_more_work_under_another_release_of_torch_is_uncertain_and_says_why(recorded):
+    (path,) = recorded.store.rglob("*.toml")
+    path.write_text(re.sub(r'^torch = ".*"$', 'torch = "2.5.0"', path.read_text(), flags=re.MULTILINE))
+    write(recorded, **PLANTED["a value is read"][0])
+    result = gate(recorded)
+    assert result.ret == 0
+    assert outcomes(recorded) == {"flops": "ok", "operators": "uncertain", "syncs": "uncertain"}
+    result.stdout.fnmatch_lines(
+        [
+            "uncertain: torch was 2.5.0, now *, which moves operators by itself",
+            "uncertain: torch was 2.5.0, now *syncs*",
+        ]
+    )
+
+
+COUNTS = re.compile(r"^(flops|operators|syncs) = \d+\n", re.MULTILINE)
+
+
+def test_a_baseline_from_before_there_were_counts_is_completed_and_nothing_else_of_it_moves(recorded):
+    (path,) = recorded.store.rglob("*.toml")
+    whole = path.read_text()
+    path.write_text(COUNTS.sub("", whole))
+    result = gate(recorded)
+    assert result.ret == 0
+    assert set(outcomes(recorded).values()) == {"new"}
+    assert gate(recorded, "--gpumem-strict").ret == pytest.ExitCode.TESTS_FAILED
+    assert gate(recorded, "--gpumem-strict", "--gpumem-update=new").ret == 0
+    assert path.read_text() == whole
+    assert gate(recorded, "--gpumem-strict").ret == 0
+
+
+def test_counts_are_shown_on_demand_or_when_they_changed(recorded):
+    quiet, loud = gate(recorded), gate(recorded, "-v")
+    quiet.stdout.no_fnmatch_line("*operators*")
+    loud.stdout.re_match_lines([r"test +peak .*flops +operators +syncs +verdict", r".*\d\.\d\d kFLOP +\d+ +0 +ok"])
+    write(recorded, **PLANTED["a tensor is printed"][0])
+    changed = gate(recorded)
+    changed.stdout.re_match_lines([r"test +peak .* +syncs +verdict", r"test_it.py::test_step .* 1 +regressed"])
+    changed.stdout.no_fnmatch_line("test * operators *")
+
+
+def test_a_step_that_fails_only_when_it_is_counted_is_told_and_still_measured(project):
+    project.write(
+        """
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def test_step(gpumem):
+    def step():
+        torch.ones(10)
+        assert _get_current_dispatch_mode() is None, "watched"
+
+    measurement = gpumem.measure(step)
+    assert measurement.peak_allocated == 40
+    with pytest.raises(AttributeError, match="has no flops; it has peak_allocated, retained, cyclic_garbage"):
+        measurement.flops
+"""
+    )
+    result = project.run("--gpumem-no-time")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["note: test_it.py::test_step: not counted: AssertionError: watched"])
+
+
+def test_what_runs_once_is_not_counted(project):
+    project.write(
+        """
+CALLS = []
+
+
+@pytest.mark.gpumem
+def test_call():
+    torch.ones(10)
+
+
+def test_region(gpumem):
+    with gpumem.track() as region:
+        torch.ones(10)
+    assert "operators" not in region.measurement.metrics
+
+
+def test_measured(gpumem):
+    measurement = gpumem.measure(lambda: CALLS.append(torch.ones(10)) or CALLS.clear())
+    assert (measurement.flops, measurement.operators, measurement.syncs) == (0, 1, 0)
+"""
+    )
+    figures = project.figures("--gpumem-no-time")
+    assert {name: [key for key in found if key.endswith("operators")] for name, found in figures.items()} == {
+        "test_call": [],
+        "test_region": [],
+        "test_measured": ["measure.operators"],
+    }
+
+
+def test_work_that_random_numbers_decide_on_repeats_with_them(project):
+    project.write(
+        """
+def test_step(gpumem):
+    x = torch.rand(100, generator=torch.Generator().manual_seed(0))
+
+    def step():
+        for _ in range(int(torch.randint(100, (1,)))):
+            x.exp()
+
+    def operators(name):
+        torch.manual_seed(0)
+        return gpumem.measure(step, name=name).operators
+
+    assert operators("once") == operators("again")
+"""
+    )
+    # However many steps it takes to time it.
+    project.run(timed=True).assert_outcomes(passed=1)
