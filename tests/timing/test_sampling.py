@@ -1,4 +1,4 @@
-"""Rounds of steps and their median, over a device whose seconds are made up."""
+"""Samples of steps and of their phases, over a device whose seconds, clock and conditions are made up."""
 
 from __future__ import annotations
 
@@ -8,18 +8,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.timing.sampling import BUDGET_SECONDS, ROUNDS, SECONDS_A_ROUND, Times, time_step
+from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.timing.allowance import TimeAllowance
+from pytest_gpumem.timing.samples import FEWEST_ROUNDS, Sample
+from pytest_gpumem.timing.sampling import (
+    PRECISION,
+    ROUNDS_BEFORE_A_STOP,
+    ROUNDS_OF_PHASES,
+    SECONDS_A_ROUND,
+    sample_step,
+    time_phases,
+)
 
 unhurried = settings(deadline=None)
 
 
 class Clock:
-    """A device on which the steps of each round take the given seconds; the last ones hold for all that follow."""
+    """A device on which the steps of each stretch that is timed take the given seconds; the last ones hold from then on.
 
-    def __init__(self, *seconds_of_a_step: float):
-        self._seconds = list(seconds_of_a_step)
+    ``retries`` are those of the allocator in each stretch, ``paces`` the readings of the clock; ``others`` is how many cores
+    other processes use all the time.
+    """
+
+    def __init__(self, *seconds_of_a_step: float, retries=(), paces=(None,), others: float = 0.0):
+        self._seconds = seconds_of_a_step
+        self._retries = list(retries)
+        self._retried = 0
+        self._paces = list(paces)
+        self._others = others
+        self.now = 0.0
         self.steps_run = 0
         self.rounds: list[int] = []
+        self.paces_read_after: list[int] = []
 
     def step(self) -> None:
         self.steps_run += 1
@@ -29,87 +49,244 @@ class Clock:
         run()
         self.rounds.append(self.steps_run - before)
         each = self._seconds[min(len(self.rounds), len(self._seconds)) - 1]
+        if len(self.rounds) <= len(self._retries):
+            self._retried += self._retries[len(self.rounds) - 1]
+        self.now += each * self.rounds[-1]
         return each * self.rounds[-1]
 
+    def conditions(self) -> Conditions:
+        return Conditions(self.now, retries=self._retried, others=self._others * self.now, cores=2)
 
-def timed(clock: Clock) -> Times:
-    return time_step(clock.step, clock)
+    def pace(self) -> float | None:
+        self.paces_read_after.append(len(self.rounds))
+        return self._paces[min(len(self.paces_read_after), len(self._paces)) - 1]
+
+
+def sampled(clock: Clock, seconds: float = 1.0, fewest: int = 1) -> Sample:
+    return sample_step(clock.step, clock, seconds, fewest)
+
+
+def seconds_of(sample: Sample) -> list[float]:
+    return [one.seconds for one in sample.rounds]
+
+
+# Rounds
 
 
 def test_a_long_step_is_a_round_by_itself():
-    clock = Clock(0.1)
-    assert timed(clock) == Times((0.1,) * ROUNDS)
-    assert clock.rounds == [1] * ROUNDS
+    clock = Clock(0.05)
+    sample = sampled(clock)
+    assert (seconds_of(sample), sample.steps) == ([0.05] * ROUNDS_BEFORE_A_STOP, 1)
+    assert clock.rounds == [1] * ROUNDS_BEFORE_A_STOP
 
 
 def test_short_steps_fill_a_round_and_the_first_one_does_not_count():
     clock = Clock(0.004, 0.002)
-    times = timed(clock)
-    assert clock.rounds == [1] + [5] * ROUNDS
-    assert times.rounds == pytest.approx((0.002,) * ROUNDS)
+    sample = sampled(clock)
+    assert clock.rounds == [1] + [5] * ROUNDS_BEFORE_A_STOP
+    assert seconds_of(sample) == pytest.approx([0.002] * ROUNDS_BEFORE_A_STOP)
+    assert sample.steps == 5
 
 
 def test_a_step_that_just_fills_a_round_is_not_repeated_in_it():
     clock = Clock(SECONDS_A_ROUND)
-    timed(clock)
-    assert clock.rounds == [1] * ROUNDS
+    sampled(clock)
+    assert set(clock.rounds) == {1}
 
 
 def test_a_step_a_little_too_short_is_run_twice_a_round():
     clock = Clock(0.99 * SECONDS_A_ROUND)
-    timed(clock)
-    assert clock.rounds == [1] + [2] * ROUNDS
+    sampled(clock)
+    assert clock.rounds[:3] == [1, 2, 2]
+
+
+# When it stops
+
+
+def test_sampling_stops_when_the_median_is_known():
+    close = 0.02 * (1 + PRECISION / 2)
+    assert len(sampled(Clock(*[0.02, close] * 40), 100.0).rounds) == ROUNDS_BEFORE_A_STOP
+
+
+def test_sampling_goes_on_while_the_median_is_not_known():
+    far = 0.02 * (1 + 4 * PRECISION)
+    clock = Clock(*[0.02, far] * 20, 0.02)
+    assert len(sampled(clock, 100.0).rounds) > 40
+
+
+def test_sampling_stops_when_the_time_is_spent():
+    clock = Clock(*[0.1, 0.2] * 20)
+    assert seconds_of(sampled(clock, 1.0)) == [0.1, 0.2] * 3 + [0.1]
 
 
 def test_a_very_long_step_is_timed_once():
-    clock = Clock(BUDGET_SECONDS)
-    assert timed(clock) == Times((BUDGET_SECONDS,))
+    clock = Clock(3.0)
+    assert seconds_of(sampled(clock, 1.0)) == [3.0]
     assert clock.steps_run == 1
 
 
-def test_no_round_is_begun_when_the_time_is_spent():
-    clock = Clock(0.4 * BUDGET_SECONDS)
-    timed(clock)
-    assert clock.rounds == [1, 1, 1]
+def test_where_a_verdict_hangs_on_it_a_very_long_step_is_timed_more_often():
+    assert seconds_of(sampled(Clock(3.0), 1.0, fewest=3)) == [3.0] * 3
+
+
+def test_at_least_one_round_is_taken_when_there_is_no_time_left():
+    assert seconds_of(sampled(Clock(0.001), 0.0)) == [0.001]
 
 
 def test_at_least_one_round_is_taken_when_the_first_step_was_slow_to_start():
-    # Compiled in the first step: it took the whole time, and says nothing of the ones that follow.
-    clock = Clock(0.001, BUDGET_SECONDS)
-    times = timed(clock)
-    assert len(times.rounds) == 1
-    assert times.median == pytest.approx(BUDGET_SECONDS)
+    # It took the whole time, and says nothing of the ones that follow.
+    clock = Clock(0.001, 2.0)
+    assert seconds_of(sampled(clock)) == pytest.approx([2.0])
 
 
-def test_the_median_is_not_moved_by_one_slow_round():
-    assert Times((0.010, 0.011, 0.500, 0.010, 0.012)).median == 0.011
+def test_a_step_that_takes_no_time_on_the_clock_ends_and_has_a_ratio_to_others():
+    sample = sampled(Clock(0.0))
+    assert len(sample.rounds) == ROUNDS_BEFORE_A_STOP
+    assert sample.median > 0
 
 
-def test_the_median_of_an_even_number_of_rounds_lies_between():
-    assert Times((0.01, 0.03)).median == pytest.approx(0.02)
+# What disturbs
 
 
-def test_the_seconds_of_a_round_are_shared_among_its_steps():
-    clock = Clock(0.002, 0.001, 0.002, 0.003, 0.004, 0.005)
-    assert timed(clock).rounds == pytest.approx((0.001, 0.002, 0.003, 0.004, 0.005))
-    assert timed(Clock(0.002, 0.001, 0.002, 0.003, 0.004, 0.005)).median == pytest.approx(0.003)
+def test_a_disturbed_round_is_kept_with_its_reason_and_makes_room_for_another():
+    clock = Clock(0.02, retries=[0, 1, 0, 0, 2])
+    sample = sampled(clock)
+    assert [one.disturbed for one in sample.rounds[:5]] == [
+        *(None, "the allocator retried once", None, None, "the allocator retried twice")
+    ]
+    assert len(sample.rounds) == ROUNDS_BEFORE_A_STOP + 2
+    assert sample.invalid is None
 
 
-def test_a_step_that_takes_no_time_on_the_clock_ends():
-    times = timed(Clock(0.0))
-    assert times.median == 0.0
-    assert len(times.rounds) == ROUNDS
+def test_what_disturbed_the_step_that_only_finds_the_size_of_a_round_disturbs_no_round():
+    assert all(one.disturbed is None for one in sampled(Clock(0.004, retries=[1])).rounds)
+
+
+def test_a_sample_that_stays_disturbed_is_invalid_and_says_what_did_it():
+    clock = Clock(0.02, retries=[1] * 1000)
+    sample = sampled(clock, 0.5)
+    assert sample.invalid == "the allocator retried once"
+    assert sum(seconds_of(sample)) == pytest.approx(0.5, abs=0.03)
+
+
+def test_enough_undisturbed_rounds_make_a_sample_valid_whatever_the_others_were():
+    assert sampled(Clock(0.02, retries=[1] * (25 - FEWEST_ROUNDS)), 0.5).invalid is None
+    assert sampled(Clock(0.02, retries=[1] * (26 - FEWEST_ROUNDS)), 0.5).invalid is not None
+
+
+def test_of_a_few_long_rounds_none_may_be_disturbed():
+    assert sampled(Clock(0.4), 1.0).invalid is None
+    assert sampled(Clock(0.4, retries=[0, 0, 1]), 1.0).invalid == "the allocator retried once"
+
+
+def test_other_processes_that_keep_the_machine_busy_make_a_sample_invalid_though_no_round_shows_them():
+    # They are counted in ticks, of which a round is too short to tell.
+    sample = sampled(Clock(0.02, others=0.9))
+    assert all(one.disturbed is None for one in sample.rounds)
+    assert sample.invalid == "other processes used 0.90 of 2 cores meanwhile"
+
+
+# The clock that steps run by
+
+
+def test_the_pace_of_a_round_is_that_between_its_two_ends():
+    sample = sampled(Clock(0.4, paces=[10.0, 20.0, 40.0]), 1.0)
+    assert [one.pace for one in sample.rounds] == [15.0, 30.0, 40.0]
+
+
+def test_the_pace_is_not_read_before_the_first_step():
+    # The clock of a GPU at rest is another one.
+    for seconds in (0.4, 0.004):
+        clock = Clock(seconds, paces=[10.0])
+        sampled(clock)
+        assert clock.paces_read_after[0] == 1
+
+
+def test_a_round_at_one_end_of_which_the_pace_was_not_told_has_none():
+    sample = sampled(Clock(0.4, paces=[10.0, None, 20.0, 20.0]), 1.0)
+    assert [one.pace for one in sample.rounds] == [None, None, 20.0]
 
 
 @unhurried
-@given(st.lists(st.floats(1e-5, 3.0), min_size=1, max_size=8))
-def test_rounds_are_bounded_in_number_and_time_whatever_the_clock_says(seconds):
+@given(st.lists(st.floats(1e-5, 3.0), min_size=1, max_size=8), st.floats(0.0, 2.0))
+def test_time_is_bounded_whatever_the_clock_says(seconds, limit):
     clock = Clock(*seconds)
-    times = timed(clock)
-    assert 1 <= len(times.rounds) <= ROUNDS
+    sample = sampled(clock, limit)
     assert set(clock.rounds[1:]) <= {max(1, math.ceil(SECONDS_A_ROUND / seconds[0]))}
     before_the_last = sum(
         count * seconds[min(number, len(seconds)) - 1] for number, count in enumerate(clock.rounds[:-1], start=1)
     )
-    assert before_the_last < BUDGET_SECONDS or len(times.rounds) == 1
-    assert min(times.rounds) <= times.median <= max(times.rounds)
+    assert before_the_last < limit or len(sample.rounds) == 1
+    assert min(seconds_of(sample)) <= sample.median <= max(seconds_of(sample))
+
+
+# Phases
+
+
+class Laps:
+    """A device on which running a phase takes as many seconds as it returns."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def laps(self, runs) -> list[float]:
+        self.rounds += 1
+        return [run() for run in runs]
+
+
+def phases_of(**seconds: float):
+    return [(name, lambda each=each: each) for name, each in seconds.items()]
+
+
+def test_each_phase_has_its_median_seconds_a_step():
+    allowance, device = TimeAllowance(2.0), Laps()
+    found = time_phases(phases_of(forward=0.001, backward=0.002), device, 7, allowance)
+    assert found == pytest.approx({"forward": 0.001, "backward": 0.002})
+    assert device.rounds == ROUNDS_OF_PHASES
+    assert 2 * allowance.share == pytest.approx(2.0 - ROUNDS_OF_PHASES * 7 * 0.003)
+
+
+def test_one_slow_round_does_not_move_the_time_of_a_phase():
+    backward = iter([0.002, 5.0, 0.002])
+    found = time_phases(
+        [("forward", lambda: 0.001), ("backward", lambda: next(backward))], Laps(), 1, TimeAllowance(99)
+    )
+    assert found["backward"] == 0.002
+
+
+def test_phases_of_one_name_are_one():
+    phases = [*phases_of(forward=1.0, backward=2.0), *phases_of(forward=3.0, backward=4.0)]
+    assert time_phases(phases, Laps(), 1, TimeAllowance(1000)) == {"forward": 4.0, "backward": 6.0}
+
+
+def test_a_step_of_a_single_phase_is_not_run_again_for_it():
+    device = Laps()
+    assert time_phases(phases_of(step=1.0), device, 5, TimeAllowance()) == {}
+    assert device.rounds == 0
+
+
+def test_the_phases_of_a_very_long_step_are_timed_once():
+    device = Laps()
+    assert time_phases(phases_of(forward=1.0, backward=2.0), device, 1, TimeAllowance(2.0)) == {
+        "forward": 1.0,
+        "backward": 2.0,
+    }
+    assert device.rounds == 1
+
+
+# The seconds of a test
+
+
+def test_a_sample_may_take_half_of_what_is_left():
+    allowance = TimeAllowance(2.0)
+    assert allowance.share == 1.0
+    allowance.spend(1.0)
+    assert allowance.share == 0.5
+    allowance.spend(7.0)
+    assert allowance.share == 0.0
+
+
+def test_a_sample_that_a_verdict_hangs_on_is_as_long_as_a_first_one_whatever_is_left():
+    allowance = TimeAllowance(3.0)
+    allowance.spend(3.0)
+    assert allowance.second_look == 1.5

@@ -1,0 +1,241 @@
+"""Whether a step has become slower: a sample against the runs that were accepted, or two revisions against each other. Pure.
+
+Slower needs everything at once: the lower end of the interval of the ratio is beyond the tolerance, in seconds and in cycles
+of the clock that the step ran by, in every sample that was taken, and nothing else was at work. What looks slower and is not
+shown to be is *uncertain*.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.units import format_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_gpumem.timing.samples import Sample
+
+SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
+
+LEVEL = 0.95
+"""The confidence of an interval. That its lower end is beyond the tolerance is one condition of several."""
+RESAMPLES = 1000
+PRIOR_SPREAD = 0.01
+"""How far medians of runs of the same code lie apart, as a standard deviation of their logarithms, where it is not known."""
+UNKNOWN_SPREAD = 0.03
+"""The same, of a machine that nothing is known of."""
+PRIOR_RUNS = 4
+"""How many runs the prior counts for."""
+MOST_UNKNOWN = 0.25
+"""A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
+SLOWER_MACHINE = 0.05
+"""By how much the clock may run slower than in the baseline's runs for a slowdown to be the code's."""
+FEWEST_PAIRS = 4
+WITHIN = "within what times vary by"
+MOST_RUNS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Medians of the runs that were accepted, the latest last: seconds a step, and cycles of its clock where it was read."""
+
+    seconds: tuple[float, ...]
+    cycles: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.cycles and len(self.cycles) != len(self.seconds):
+            raise ValueError(f"{len(self.seconds)} runs in seconds and {len(self.cycles)} in cycles")
+
+    @property
+    def median(self) -> float:
+        """Median seconds a step, of all runs."""
+        return statistics.median(self.seconds)
+
+    def and_then(self, later: Runs) -> Runs:
+        """These runs and ``later`` ones, the last `MOST_RUNS` of them. Cycles are kept where all have them."""
+        cycles = (*self.cycles, *later.cycles)
+        seconds = (*self.seconds, *later.seconds)
+        whole = len(cycles) == len(seconds)
+        return Runs(seconds[-MOST_RUNS:], cycles[-MOST_RUNS:] if whole else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A ratio of medians, now over then, and the ends of its confidence interval. 1.05 is 5 % longer."""
+
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{format_ratio(self.ratio - 1)} ({format_ratio(self.low - 1)} to {format_ratio(self.high - 1)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is said of a step's speed. ``reason`` is a clause where it is uncertain."""
+
+    outcome: SpeedOutcome
+    seconds: Interval
+    cycles: Interval | None = None
+    reason: str | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds.ratio
+
+    @property
+    def low(self) -> float:
+        return self.seconds.low
+
+    @property
+    def high(self) -> float:
+        return self.seconds.high
+
+
+def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
+    """The samples of this run against a baseline of earlier runs; ``tolerance`` is a ratio (0.05 is 5 %).
+
+    Several samples are a first one and its re-measurement: slower, and faster, is what each of them shows.
+    """
+    compared = [_compared(sample, baseline, tolerance) for sample in now]
+    if any(one.outcome != "faster" for one in compared):
+        compared = [replace(one, outcome="not slower") if one.outcome == "faster" else one for one in compared]
+    # What else is at work only adds time, so the sample that speaks most against a slowdown is the one to believe.
+    order: list[SpeedOutcome] = ["not slower", "faster", "uncertain", "slower"]
+    return min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
+
+
+def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> Comparison:
+    """Two revisions that ran in turns, as pairs (base, head) of neighbouring runs; at least one pair.
+
+    What drifts from pair to pair drops out of their ratios. Their number is small, so the interval is a bootstrap over pairs
+    and over the rounds of each, widened by Student's t over the normal distribution.
+    """
+    seconds = _of_pairs([(base.seconds, head.seconds) for base, head in pairs])
+    paces = [(_cycles(base), _cycles(head)) for base, head in pairs]
+    known = [(base, head) for base, head in paces if base is not None and head is not None]
+    cycles = _of_pairs(known) if len(known) == len(pairs) else None
+    invalid = [sample.invalid for pair in pairs for sample in pair if sample.invalid is not None]
+    # One disturbed run of many is an outlier among the pairs; most of them leave nothing to go by.
+    why_not = invalid[0] if len(invalid) > len(pairs) // 2 else None
+    if why_not is None and len(pairs) < FEWEST_PAIRS:
+        why_not = f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
+    return _judged(seconds, cycles, tolerance, why_not)
+
+
+def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
+    seconds = _of_runs(sample.seconds, baseline.seconds)
+    mine = _cycles(sample)
+    cycles = _of_runs(mine, baseline.cycles) if mine is not None and baseline.cycles else None
+    judged = _judged(seconds, cycles, tolerance, sample.invalid or _slower_machine(sample, baseline))
+    if judged.reason is None or not judged.reason.startswith(WITHIN):
+        return judged
+    runs = len(baseline.seconds)
+    return replace(judged, reason=f"{judged.reason}, as far as {f'{runs} runs tell' if runs > 1 else 'a single run tells'}")
+
+
+def _slower_machine(sample: Sample, baseline: Runs) -> str | None:
+    """That the clock runs slower than in the baseline, so that the machine is not in the state that it was in then.
+
+    Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
+    """
+    if sample.cycles is None or not baseline.cycles:
+        return None
+    then = statistics.median(c / s for c, s in zip(baseline.cycles, baseline.seconds, strict=True))
+    change = sample.cycles / sample.median / then - 1
+    return f"the machine runs {-change:.0%} slower than it did".replace("%", " %") if change < -SLOWER_MACHINE else None
+
+
+def _judged(seconds: Interval, cycles: Interval | None, tolerance: float, invalid: str | None) -> Comparison:
+    """``invalid`` says why the samples cannot show a slowdown."""
+    slower = 1 + tolerance
+    intervals = [seconds] if cycles is None else [seconds, cycles]
+    if all(one.low > slower for one in intervals):
+        return Comparison("uncertain" if invalid else "slower", seconds, cycles, invalid)
+    if seconds.ratio > slower:
+        return Comparison("uncertain", seconds, cycles, invalid or _doubt(seconds, cycles, slower))
+    if seconds.high > 1 + max(MOST_UNKNOWN, 2 * tolerance):
+        return Comparison("uncertain", seconds, cycles, invalid or f"the times vary too much to tell: {seconds}")
+    if all(one.high < 1 / slower for one in intervals) and invalid is None:
+        return Comparison("faster", seconds, cycles)
+    return Comparison("not slower", seconds, cycles)
+
+
+def _doubt(seconds: Interval, cycles: Interval | None, slower: float) -> str:
+    if cycles is not None and cycles.ratio <= slower:
+        return f"the clock ran slower than it did: {seconds} in seconds is {cycles} in cycles"
+    return f"{WITHIN}: {seconds}" if seconds.low <= slower else f"only in seconds: {cycles} in cycles"
+
+
+def _cycles(sample: Sample) -> tuple[float, ...] | None:
+    cycles = [one.cycles for one in sample.counted]
+    return None if None in cycles else tuple(value for value in cycles if value is not None)
+
+
+def _of_runs(rounds: Sequence[float], runs: Sequence[float]) -> Interval:
+    """The ratio of this run's median to that of earlier runs: a bootstrap over rounds and runs.
+
+    Rounds of one run are more alike than runs are, so both sides also vary as runs do: as Student's t, since that spread is
+    known from few of them.
+    """
+    spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
+    chance = random.Random(0)  # noqa: S311 - the same samples give the same verdict
+
+    def ratio() -> float:
+        now = statistics.median(chance.choices(rounds, k=len(rounds)))
+        then = statistics.median(chance.choices(runs, k=len(runs)))
+        return math.log(now / then) + chance.gauss(0, spread) + chance.gauss(0, spread / math.sqrt(len(runs)))
+
+    return _interval(statistics.median(rounds) / statistics.median(runs), ratio)
+
+
+def spread_of_runs(runs: Sequence[float]) -> float:
+    """The standard deviation of the logarithms of runs' medians, drawn towards `PRIOR_SPREAD` where there are few.
+
+    A few say little of it, and are drawn towards more: `UNKNOWN_SPREAD` over the root of their number.
+    """
+    prior = max(PRIOR_SPREAD, UNKNOWN_SPREAD / math.sqrt(len(runs)))
+    logarithms = [math.log(run) for run in runs]
+    mean = statistics.fmean(logarithms)
+    squares = sum((one - mean) ** 2 for one in logarithms)
+    return math.sqrt((PRIOR_RUNS * prior**2 + squares) / (PRIOR_RUNS + len(runs) - 1))
+
+
+def _of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
+    chance = random.Random(0)  # noqa: S311 - the same samples give the same verdict
+    # A bootstrap of n values has (n - 1) / n of their variance.
+    wider = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
+    middle = statistics.fmean(math.log(statistics.median(head) / statistics.median(base)) for base, head in pairs)
+
+    def ratio() -> float:
+        chosen = chance.choices(pairs, k=len(pairs))
+        one = statistics.fmean(
+            math.log(
+                statistics.median(chance.choices(head, k=len(head)))
+                / statistics.median(chance.choices(base, k=len(base)))
+            )
+            for base, head in chosen
+        )
+        return middle + (one - middle) * wider
+
+    return _interval(math.exp(middle), ratio)
+
+
+def _interval(ratio: float, resampled: Callable[[], float]) -> Interval:
+    """``resampled`` draws logarithms of the ratio."""
+    logarithms = sorted(resampled() for _ in range(RESAMPLES))
+    lost = math.floor((1 - LEVEL) / 2 * RESAMPLES)
+    return Interval(ratio, math.exp(logarithms[lost]), math.exp(logarithms[-1 - lost]))
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t over that of the normal distribution (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+    quantile = table[min(max(freedom, 1), len(table)) - 1]
+    return quantile / statistics.NormalDist().inv_cdf(0.5 + LEVEL / 2)

@@ -1,0 +1,405 @@
+"""Whether a step has become slower: what a verdict needs, what leaves it uncertain, and how often its interval is wrong."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from unittest.mock import patch
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.timing import comparison
+from pytest_gpumem.timing.comparison import (
+    FEWEST_PAIRS,
+    LEVEL,
+    MOST_RUNS,
+    PRIOR_SPREAD,
+    SLOWER_MACHINE,
+    UNKNOWN_SPREAD,
+    Comparison,
+    Runs,
+    compare,
+    compare_pairs,
+    spread_of_runs,
+)
+from pytest_gpumem.timing.samples import Round, Sample
+
+few_examples = settings(deadline=None, max_examples=40)
+TOLERANCE = 0.05
+THROTTLED = "the GPU was throttled"
+SPREADS = st.sampled_from([0.0, 0.002, 0.02, 0.1])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fewer_resamples():
+    # Enough for the ends of an interval, and a fifth of the time.
+    with patch.object(comparison, "RESAMPLES", 200):
+        yield
+
+
+def sample_of(*seconds: float, pace: float | None = None, invalid: str | None = None) -> Sample:
+    return Sample(tuple(Round(one, pace) for one in seconds), 1, invalid)
+
+
+def noisy(seconds: float, spread: float = 0.002, rounds: int = 12, pace: float | None = None, **more) -> Sample:
+    """Rounds at the quantiles of a lognormal distribution around ``seconds``."""
+    normal = statistics.NormalDist(0, spread) if spread else None
+    scores = [normal.inv_cdf((number + 0.5) / rounds) if normal else 0.0 for number in range(rounds)]
+    return sample_of(*(seconds * math.exp(score) for score in scores), pace=pace, **more)
+
+
+def stable(seconds: float = 1.0, runs: int = MOST_RUNS, cycles: float | None = None) -> Runs:
+    return Runs((seconds,) * runs, () if cycles is None else (cycles,) * runs)
+
+
+FACTORS = st.floats(0.7, 1.6)
+SOME = st.builds(
+    lambda factor, spread, rounds, pace, invalid: noisy(factor, spread, rounds, pace, invalid=invalid),
+    FACTORS,
+    SPREADS,
+    st.integers(1, 14),
+    st.sampled_from([None, 0.8, 0.9, 0.97, 1.0, 1.2]),
+    st.none() | st.none() | st.just(THROTTLED),
+)
+BASELINES = st.builds(
+    lambda seconds, cycles: Runs(tuple(seconds), tuple(seconds) if cycles else ()),
+    st.lists(st.floats(0.95, 1.05), min_size=1, max_size=MOST_RUNS),
+    st.booleans(),
+)
+TOLERANCES = st.sampled_from([0.0, 0.05, 0.3])
+
+
+# Four outcomes
+
+
+@pytest.mark.parametrize(
+    ("factor", "outcome"),
+    [
+        (0.5, "faster"),
+        (0.92, "faster"),
+        (1.0, "not slower"),
+        (1.04, "not slower"),
+        (1.06, "uncertain"),
+        (1.10, "slower"),
+        (2.0, "slower"),
+    ],
+)
+def test_a_quiet_machine_tells_ten_percent(factor, outcome):
+    found = compare([noisy(factor), noisy(factor)], stable(), TOLERANCE)
+    assert found.outcome == outcome
+    assert found.ratio == pytest.approx(factor, rel=1e-3)
+    assert found.low < factor < found.high
+
+
+@pytest.mark.parametrize(
+    ("runs", "factor", "outcome"),
+    [(1, 1.0, "not slower"), (1, 1.15, "uncertain"), (1, 1.4, "slower"), (2, 1.2, "slower"), (4, 1.12, "slower")],
+)
+def test_the_more_runs_were_accepted_the_smaller_the_slowdowns_that_they_tell(runs, factor, outcome):
+    assert compare([noisy(factor)], stable(runs=runs), TOLERANCE).outcome == outcome
+
+
+@pytest.mark.parametrize(("tolerance", "outcome"), [(0.05, "slower"), (0.15, "slower"), (0.30, "not slower")])
+def test_the_tolerance_is_what_a_step_may_be_slower(tolerance, outcome):
+    assert compare([noisy(1.25)], stable(), tolerance).outcome == outcome
+
+
+# What slower needs
+
+
+@few_examples
+@given(st.lists(SOME, min_size=1, max_size=2), BASELINES, TOLERANCES)
+def test_slower_is_what_every_sample_shows_in_seconds_and_in_cycles_and_undisturbed(samples, baseline, tolerance):
+    found = compare(samples, baseline, tolerance)
+    alone = [compare([one], baseline, tolerance) for one in samples]
+    shown = [
+        one.low > 1 + tolerance
+        and (one.cycles is None or (one.cycles.low > 1 + tolerance and sample.rounds[0].pace >= 1 - SLOWER_MACHINE))
+        and sample.invalid is None
+        for one, sample in zip(alone, samples, strict=True)
+    ]
+    assert (found.outcome == "slower") == all(shown)
+
+
+@few_examples
+@given(SOME, SOME, BASELINES, TOLERANCES)
+def test_a_sample_that_is_not_slower_is_believed_before_or_after_one_that_is(one, other, baseline, tolerance):
+    assume(compare([other], baseline, tolerance).outcome in ("not slower", "faster"))
+    after, before = (compare(samples, baseline, tolerance) for samples in ([one, other], [other, one]))
+    assert after.outcome in ("not slower", "faster")
+    assert (after.outcome, after.ratio) == (before.outcome, before.ratio)
+
+
+@pytest.mark.parametrize("other", [1.0, 1.06, 2.0], ids=["not slower", "uncertain", "slower"])
+def test_faster_is_what_every_sample_shows(other):
+    assert compare([noisy(0.8), noisy(0.8)], stable(), TOLERANCE).outcome == "faster"
+    for samples in ([noisy(0.8), noisy(other)], [noisy(other), noisy(0.8)]):
+        assert compare(samples, stable(), TOLERANCE).outcome == "not slower"
+
+
+@few_examples
+@given(SOME, BASELINES, TOLERANCES)
+def test_an_invalid_sample_says_neither_slower_nor_faster(sample, baseline, tolerance):
+    invalid = Sample(sample.rounds, 1, THROTTLED)
+    found = compare([invalid], baseline, tolerance)
+    assert found.outcome in ("uncertain", "not slower")
+    assert (found.reason == THROTTLED) == (found.outcome == "uncertain")
+
+
+def test_what_else_is_at_work_only_adds_time_so_a_disturbed_sample_can_show_that_nothing_is_slower():
+    assert compare([noisy(1.0, invalid=THROTTLED)], stable(), TOLERANCE).outcome == "not slower"
+
+
+@few_examples
+@given(SOME, BASELINES, TOLERANCES)
+def test_only_what_is_uncertain_has_a_reason(sample, baseline, tolerance):
+    found = compare([sample], baseline, tolerance)
+    assert (found.reason is not None) == (found.outcome == "uncertain")
+
+
+# The clock
+
+
+def test_a_step_that_took_longer_by_a_slower_clock_is_uncertain():
+    found = compare([noisy(1.08, pace=0.96)], stable(cycles=1.0), TOLERANCE)
+    assert found.outcome == "uncertain"
+    assert found.reason == f"the clock ran slower than it did: {found.seconds} in seconds is {found.cycles} in cycles"
+    assert str(found.cycles).startswith("+3.7 % (")
+
+
+@pytest.mark.parametrize("slowdown", [1.2, 1.0], ids=["slower by itself, too", "not slower by itself"])
+def test_on_a_machine_that_runs_much_slower_than_it_did_nothing_is_slower(slowdown):
+    found = compare([noisy(slowdown / 0.8, pace=0.8)], stable(cycles=1.0), TOLERANCE)
+    assert (found.outcome, found.reason) == ("uncertain", "the machine runs 20 % slower than it did")
+
+
+def test_a_step_that_is_slower_by_both_is_slower():
+    found = compare([noisy(1.25, pace=1.0)], stable(cycles=1.0), TOLERANCE)
+    assert found.outcome == "slower"
+    assert found.cycles.ratio == pytest.approx(1.25, rel=1e-3)
+
+
+def test_a_slowdown_that_a_slower_clock_accounts_for_in_part_is_uncertain():
+    found = compare([noisy(1.10, pace=0.96)], stable(cycles=1.0), TOLERANCE)
+    assert found.outcome == "uncertain"
+    assert found.reason.startswith("only in seconds: +5.6 % (")
+
+
+def test_more_cycles_in_no_more_time_are_not_slower():
+    assert compare([noisy(1.0, pace=1.25)], stable(cycles=1.0), TOLERANCE).outcome == "not slower"
+
+
+def test_fewer_seconds_by_a_faster_clock_are_not_faster():
+    assert compare([noisy(0.8, pace=1.25)], stable(cycles=1.0), TOLERANCE).outcome == "not slower"
+
+
+@pytest.mark.parametrize(
+    ("pace", "cycles"), [(None, 1.0), (0.8, None)], ids=["not read now", "not read in the baseline"]
+)
+def test_where_the_clock_was_not_read_both_times_seconds_decide(pace, cycles):
+    found = compare([noisy(1.25, pace=pace)], stable(cycles=cycles), TOLERANCE)
+    assert (found.outcome, found.cycles) == ("slower", None)
+
+
+# Noise
+
+
+def test_a_slowdown_within_what_rounds_vary_by_is_uncertain():
+    found = compare([noisy(1.10, spread=0.2)], stable(), TOLERANCE)
+    assert found.outcome == "uncertain"
+    assert found.reason == f"within what times vary by: {found.seconds}"
+
+
+def test_a_slowdown_within_what_accepted_runs_vary_by_is_uncertain():
+    baseline = Runs((0.9, 1.1, 1.0, 0.95, 1.05, 1.0))
+    assert compare([noisy(1.10)], stable(), TOLERANCE).outcome == "slower"
+    assert compare([noisy(1.10)], baseline, TOLERANCE).reason.startswith("within what times vary by: +10.0 % (")
+
+
+def test_where_a_large_slowdown_cannot_be_excluded_it_is_uncertain_though_nothing_looks_slower():
+    found = compare([noisy(1.0, spread=0.6)], stable(), TOLERANCE)
+    assert found.outcome == "uncertain"
+    assert found.reason == f"the times vary too much to tell: {found.seconds}"
+
+
+def test_a_large_tolerance_asks_for_no_more_than_twice_itself_to_be_excluded():
+    sample = noisy(1.0, spread=0.4)
+    assert compare([sample], stable(), 0.05).outcome == "uncertain"
+    assert compare([sample], stable(), 0.50).outcome == "not slower"
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01])
+def test_more_accepted_runs_narrow_the_interval(spread):
+    def width(runs: int) -> float:
+        found = compare([noisy(1.0)], Runs((1 - spread, 1 + spread) * (runs // 2)), TOLERANCE)
+        return found.high / found.low
+
+    assert width(10) < width(4)
+
+
+def test_of_a_few_runs_the_spread_is_drawn_towards_what_is_usual():
+    assert spread_of_runs([1.0]) == UNKNOWN_SPREAD > spread_of_runs([1.0] * 2) > spread_of_runs([1.0] * 4)
+    assert 0 < spread_of_runs([1.0] * 10) < PRIOR_SPREAD
+    assert PRIOR_SPREAD < spread_of_runs([0.9, 1.1]) < statistics.stdev(map(math.log, (0.9, 1.1)))
+
+
+# Ratios
+
+
+@few_examples
+@given(SOME, BASELINES, st.floats(0.01, 100.0))
+def test_a_sample_that_is_longer_by_a_factor_has_a_ratio_that_is_larger_by_it(sample, baseline, factor):
+    scaled = Sample(tuple(Round(one.seconds * factor, one.pace) for one in sample.rounds))
+    before, after = (compare([one], baseline, TOLERANCE) for one in (sample, scaled))
+    for name in ("ratio", "low", "high"):
+        assert getattr(after, name) == pytest.approx(getattr(before, name) * factor)
+
+
+@few_examples
+@given(SOME, BASELINES)
+def test_the_unit_of_time_does_not_matter(sample, baseline):
+    in_hours = Sample(tuple(Round(one.seconds / 3600, one.pace) for one in sample.rounds), 1, sample.invalid)
+    there = Runs(*(tuple(value / 3600 for value in values) for values in (baseline.seconds, baseline.cycles)))
+    before, after = compare([sample], baseline, TOLERANCE), compare([in_hours], there, TOLERANCE)
+    assert after.ratio == pytest.approx(before.ratio)
+    assert after.low == pytest.approx(before.low)
+
+
+def test_the_same_samples_give_the_same_verdict_and_leave_random_numbers_alone():
+    state = random.getstate()
+    first, second = (compare([noisy(1.05, 0.05)], Runs((1.0, 1.02)), TOLERANCE) for _ in range(2))
+    assert first == second
+    assert random.getstate() == state
+
+
+# Runs
+
+
+def test_runs_are_added_at_the_end_and_the_first_are_forgotten():
+    runs = Runs((1.0,), (2.0,))
+    for number in range(MOST_RUNS):
+        runs = runs.and_then(Runs((float(number),), (float(number),)))
+    assert runs.seconds == runs.cycles == tuple(map(float, range(MOST_RUNS)))
+
+
+def test_cycles_are_kept_only_where_all_runs_have_them():
+    assert Runs((1.0,), (2.0,)).and_then(Runs((1.0,))) == Runs((1.0, 1.0))
+    assert Runs((1.0,)).and_then(Runs((1.0,), (2.0,))) == Runs((1.0, 1.0))
+
+
+def test_runs_with_cycles_of_some_are_refused():
+    with pytest.raises(ValueError, match="2 runs in seconds and 1 in cycles"):
+        Runs((1.0, 2.0), (3.0,))
+
+
+# How often the interval is wrong
+
+
+TWICE_WHAT_IT_SAYS = 2 * (1 - LEVEL)
+
+
+def missed(comparisons: list[Comparison]) -> int:
+    """How many intervals do not hold the ratio, which is 1."""
+    return sum(not one.low <= 1 <= one.high for one in comparisons)
+
+
+def simulated(chance: random.Random, runs: int, between: float, within: float) -> tuple[Sample, Runs]:
+    """One comparison of the same code: runs whose medians vary by ``between``, of rounds that vary by ``within``."""
+
+    def run() -> list[float]:
+        middle = chance.gauss(0, between)
+        return [math.exp(chance.gauss(middle, within)) for _ in range(16)]
+
+    return sample_of(*run()), Runs(tuple(statistics.median(run()) for _ in range(runs)))
+
+
+@pytest.mark.parametrize(
+    ("runs", "between", "within"),
+    [
+        # As runs usually vary.
+        (1, 0.01, 0.01),
+        (10, 0.01, 0.01),
+        (10, 0.01, 0.05),
+        # A machine on which runs vary more is known by its runs.
+        (10, 0.03, 0.01),
+    ],
+)
+def test_the_interval_holds_the_ratio_as_often_as_it_says(runs, between, within):
+    chance = random.Random(7)
+    found = [
+        compare([now], then, TOLERANCE) for now, then in (simulated(chance, runs, between, within) for _ in range(200))
+    ]
+    assert missed(found) <= TWICE_WHAT_IT_SAYS * len(found)
+    assert not any(one.outcome == "slower" for one in found)
+
+
+# Pairs
+
+
+def pairs_of(*ratios: float, drift: float = 0.0, spread: float = 0.002, pace: float | None = None):
+    """Pairs (base, head) on a machine that gets slower from pair to pair by ``drift``."""
+    return [
+        (noisy((1 + drift) ** number, spread, pace=pace), noisy(ratio * (1 + drift) ** number, spread, pace=pace))
+        for number, ratio in enumerate(ratios)
+    ]
+
+
+def test_what_drifts_from_pair_to_pair_drops_out():
+    still, drifting = (compare_pairs(pairs_of(1.0, 1.01, 0.99, 1.0, drift=drift), TOLERANCE) for drift in (0.0, 0.3))
+    for name in ("ratio", "low", "high"):
+        assert getattr(drifting, name) == pytest.approx(getattr(still, name))
+    assert drifting.outcome == "not slower"
+
+
+def test_pairs_tell_a_slowdown_under_drift():
+    assert compare_pairs(pairs_of(*[1.08, 1.07, 1.09, 1.08, 1.07, 1.09], drift=0.1), TOLERANCE).outcome == "slower"
+
+
+@pytest.mark.parametrize("number", range(1, FEWEST_PAIRS))
+def test_a_few_pairs_are_not_enough_for_slower_or_faster(number):
+    found = compare_pairs(pairs_of(*[2.0] * number), TOLERANCE)
+    assert (found.outcome, found.reason) == ("uncertain", f"only {number} of {FEWEST_PAIRS} pairs of runs")
+    assert compare_pairs(pairs_of(*[0.5] * number), TOLERANCE).outcome == "not slower"
+
+
+def test_one_slow_run_among_the_pairs_is_not_slower():
+    assert compare_pairs(pairs_of(1.0, 1.0, 1.0, 2.0), TOLERANCE).outcome == "uncertain"
+
+
+def test_the_same_ratios_of_more_pairs_narrow_the_interval():
+    few, many = (compare_pairs(pairs_of(*[0.99, 1.01] * count), TOLERANCE) for count in (2, 6))
+    assert many.high / many.low < few.high / few.low
+
+
+def test_pairs_of_which_most_are_disturbed_say_nothing():
+    pairs = pairs_of(*[1.5] * 4)
+    one, other = ([(base, Sample(head.rounds, 1, THROTTLED)) for base, head in pairs[:count]] for count in (2, 3))
+    assert compare_pairs([*one, *pairs[2:]], TOLERANCE).outcome == "slower"
+    found = compare_pairs([*other, *pairs[3:]], TOLERANCE)
+    assert (found.outcome, found.reason) == ("uncertain", THROTTLED)
+
+
+def test_pairs_are_judged_in_cycles_where_the_clock_was_read_in_all_of_them():
+    slower = [(noisy(1.0, pace=1.0), noisy(1.25, pace=0.8)) for _ in range(5)]
+    assert compare_pairs(slower, TOLERANCE).reason.startswith("the clock ran slower than it did")
+    unread = [(noisy(1.0), noisy(1.25, pace=0.8)), *slower[1:]]
+    assert (compare_pairs(unread, TOLERANCE).outcome, compare_pairs(unread, TOLERANCE).cycles) == ("slower", None)
+
+
+@pytest.mark.parametrize("number", [4, 10])
+def test_the_interval_of_pairs_holds_the_ratio_as_often_as_it_says(number):
+    chance = random.Random(3)
+
+    def run(machine: float) -> Sample:
+        middle = machine + chance.gauss(0, 0.02)
+        return sample_of(*(math.exp(chance.gauss(middle, 0.01)) for _ in range(8)))
+
+    found = [
+        compare_pairs([(run(machine), run(machine)) for machine in (chance.gauss(0, 0.3) for _ in range(number))], 0.05)
+        for _ in range(120)
+    ]
+    assert missed(found) <= TWICE_WHAT_IT_SAYS * len(found)
+    assert not any(one.outcome == "slower" for one in found)
