@@ -1,0 +1,167 @@
+"""The repository that the command was started in: its revisions, and worktrees of them for as long as they are needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.ab.processes import run
+from pytest_gpumem.ab.report import Revision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pytest_gpumem.ab.schedule import Side
+    from pytest_gpumem.ab.stopping import Stop
+
+_SET_BY_HOOKS = frozenset(
+    f"GIT_{name}"
+    for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "OBJECT_DIRECTORY", "NAMESPACE")
+)
+_HOOKS_OFF = ("-c", f"core.hooksPath={os.devnull}")
+
+
+class GitError(Exception):
+    """git could not do what it was asked for; the message says why."""
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment without what a git hook would set, so that git goes by the folder it runs in."""
+    return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
+
+
+def _git_environment() -> dict[str, str]:
+    return {**plain_environment(), "GIT_TERMINAL_PROMPT": "0"}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git answers. Raises `GitError`."""
+    try:
+        answer = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env=_git_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            check=False,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise GitError(f"git cannot be run: {error.strerror}") from None
+    if answer.returncode:
+        raise GitError(answer.stderr.strip() or f"git {arguments[0]} ended with exit status {answer.returncode}")
+    return answer.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A checkout. ``top`` is its folder; ``folder`` is the path from there to where the command was started."""
+
+    top: Path
+    folder: Path
+
+    @classmethod
+    def around(cls, here: Path) -> Checkout:
+        """The checkout that ``here`` is in. Raises `GitError`."""
+        top = Path(git(here, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
+        return cls(top, here.resolve().relative_to(top))
+
+    def revision(self, name: str) -> Revision:
+        """The commit that ``name`` means. Raises `GitError`."""
+        try:
+            commit = git(self.top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+        except GitError:
+            shallow = git(self.top, "rev-parse", "--is-shallow-repository").strip() == "true"
+            hint = "; this clone has no history: fetch it with `git fetch --unshallow`" if shallow else ""
+            raise GitError(f"there is no revision {name!r} in {self.top}{hint}") from None
+        return Revision(name, commit.strip())
+
+    def uncommitted(self) -> int:
+        """How many files are changed or new and not committed."""
+        return len(git(self.top, "status", "--porcelain", "--untracked-files=all").splitlines())
+
+    def checkouts(self) -> list[Path]:
+        """Every folder in which this repository is checked out."""
+        lines = git(self.top, "worktree", "list", "--porcelain").splitlines()
+        found = [Path(line.removeprefix("worktree ")).resolve() for line in lines if line.startswith("worktree ")]
+        return list(dict.fromkeys([self.top, *found]))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards, whatever lies in it."""
+    folder = Path(tempfile.mkdtemp(prefix="gpumem-ab-")).resolve()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def worktrees(
+    checkout: Checkout, revisions: Mapping[Side, Revision], folder: Path, stop: Stop
+) -> Iterator[tuple[dict[Side, Path], list[str]]]:
+    """Worktrees of ``revisions``, by their names, within ``folder``; and what is to be said about them.
+
+    They are detached: no branch, index or file of the checkout is touched. Raises `GitError` and `Stopped`.
+    """
+    made: dict[Side, Path] = {}
+    notes: list[str] = []
+    try:
+        for name, revision in revisions.items():
+            made[name] = folder / name
+            log = folder / f"{name}.log"
+            add = ["git", *_HOOKS_OFF, "worktree", "add", "--quiet", "--detach", str(made[name]), revision.commit]
+            if run(add, folder=checkout.top, environment=_git_environment(), output=log, stop=stop):
+                raise GitError(f"{revision} could not be checked out: {_end_of(log)}")
+            notes += [f"{revision}: {note}" for note in _fill(made[name], log, stop)]
+        yield made, notes
+    finally:
+        for path in made.values():
+            _remove(checkout, path)
+
+
+def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
+    """Check out submodules; what could not be filled in, as clauses."""
+    notes = []
+    if (worktree / ".gitmodules").exists():
+        # Without --init: those that the checkout has, and no change in the repository's configuration.
+        for arguments in (
+            ["update", "--quiet"],
+            ["foreach", "--quiet", "--recursive", "git submodule update --quiet --init"],
+        ):
+            command = ["git", *_HOOKS_OFF, "submodule", *arguments]
+            if run(command, folder=worktree, environment=_git_environment(), output=log, stop=stop):
+                notes.append(f"its submodules could not be checked out: {_end_of(log)}")
+                break
+    attributes = worktree / ".gitattributes"
+    if attributes.exists() and "filter=lfs" in attributes.read_text(encoding="utf-8", errors="replace"):
+        try:
+            git(worktree, "config", "filter.lfs.smudge")
+        except GitError:
+            notes.append("files of Git LFS are pointers only, since git-lfs is not set up here")
+    return notes
+
+
+def _remove(checkout: Checkout, worktree: Path) -> None:
+    try:
+        git(checkout.top, "worktree", "remove", "--force", str(worktree))
+    except GitError:
+        # It was not finished, or is in use: git forgets a worktree whose folder is gone.
+        shutil.rmtree(worktree, ignore_errors=True)
+        with suppress(GitError):
+            git(checkout.top, "worktree", "prune")
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "git said nothing")

@@ -1,0 +1,107 @@
+"""A pytest plugin that writes what the measured tests of a run gave into a file, line by line.
+
+It is copied next to each run and imported from there: the code under test may be another version of this package, or
+have none of it. So it needs nothing but pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import sys
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "GPUMEM_AB_RUN"
+"""The environment variable that says, as JSON, where to write (``file``), whose code is to run (``home``) and whose is not
+(``others``): folders without symbolic links."""
+PROPERTY = "gpumem"
+SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict")
+
+
+class Collector:
+    """Keeps the reports of measured tests, and at the end the modules that are not the revision's."""
+
+    def __init__(self, file: str, home: str, others: list[str]) -> None:
+        self._file = file
+        self._home = home
+        self._others = others
+        self._strangers: dict[str, str] = {}
+        self._is_worker = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._is_worker = hasattr(config, "workerinput")
+        for option in SWITCHED_OFF:
+            if hasattr(config.option, option):
+                setattr(config.option, option, False)
+        if hasattr(config.option, "gpumem_update"):
+            config.option.gpumem_update = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
+        if payload is None or self._is_worker:
+            return
+        self._write(
+            {
+                "nodeid": report.nodeid,
+                "when": report.when,
+                "outcome": report.outcome,
+                "xfail": hasattr(report, "wasxfail"),
+                # What the call has told is the same at teardown.
+                "verdict": payload if report.when != "teardown" else "",
+            }
+        )
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        self._strangers.update(getattr(node, "workeroutput", {}).get("gpumem_ab", {}))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self._strangers.update(strangers(self._home, self._others))
+        if self._is_worker:
+            session.config.workeroutput["gpumem_ab"] = self._strangers  # type: ignore[attr-defined]
+            return
+        root = str(session.config.rootpath)
+        self._write({"status": int(exitstatus), "root": root, "strangers": self._strangers})
+
+    def _write(self, line: dict[str, object]) -> None:
+        # A line at a time: a process that is killed leaves what it had.
+        with Path(self._file).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def strangers(home: str, others: list[str]) -> dict[str, str]:
+    """Modules that were loaded from ``others`` and not from ``home``, with their files; packages of an environment aside."""
+    installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *_site_folders())]
+    # A virtual environment inside of the checkout is no part of it; one that contains the checkout says nothing of it.
+    installed = [folder for folder in installed if any(_lies_in(folder, other) for other in others)]
+    home_folders = (home, *installed, str(Path(__file__).resolve().parent))
+    found = {}
+    for name, module in sorted(sys.modules.copy().items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str):
+            continue
+        path = os.path.realpath(file)
+        if any(_lies_in(path, folder) for folder in home_folders):
+            continue
+        if any(_lies_in(path, other) for other in others):
+            found[name] = path
+    return found
+
+
+def _site_folders() -> list[str]:
+    return [*getattr(site, "getsitepackages", list)(), site.getusersitepackages()]
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    # The first hook of all, in pytest-xdist's workers, too.
+    if VARIABLE in os.environ:
+        pluginmanager.register(Collector(**json.loads(os.environ[VARIABLE])), "gpumem-ab")

@@ -1,0 +1,121 @@
+"""Compares two revisions: worktrees, runs in turn, a report; and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.ab.checkout import GitError, temporary_folder, worktrees
+from pytest_gpumem.ab.experiment import Experiment
+from pytest_gpumem.ab.report import NOTHING_COMPARED
+from pytest_gpumem.ab.running import Runner
+from pytest_gpumem.ab.runs import RunFailed
+from pytest_gpumem.ab.schedule import BASE, HEAD
+from pytest_gpumem.ab.stopping import Stopped
+from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.ab.progress import Progress
+    from pytest_gpumem.ab.report import Report, Revision
+    from pytest_gpumem.ab.runs import Run
+    from pytest_gpumem.ab.schedule import Side
+    from pytest_gpumem.ab.stopping import Stop
+    from pytest_gpumem.units import UnitSystem
+
+SIGNALLED = 128
+"""The exit status of a command that a signal ended is this and the signal's number, as shells have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be compared. ``tolerance`` is the slowdown that is tolerated, as a ratio."""
+
+    checkout: Checkout
+    base: Revision
+    head: Revision
+    arguments: Sequence[str]
+    setup: str | None
+    most_pairs: int
+    tolerance: float
+
+    def revision(self, side: Side) -> Revision:
+        return self.base if side == BASE else self.head
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is known at the end. ``why`` says why it ended early, and ``exit_status`` is that of the command."""
+
+    report: Report | None
+    units: UnitSystem
+    exit_status: int
+    why: str | None = None
+
+
+class _Project:
+    """The settings of the project in head, which say how bytes are judged and shown."""
+
+    def __init__(self) -> None:
+        self._settings: Settings | None = None
+
+    def settings(self, root: Path) -> Settings:
+        if self._settings is None:
+            self._settings = _settings_in(root)
+        return self._settings
+
+    @property
+    def units(self) -> UnitSystem:
+        return self._settings.units if self._settings is not None else "si"
+
+
+def _settings_in(root: Path) -> Settings:
+    try:
+        table = read_table(root / "pyproject.toml")
+        return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
+    except SettingsError:
+        # pytest has read them: they are those of another version of this package.
+        return Settings()
+
+
+def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
+    """Compare until enough has been seen, a run fails, or ``stop`` says so."""
+    project = _Project()
+
+    def take(side: Side, number: int) -> Run:
+        progress.begin(number, side, plan.revision(side))
+        try:
+            run = runner.take(side, number, progress.tick)
+        except RunFailed as failure:
+            raise RunFailed(f"{side} {plan.revision(side)}: {failure}") from None
+        progress.end(run)
+        return run
+
+    def compare(pairs: Sequence[tuple[Run, Run]]) -> Report:
+        settings = project.settings(Path(pairs[-1][1].root))
+        return compare_runs(pairs, plan.base, plan.head, plan.tolerance, {**DEFAULT_TOLERANCES, **settings.tolerances})
+
+    experiment = Experiment(take, compare, plan.most_pairs)
+    try:
+        with ExitStack() as stack:
+            others = plan.checkout.checkouts()
+            folder = stack.enter_context(temporary_folder())
+            revisions = {BASE: plan.base, HEAD: plan.head}
+            made, notes = stack.enter_context(worktrees(plan.checkout, revisions, folder, stop))
+            for note in notes:
+                progress.say(note)
+            runner = Runner(plan.checkout, made, plan.arguments, plan.setup, folder, stop, others)
+            experiment.run()
+    except (RunFailed, GitError) as failure:
+        return Ended(experiment.report, project.units, NOTHING_COMPARED, str(failure))
+    except Stopped as stopped:
+        return Ended(experiment.report, project.units, SIGNALLED + stopped.signum, "interrupted")
+    finally:
+        progress.clear()
+    assert experiment.report is not None, "it ended after a pair"
+    return Ended(experiment.report, project.units, experiment.report.exit_status)

@@ -1,0 +1,150 @@
+"""``gpumem ab``: two revisions of a project in turn on this machine, and whether one is slower or needs more memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pytest_gpumem.units import parse_ratio
+
+if TYPE_CHECKING:
+    from pytest_gpumem.ab.compare_revisions import Ended
+
+_PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
+
+
+class NothingCompared(click.ClickException):
+    """Why nothing could be compared."""
+
+    exit_code = 2
+
+
+class _WithPytestArguments(click.Command):
+    """A command of which everything after ``--`` is for pytest."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        mine, pytests = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+        ctx.meta[_PYTEST_ARGUMENTS] = pytests
+        return super().parse_args(ctx, mine)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- PYTEST_ARGS...]"]
+
+
+def _ratio(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
+    try:
+        return parse_ratio(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {value.parent}")
+    return value
+
+
+@click.command(cls=_WithPytestArguments)
+@click.argument("base")
+@click.argument("head", default="HEAD")
+@click.option(
+    "--max-slowdown", default="2 %", show_default=True, callback=_ratio, help="How much longer a step of HEAD may take."
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=4),
+    default=8,
+    show_default=True,
+    help="Run each revision so many times at most; fewer when every test is decided.",
+)
+@click.option(
+    "--setup",
+    metavar="COMMAND",
+    help="Run by the shell in a worktree before each run there, say 'pip install -e .'.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_file,
+    help="Write the result for programs.",
+)
+@click.option(
+    "--markdown",
+    "markdown_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_file,
+    help="Write the result for a comment.",
+)
+@click.pass_context
+def ab(
+    context: click.Context,
+    *,
+    base: str,
+    head: str,
+    max_slowdown: float,
+    rounds: int,
+    setup: str | None,
+    json_file: Path | None,
+    markdown_file: Path | None,
+) -> None:
+    """Compare two revisions on this machine, without a baseline.
+
+    Checks BASE and HEAD out into temporary worktrees, runs pytest with PYTEST_ARGS in them in turn (base, head, head, base,
+    ...), and judges by neighbouring runs what each measured test takes: step time by the ratio and its interval, bytes and
+    counts exactly. Only commits are compared; baselines are neither read nor written.
+
+    Exit status: 0 when nothing regressed, 1 when something did, or fails in HEAD only, 2 when nothing could be compared,
+    130 when interrupted.
+    """
+    from pytest_gpumem.ab.checkout import Checkout, GitError
+    from pytest_gpumem.ab.compare_revisions import Plan, compare_revisions
+    from pytest_gpumem.ab.progress import Progress
+    from pytest_gpumem.ab.running import refused
+    from pytest_gpumem.ab.stopping import noted_signals
+
+    arguments: list[str] = context.meta[_PYTEST_ARGUMENTS]
+    try:
+        checkout = Checkout.around(Path.cwd())
+        plan = Plan(checkout, checkout.revision(base), checkout.revision(head), arguments, setup, rounds, max_slowdown)
+        uncommitted = checkout.uncommitted()
+    except GitError as error:
+        raise NothingCompared(str(error)) from None
+    why_not = refused(arguments, checkout.top)
+    if why_not is not None:
+        raise click.UsageError(why_not)
+    if uncommitted:
+        files = "1 file is" if uncommitted == 1 else f"{uncommitted} files are"
+        click.echo(f"{files} changed and not committed: only commits are compared", err=True)
+    with noted_signals() as stop:
+        ended = compare_revisions(plan, stop, Progress(sys.stderr, 2 * rounds))
+    if ended.report is not None:
+        _tell(ended, json_file, markdown_file)
+    if setup is not None:
+        click.echo(
+            "--setup ran in worktrees that are gone now: what it installed may have to be installed again", err=True
+        )
+    if ended.why is not None:
+        click.echo(ended.why, err=True)
+    context.exit(ended.exit_status)
+
+
+def _tell(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
+    from pytest_gpumem.ab.rendering import markdown, table, to_json
+
+    assert ended.report is not None, "there is something to tell"
+    finished = ended.why is None
+    for line in table(ended.report, ended.units):
+        click.echo(line)
+    try:
+        if json_file is not None:
+            json_file.write_text(to_json(ended.report, finished=finished), encoding="utf-8")
+        if markdown_file is not None:
+            markdown_file.write_text(markdown(ended.report, ended.units, finished=finished), encoding="utf-8")
+    except OSError as error:
+        raise NothingCompared(f"the result could not be written: {error}") from None

@@ -1,0 +1,153 @@
+"""Worktrees of a repository, which leave it as it was."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from pytest_gpumem.ab.checkout import Checkout, GitError, temporary_folder, worktrees
+from pytest_gpumem.ab.stopping import Stop, Stopped
+
+IDENTITY = ("-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false")
+
+
+def git(folder, *arguments):
+    command = ["git", *IDENTITY, *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def commit(folder, **files):
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "some")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "a project"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    commit(folder, model="first")
+    return folder
+
+
+def both(checkout, base="HEAD", head="HEAD"):
+    return {"base": checkout.revision(base), "head": checkout.revision(head)}
+
+
+def test_both_revisions_are_there_and_gone_afterwards_and_the_checkout_does_not_notice(repository, tmp_path):
+    commit(repository, model="second")
+    hook = repository / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch '{tmp_path / 'hooked'}'\n")
+    hook.chmod(0o755)
+    (repository / "model").write_text("third")
+    before = git(repository, "status"), git(repository, "branch", "--all"), (repository / ".git/index").read_bytes()
+    checkout = Checkout.around(repository)
+    with temporary_folder() as folder:
+        with worktrees(checkout, both(checkout, "HEAD~1"), folder, Stop()) as (made, notes):
+            assert [(made[side] / "model").read_text() for side in ("base", "head")] == ["first", "second"]
+            assert notes == []
+            assert set(checkout.checkouts()) == {repository, *made.values()}
+        assert checkout.checkouts() == [repository]
+    assert not folder.exists()
+    after = git(repository, "status"), git(repository, "branch", "--all"), (repository / ".git/index").read_bytes()
+    assert after == before
+    assert not (tmp_path / "hooked").exists()
+
+
+def test_the_second_worktree_is_not_made_when_the_end_is_asked_for_and_the_first_is_removed(repository, tmp_path):
+    checkout, stop = Checkout.around(repository), Stop()
+    stop.note(2)
+    with pytest.raises(Stopped), worktrees(checkout, both(checkout), tmp_path, stop):
+        pass
+    assert checkout.checkouts() == [repository]
+
+
+def test_a_worktree_that_is_damaged_meanwhile_is_removed_all_the_same(repository, tmp_path):
+    checkout = Checkout.around(repository)
+    with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, _):
+        (made["base"] / ".git").unlink()
+        (made["head"] / "new").write_text("untracked")
+    assert checkout.checkouts() == [repository]
+    assert not any(path.exists() for path in made.values())
+
+
+def test_where_git_cannot_check_out_it_says_why(repository, tmp_path):
+    checkout = Checkout.around(repository)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "occupied").touch()
+    with (
+        pytest.raises(GitError, match=r"HEAD \(.*\) could not be checked out: .*already exists"),
+        worktrees(checkout, both(checkout), tmp_path, Stop()),
+    ):
+        pass
+
+
+def test_it_is_entered_from_a_sub_folder_whatever_a_git_hook_has_set(repository, monkeypatch):
+    (repository / "sub").mkdir()
+    monkeypatch.setenv("GIT_DIR", "/nowhere/.git")
+    monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
+    checkout = Checkout.around(repository / "sub")
+    assert (checkout.top, checkout.folder.as_posix()) == (repository, "sub")
+
+
+def test_every_file_that_is_not_committed_counts(repository):
+    checkout = Checkout.around(repository)
+    assert checkout.uncommitted() == 0
+    (repository / "model").write_text("changed")
+    (repository / "new").mkdir()
+    (repository / "new" / "one").touch()
+    (repository / "new" / "two").touch()
+    assert checkout.uncommitted() == 3
+
+
+def test_a_shallow_clone_says_what_brings_the_revision(repository, tmp_path):
+    commit(repository, model="second")
+    git(tmp_path, "clone", "--quiet", "--depth=1", f"file://{repository}", "shallow")
+    with pytest.raises(GitError, match=r"no revision 'HEAD~1' in .*shallow; .*`git fetch --unshallow`"):
+        Checkout.around(tmp_path / "shallow").revision("HEAD~1")
+
+
+@pytest.fixture
+def with_submodule(repository, tmp_path, monkeypatch):
+    part = tmp_path / "part"
+    part.mkdir()
+    git(part, "init", "--quiet")
+    commit(part, weights="some")
+    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "file")
+    git(repository, "submodule", "--quiet", "add", str(part), "parts")
+    commit(repository)
+    return repository
+
+
+def test_submodules_of_the_checkout_are_filled_in_and_removed(with_submodule, tmp_path):
+    checkout = Checkout.around(with_submodule)
+    before = (with_submodule / ".git" / "config").read_text()
+    with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, notes):
+        assert (made["head"] / "parts" / "weights").read_text() == "some"
+        assert notes == []
+    assert checkout.checkouts() == [with_submodule]
+    assert (with_submodule / ".git" / "config").read_text() == before
+
+
+def test_submodules_that_cannot_be_had_are_told(with_submodule, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "none")
+    checkout = Checkout.around(with_submodule)
+    with worktrees(checkout, both(checkout), tmp_path, Stop()) as (_, notes):
+        assert len(notes) == 2
+        assert "its submodules could not be checked out: " in notes[0]
+
+
+def test_files_of_git_lfs_without_git_lfs_are_told(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    (repository / ".gitattributes").write_text("*.bin filter=lfs diff=lfs merge=lfs\n")
+    commit(repository)
+    checkout = Checkout.around(repository)
+    with worktrees(checkout, both(checkout, "HEAD~1"), tmp_path, Stop()) as (_, notes):
+        assert [note.partition(": ")[2] for note in notes] == [
+            "files of Git LFS are pointers only, since git-lfs is not set up here"
+        ]

@@ -1,0 +1,120 @@
+"""Commands that run in a group of their own, signals that are noted, and progress."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.ab import processes
+from pytest_gpumem.ab.progress import Progress
+from pytest_gpumem.ab.stopping import Stop, Stopped, noted_signals
+from tests.ab.values import BASE, measured, measurement, run
+
+# Tells its own number and its child's; neither ends by itself soon, and the child not when it is asked to.
+FAMILY = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+print(os.getpid(), child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def start(tmp_path, command, stop=None, tick=lambda: None):
+    return processes.run(
+        command,
+        folder=tmp_path,
+        environment=dict(os.environ),
+        output=tmp_path / "log",
+        stop=stop or Stop(),
+        tick=tick,
+    )
+
+
+def test_a_command_gives_its_exit_status_and_adds_what_it_prints(tmp_path):
+    (tmp_path / "log").write_text("before\n")
+    assert start(tmp_path, "echo out; echo err >&2; exit 3") == 3
+    assert (tmp_path / "log").read_text() == "before\nout\nerr\n"
+
+
+def test_a_command_that_a_signal_ends_gives_its_number(tmp_path):
+    assert start(tmp_path, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == -9
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: one that waits for being reaped has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are looked up in /proc")
+def test_when_the_end_is_asked_for_the_command_and_its_children_are_ended(tmp_path):
+    stop = Stop()
+
+    def ask_twice_when_started():
+        if (tmp_path / "log").read_text():
+            stop.note(signal.SIGINT)
+            stop.note(signal.SIGTERM)
+
+    with pytest.raises(Stopped) as stopped:
+        start(tmp_path, [sys.executable, "-c", FAMILY], stop, ask_twice_when_started)
+    assert stopped.value.signum == signal.SIGINT
+    pids = [int(pid) for pid in (tmp_path / "log").read_text().split()]
+    assert len(pids) == 2
+    until = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(is_alive, pids))
+
+
+def test_nothing_is_started_once_the_end_was_asked_for(tmp_path):
+    stop = Stop()
+    stop.note(signal.SIGTERM)
+    with pytest.raises(Stopped):
+        start(tmp_path, "touch started", stop)
+    assert not (tmp_path / "started").exists()
+
+
+def test_signals_are_noted_and_interrupt_nothing_and_then_mean_what_they_meant():
+    earlier = signal.getsignal(signal.SIGINT)
+    with noted_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signum == signal.SIGINT
+        with pytest.raises(Stopped):
+            stop.check()
+    assert signal.getsignal(signal.SIGINT) is earlier
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def progress_on(stream):
+    progress = Progress(stream, 16)
+    progress.begin(3, "base", BASE)
+    progress.tick()
+    progress.end(run("base", measured("test_a", measurement())))
+    return re.sub(r"[\d.]+ s", "S", stream.getvalue())
+
+
+def test_progress_is_a_line_a_run_where_nobody_watches():
+    text = progress_on(io.StringIO())
+    assert text == "3/16 base 1f3c9ab  S, 1 measured\n"
+
+
+def test_progress_is_live_on_a_terminal_and_leaves_the_same_lines():
+    text = progress_on(Terminal())
+    assert text.startswith("\r\x1b[K3/16 base 1f3c9ab  S ...")
+    assert text.endswith("\r\x1b[K3/16 base 1f3c9ab  S, 1 measured\n")

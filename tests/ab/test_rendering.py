@@ -1,0 +1,151 @@
+"""A comparison as a table, Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_gpumem.ab.rendering import markdown, table, to_json
+from pytest_gpumem.ab.report import Figure, LeftOut, Report, Revision, Row
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.timing.comparison import Interval
+from tests.ab.values import BASE, HEAD
+
+RUNS = "5 pairs of runs, base main (1f3c9ab), head HEAD (2b4d8ce), slowdown tolerated 2.0 %"
+SLOWER = Figure("step_time", Outcome.REGRESSED, "slower", 0.1, 0.105, Interval(1.05, 1.045, 1.056), allowed=0.002)
+SAME = Figure("step_time", Outcome.OK, "not slower", 0.1, 0.1, Interval(1.0, 0.996, 1.004), allowed=0.002)
+UNSURE = Figure(
+    "step_time", Outcome.UNCERTAIN, "uncertain", 0.1, 0.11, Interval(1.1, 0.9, 1.2), reason="another process was there"
+)
+PEAK = Figure("peak_allocated", Outcome.OK, "ok", 10_000_000, 10_000_000, allowed=1_000_000)
+GROWN = Figure("peak_allocated", Outcome.REGRESSED, "regressed", 8_120_000_000, 9_310_000_000, allowed=1e6)
+LEAK = Figure("retained", Outcome.REGRESSED, "regressed", 0, 4_000_000, allowed=1e6)
+
+
+def report(*rows, left_out=(), pairs=5):
+    return Report(BASE, HEAD, pairs, 0.02, tuple(rows), tuple(left_out))
+
+
+def row(test, *figures, notes=(), only_one=True):
+    return Row("test_it.py", test, "call", figures, notes, only_one)
+
+
+def test_the_table_shows_times_with_their_intervals_and_of_bytes_what_changed():
+    lines = table(report(row("test_a", SLOWER, PEAK), row("test_b", SAME, GROWN, LEAK)), "si")
+    assert lines[:5] == [
+        "test                metric               base       head    change          interval  verdict",
+        "test_it.py::test_a  step time       100.00 ms  105.00 ms    +5.0 %  +4.5 % to +5.6 %  slower",
+        "test_it.py::test_b  step time       100.00 ms  100.00 ms    +0.0 %  -0.4 % to +0.4 %  not slower",
+        "test_it.py::test_b  peak allocated    8.12 GB    9.31 GB   +14.7 %                    regressed",
+        "test_it.py::test_b  retained              0 B    4.00 MB  +4.00 MB                    regressed",
+    ]
+
+
+def test_a_test_of_which_nothing_is_timed_and_nothing_changed_is_shown_with_its_peak():
+    lines = table(report(row("test_a", PEAK)), "iec")
+    assert lines[1].split("  ")[-1] == "ok"
+    assert "9.54 MiB" in lines[1]
+
+
+def test_what_is_not_compared_is_told_with_its_reason_and_everything_is_accounted_for():
+    lines = table(
+        report(
+            row("test_a", UNSURE, notes=("measured in 4 of 5 runs of head",), only_one=False),
+            left_out=[
+                LeftOut("test_it.py::test_b", "it ran in head only"),
+                LeftOut("test_it.py::test_c", "it failed by itself, in head", broke=True),
+            ],
+        ),
+        "si",
+    )
+    assert lines[-5:] == [
+        "uncertain: test_it.py::test_a (call): step time: another process was there",
+        "note: test_it.py::test_a (call): measured in 4 of 5 runs of head",
+        "not compared: test_it.py::test_b: it ran in head only",
+        "broken: test_it.py::test_c: it failed by itself, in head",
+        f"gpumem ab: 1 compared, 1 uncertain, 1 broken, 1 not compared; step times: 1 uncertain; {RUNS}",
+    ]
+
+
+def test_a_report_without_a_row_has_no_table():
+    assert table(report(pairs=1), "si") == [f"gpumem ab: 0 compared; {RUNS.replace('5 pairs', '1 pair')}"]
+
+
+def test_a_revision_that_was_named_by_its_hash_is_not_said_twice():
+    assert str(Revision("1f3c9ab", "1f3c9ab00000")) == "1f3c9ab"
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a row as GitHub splits it: at every pipe that is not escaped."""
+    return line.replace("\\|", "\0").strip("|").split("|")
+
+
+@pytest.mark.parametrize(
+    ("test", "code"),
+    [
+        ("test_a[x|y]", "`test_it.py::test_a[x\\|y]`"),
+        ("test_a[`]", "``test_it.py::test_a[`]``"),
+        ("test_a`", "`` test_it.py::test_a` ``"),
+        ("test_a[<script>]", "`test_it.py::test_a[<script>]`"),
+        ("test_a[x\ny]", "`test_it.py::test_a[x y]`"),
+    ],
+)
+def test_a_test_id_is_a_code_span_within_its_cell_whatever_it_has(test, code):
+    text = markdown(report(row(test, SLOWER)), "si", finished=True)
+    (line,) = (line for line in text.splitlines() if "slower" in line and line.startswith("|"))
+    assert len(cells(line)) == 7
+    assert line.startswith(f"| {code} |")
+
+
+def test_no_reason_or_revision_becomes_markup():
+    named = Report(
+        Revision("a_*b*_`c`", "1f3c9ab0"), HEAD, 4, 0.02, (), (LeftOut("test[<b>]", "see @me\n# and [x](y)"),)
+    )
+    text = markdown(named, "si", finished=True)
+    assert "### gpumem ab: a\\_\\*b\\*\\_\\`c\\` (1f3c9ab) and HEAD" in text
+    assert "- not compared: test\\[&lt;b&gt;\\]: see &#64;me \\# and \\[x\\](y)" in text
+    assert "<b>" not in text
+
+
+def test_markdown_says_when_it_was_not_finished():
+    unfinished = markdown(report(row("test_a", SLOWER)), "si", finished=False)
+    assert "Not finished" in unfinished
+    assert "Not finished" not in markdown(report(row("test_a", SLOWER)), "si", finished=True)
+
+
+def test_json_has_every_figure_and_everything_that_was_left_out():
+    plain = json.loads(
+        to_json(
+            report(row("test_a", SLOWER, PEAK), row("test_b", LEAK), left_out=[LeftOut("test_c", "gone", broke=True)]),
+            finished=True,
+        )
+    )
+    assert plain["tests"][0]["metrics"] == [
+        {
+            "metric": "step_time",
+            "outcome": "regressed",
+            "base": 0.1,
+            "head": 0.105,
+            "ratio": 1.05,
+            "low": 1.045,
+            "high": 1.056,
+            "allowed": 0.002,
+            "reason": None,
+        },
+        {
+            "metric": "peak_allocated",
+            "outcome": "ok",
+            "base": 10_000_000,
+            "head": 10_000_000,
+            "ratio": 1.0,
+            "low": None,
+            "high": None,
+            "allowed": 1_000_000,
+            "reason": None,
+        },
+    ]
+    assert plain["tests"][1]["metrics"][0]["ratio"] is None
+    assert plain["not_compared"] == [{"test": "test_c", "reason": "gone", "broken": True}]
+    assert (plain["format"], plain["exit_status"], plain["finished"], plain["pairs"]) == (1, 1, True, 5)
+    assert plain["head"] == {"name": "HEAD", "commit": HEAD.commit}

@@ -1,0 +1,71 @@
+"""The order of runs, and when they end."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.ab.report import STEP_TIME, Figure, Report, Row
+from pytest_gpumem.ab.schedule import is_settled, order_of_pair
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.timing.comparison import Interval
+from tests.ab.values import BASE, HEAD
+
+OUTCOMES = {
+    "slower": Outcome.REGRESSED,
+    "faster": Outcome.IMPROVED,
+    "uncertain": Outcome.UNCERTAIN,
+    "not slower": Outcome.OK,
+}
+
+
+def report(pairs: int, *speeds: tuple[str, float]) -> Report:
+    """A report on tests whose times were judged so; each has the upper end of its interval."""
+    rows = tuple(
+        Row(
+            "test_it.py",
+            f"test_{number}",
+            "call",
+            (Figure(STEP_TIME, OUTCOMES[word], word, 1.0, 1.0, Interval(1.0, 0.99, high)),),
+        )
+        for number, (word, high) in enumerate(speeds)
+    )
+    return Report(BASE, HEAD, pairs, 0.02, rows)
+
+
+def test_runs_are_mirrored_from_pair_to_pair():
+    assert [side for pair in range(4) for side in order_of_pair(pair)] == [
+        *("base", "head", "head", "base"),
+        *("base", "head", "head", "base"),
+    ]
+
+
+def test_fewer_than_four_pairs_of_timed_runs_are_never_enough():
+    settled = [is_settled(report(pairs, ("not slower", 1.0)), None) for pairs in (1, 2, 3, 4)]
+    assert settled == [False, False, False, True]
+
+
+def test_a_slowdown_that_is_not_excluded_yet_needs_more_pairs():
+    assert is_settled(report(4, ("not slower", 1.02)), None)
+    assert not is_settled(report(4, ("not slower", 1.021)), None)
+
+
+def test_one_uncertain_test_of_many_needs_more_pairs():
+    sure = ("not slower", 1.0)
+    assert not is_settled(report(6, sure, ("uncertain", 1.05), sure), report(5, sure, ("uncertain", 1.05), sure))
+
+
+@pytest.mark.parametrize("word", ["slower", "faster"])
+def test_what_differs_has_to_be_seen_twice(word):
+    now = report(5, (word, 1.1))
+    assert not is_settled(now, report(4, ("uncertain", 1.1)))
+    assert not is_settled(now, None)
+    assert is_settled(now, report(4, (word, 1.1)))
+
+
+def test_without_times_two_pairs_show_that_bytes_repeat():
+    row = Row("test_it.py", "test_a", "call", (Figure("peak_allocated", Outcome.OK, "ok", 1, 1),))
+    assert [is_settled(Report(BASE, HEAD, pairs, 0.02, (row,)), None) for pairs in (1, 2)] == [False, True]
+
+
+def test_where_nothing_can_be_compared_one_pair_is_enough():
+    assert is_settled(report(1), None)

@@ -1,0 +1,191 @@
+"""What follows from pairs of runs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpumem.ab.verdicts import closest, compare_runs
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from tests.ab.values import BASE, HEAD, measured, measurement, pair, unmeasured
+
+DRIFT = (1.0, 1.02, 1.05, 1.01, 0.98)
+"""How fast the machine is in each pair of runs, in which both sides run."""
+
+
+def compared(pairs, tolerances=DEFAULT_TOLERANCES):
+    return compare_runs(pairs, BASE, HEAD, 0.02, tolerances)
+
+
+def timed(base, head, **others):
+    """Pairs of runs of one test that takes so many seconds."""
+    return [
+        pair(
+            measured("test_a", measurement(seconds=base * factor)),
+            measured("test_a", measurement(seconds=head * factor, **others)),
+        )
+        for factor in DRIFT
+    ]
+
+
+def only_figure(report, metric):
+    (row,) = report.rows
+    return next(figure for figure in row.figures if figure.metric == metric)
+
+
+def test_a_step_that_takes_five_percent_longer_is_slower_though_the_machine_drifts():
+    report = compared(timed(0.1, 0.105))
+    figure = only_figure(report, "step_time")
+    assert (figure.word, figure.outcome) == ("slower", Outcome.REGRESSED)
+    assert figure.interval.ratio == pytest.approx(1.05, abs=0.002)
+    assert (figure.base, figure.head) == (pytest.approx(0.101, rel=0.01), pytest.approx(0.106, rel=0.01))
+    assert report.exit_status == 1
+
+
+def test_the_same_code_twice_is_not_slower():
+    report = compared(timed(0.1, 0.1))
+    assert only_figure(report, "step_time").word == "not slower"
+    assert report.exit_status == 0
+
+
+def test_samples_that_something_disturbed_leave_it_uncertain_with_the_reason():
+    report = compared(timed(0.1, 0.105, invalid="another process used the CPU"))
+    figure = only_figure(report, "step_time")
+    assert (figure.outcome, figure.reason) == (Outcome.UNCERTAIN, "another process used the CPU")
+    assert report.exit_status == 0
+
+
+def test_memory_that_grows_has_regressed_and_time_has_no_part_in_it():
+    report = compared(timed(0.1, 0.1, peak=12_000_000))
+    figure = only_figure(report, "peak_allocated")
+    assert (figure.outcome, figure.base, figure.head) == (Outcome.REGRESSED, 10_000_000, 12_000_000)
+    assert only_figure(report, "step_time").outcome is Outcome.OK
+    assert report.exit_status == 1
+
+
+def test_memory_is_held_to_the_tolerance_that_the_project_sets():
+    report = compared(timed(0.1, 0.1, peak=12_000_000), {"peak_allocated": Tolerance(0.5)})
+    assert only_figure(report, "peak_allocated").outcome is Outcome.OK
+
+
+def test_a_slowdown_that_is_tolerated_is_none():
+    report = compare_runs(timed(0.1, 0.105), BASE, HEAD, 0.1, {})
+    assert only_figure(report, "step_time").word == "not slower"
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "reason"),
+    [
+        (None, measured("test_a", measurement()), "it ran in head only"),
+        (measured("test_a", measurement()), None, "it ran in base only"),
+        (measured("test_a", measurement()), unmeasured("test_a", "it was skipped"), "it was skipped, in head"),
+        (
+            unmeasured("test_a", "no CUDA device"),
+            unmeasured("test_a", "no CUDA device"),
+            "no CUDA device, in base and in head",
+        ),
+        (
+            unmeasured("test_a", "it was skipped"),
+            unmeasured("test_a", "no CUDA device"),
+            "it was skipped, in base; no CUDA device, in head",
+        ),
+        (
+            measured("test_a", measurement()),
+            TestVerdict("test_it.py", "test_a", relations=2),
+            "it asserts relations only, in head",
+        ),
+        (
+            measured("test_a", measurement()),
+            measured("test_a", measurement(batch="float32[8]")),
+            "another workload: batch was float32[4], now float32[8]",
+        ),
+        (
+            measured("test_a", measurement(slug="left")),
+            measured("test_a", measurement(slug="right")),
+            "it was measured on Left in base, on Right in head",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_listed_with_its_reason(base, head, reason):
+    report = compared([pair(base, head)] * 4)
+    assert report.rows == ()
+    (left_out,) = report.left_out
+    assert (left_out.title, left_out.reason, left_out.broke) == ("test_it.py::test_a", reason, False)
+    assert report.exit_status == 2
+
+
+def test_a_test_that_fails_in_head_alone_is_broken_and_does_not_end_well():
+    fails = unmeasured("test_a", "it failed by itself", failed=True)
+    report = compared([pair(measured("test_a", measurement()), fails)] * 4)
+    assert report.left_out[0].broke
+    assert report.exit_status == 1
+
+
+@pytest.mark.parametrize("base_fails", [True, False])
+def test_a_test_that_fails_now_and_then_is_not_broken_and_says_how_often_it_was_measured(base_fails):
+    fails, works = unmeasured("test_a", "it failed by itself", failed=True), measured("test_a", measurement())
+    once = pair(fails, works) if base_fails else pair(works, fails)
+    report = compared([*[pair(works, works)] * 4, once])
+    assert report.left_out == ()
+    assert report.rows[0].notes == (f"measured in 4 of 5 runs of {'base' if base_fails else 'head'}",)
+    assert report.exit_status == 0
+
+
+def test_a_measurement_that_only_one_side_takes_is_told_and_the_others_are_compared():
+    base = measured("test_a", measurement(name="one"), measurement(name="two"))
+    head = measured("test_a", measurement(name="one"), measurement(name="three"))
+    report = compared([pair(base, head)] * 4)
+    assert [row.title for row in report.rows] == ["test_it.py::test_a (one)"]
+    assert [(one.title, one.reason) for one in report.left_out] == [
+        ("test_it.py::test_a (two)", "it is measured in base only"),
+        ("test_it.py::test_a (three)", "it is measured in head only"),
+    ]
+
+
+def test_bytes_that_differ_between_runs_of_one_side_are_told_and_judged_by_the_closest():
+    pairs = [
+        pair(measured("test_a", measurement(peak=peak)), measured("test_a", measurement(peak=14_000_000)))
+        for peak in (10_000_000, 12_000_000, 10_000_000, 10_000_000)
+    ]
+    report = compared(pairs)
+    figure = only_figure(report, "peak_allocated")
+    assert (figure.base, figure.head, figure.outcome) == (12_000_000, 14_000_000, Outcome.REGRESSED)
+    assert report.rows[0].notes == ("peak allocated differs between the runs of base: 10.00 MB to 12.00 MB",)
+
+
+def test_how_many_segments_were_reserved_is_chance_and_not_told():
+    pairs = [
+        pair(measured("test_a", measurement(peak_reserved=reserved)), measured("test_a", measurement(peak_reserved=80)))
+        for reserved in (60, 80, 100, 80)
+    ]
+    report = compared(pairs)
+    assert report.rows[0].notes == ()
+    assert only_figure(report, "peak_reserved").outcome is Outcome.OK
+
+
+def test_a_test_that_only_one_side_times_is_compared_by_its_bytes_and_says_so():
+    base, head = measured("test_a", measurement()), measured("test_a", measurement(seconds=None))
+    report = compared([pair(base, head)] * 4)
+    assert [figure.metric for figure in report.rows[0].figures] == ["peak_allocated"]
+    assert report.rows[0].notes == ("timed in base only",)
+
+
+FIGURES = st.lists(st.integers(0, 20), min_size=1, max_size=4)
+
+
+@given(FIGURES, FIGURES)
+def test_the_closest_figures_are_within_both_ranges_and_equal_where_these_overlap(base, head):
+    mine, theirs = closest(base, head)
+    assert min(base) <= mine <= max(base)
+    assert min(head) <= theirs <= max(head)
+    gap = max(0, min(head) - max(base), min(base) - max(head))
+    assert abs(mine - theirs) == gap
+
+
+@given(FIGURES)
+def test_figures_that_are_the_same_on_both_sides_never_differ(values):
+    mine, theirs = closest(values, values)
+    assert mine == theirs
