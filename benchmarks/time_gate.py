@@ -1,0 +1,247 @@
+"""How well the gate judges times: false alarms, power and cost, beside the rules of pytest-benchmark and asv.
+
+All on the same samples: those that `time_samples.py` recorded, and simulated ones. Recorded rounds are played to the package's
+own sampling, whose samples its own comparison judges; the peers' rules are their own code. ``--faithful`` instead holds the
+package's step time against a plain loop, here and now.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import time_file
+from claims import Claim, claim_of, conclude, parser_of, print_table, ratio_of_medians
+from time_cost import cost_of
+from time_faithful import faithful_claims
+from time_peers import ASV_FACTOR, MEAN_LIMIT, asv_rule, missing, pytest_benchmark_rule
+from time_rules import counted, ours, ours_in_turns, tolerance
+from time_samples import NAME, machine
+from time_simulated import SCENARIOS, UNSEEN
+from time_steps import SLOWDOWNS
+from time_trials import in_turns, planted, same_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
+
+    from time_cost import Cost
+    from time_file import Recording
+    from time_rules import Outcome, Score, Trial
+
+RULES = ("ours", f"pytest-benchmark {MEAN_LIMIT}", f"asv {ASV_FACTOR}")
+RECORDED = "recorded here, any load against any"
+MOST_FALSE_ALARMS = 1
+"""Of a thousand comparisons of a step with itself."""
+POWER = 0.95
+BASELINE_RUNS = (1, 3, 10)
+PAIRS = (4, 8)
+CLAIMED_STORED, CLAIMED_IN_TURNS = (10, 10), (5, 8)
+"""Percent planted, and runs of the baseline or pairs, that power is claimed for."""
+TOLERATED_IN_TURNS = 0.02
+"""The default of ``gpumem ab --max-slowdown``."""
+CHUNK = 50
+"""Trials of one task of a worker process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Trials of one kind, to be drawn in any process: ``name`` chooses how, ``percent`` and ``runs`` are its numbers."""
+
+    name: str
+    percent: int = 0
+    runs: int = 0
+
+    def drawn(self, recording: Recording, seed: int, count: int) -> Iterable[Trial]:
+        """Trials of this kind; the seed decides which."""
+        chance = random.Random(f"{self} {seed}")  # noqa: S311 - the same command draws the same
+        if self.name == RECORDED:
+            return same_step(recording, chance, count)
+        if self.name == "planted":
+            return planted(recording, chance, self.percent, self.runs, count)
+        make = {**SCENARIOS, **UNSEEN}[self.name]
+        return (make(chance) for _ in range(count))
+
+
+def judge(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, ...]]:
+    """What each of `RULES` says of each trial."""
+    rules = (ours, pytest_benchmark_rule(), asv_rule())
+    return [tuple(rule(trial) for rule in rules) for trial in kind.drawn(_read(path), seed, count)]
+
+
+def judge_in_turns(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, ...]]:
+    """What ours says of blocks ABBA."""
+    trials = in_turns(_read(path), random.Random(f"{kind} {seed}"), kind.percent, kind.runs, count)  # noqa: S311
+    return [(ours_in_turns(trial, TOLERATED_IN_TURNS),) for trial in trials]
+
+
+def costs(path: Path, kind: Kind, seed: int, count: int) -> list[Cost]:
+    """What each trial costs."""
+    return [cost_of(trial) for trial in kind.drawn(_read(path), seed, count)]
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path) -> Recording:
+    return time_file.read(path)
+
+
+def scores_of(verdicts: Iterable[tuple[Outcome, ...]]) -> list[Score]:
+    """A score for each rule that judged."""
+    return [counted(outcomes) for outcomes in zip(*verdicts, strict=True)]
+
+
+class Crew:
+    """Worker processes that judge trials of a recording, in chunks."""
+
+    def __init__(self, pool: ProcessPoolExecutor, path: Path) -> None:
+        self._pool = pool
+        self._path = path
+
+    def start(
+        self, work: Callable[[Path, Kind, int, int], list[tuple[Outcome, ...]]], kind: Kind, count: int
+    ) -> list[Future[list[tuple[Outcome, ...]]]]:
+        """Begin with ``count`` trials."""
+        sizes = [min(CHUNK, count - first) for first in range(0, count, CHUNK)]
+        return [self._pool.submit(work, self._path, kind, seed, size) for seed, size in enumerate(sizes)]
+
+    def scores(self, started: Sequence[Future[list[tuple[Outcome, ...]]]]) -> list[Score]:
+        """The scores of trials that were begun; none where the recording has too few runs for them."""
+        return scores_of(verdict for job in started for verdict in job.result())
+
+
+def show_alarms(crew: Crew, trials: int) -> list[Claim]:
+    """Print the table of false alarms. Returns what is claimed of them."""
+    jobs = {name: crew.start(judge, Kind(name), trials) for name in (RECORDED, *SCENARIOS, *UNSEEN)}
+    scores = {name: crew.scores(started) for name, started in jobs.items()}
+    print(f"False alarms: a step is compared with itself, {trials} times a row\n")
+    _show(scores)
+    return [_alarms_claim(name, found) for name, found in scores.items() if name not in UNSEEN]
+
+
+def _alarms_claim(name: str, found: list[Score]) -> Claim:
+    if not found:
+        return Claim(f"{name}: comparisons of a step with itself that pass (too few runs are recorded)", math.inf, 0)
+    text = f"{name}: of {found[0].trials} comparisons of a step with itself, those that fail"
+    return Claim(text, found[0].fails, math.ceil(MOST_FALSE_ALARMS * found[0].trials / 1000))
+
+
+def show_power(crew: Crew, trials: int) -> list[Claim]:
+    """Print the tables of planted slowdowns. Returns what is claimed of them."""
+    percents = (0, *SLOWDOWNS)
+    stored = {
+        (percent, runs): crew.start(judge, Kind("planted", percent, runs), trials)
+        for runs in BASELINE_RUNS
+        for percent in percents
+    }
+    turns = {
+        (percent, pairs): crew.start(judge_in_turns, Kind("in turns", percent, pairs), trials // 2)
+        for pairs in PAIRS
+        for percent in percents
+    }
+    claims = []
+    print(f"Power, stored baseline: quiet runs with a planted slowdown, tolerance {tolerance():.0%}\n")
+    found = {key: crew.scores(started) for key, started in stored.items()}
+    _show({f"{percent} % planted, baseline of {runs}": scores for (percent, runs), scores in found.items()})
+    claims += _power_claims(found, CLAIMED_STORED, "quiet, against a stored baseline")
+    print(f"Power, A/B: quiet runs in turns, tolerance {TOLERATED_IN_TURNS:.0%}\n")
+    found = {key: crew.scores(started) for key, started in turns.items()}
+    _show({f"{percent} % planted, {pairs} pairs": scores for (percent, pairs), scores in found.items()})
+    return claims + _power_claims(found, CLAIMED_IN_TURNS, "quiet, A/B")
+
+
+def _power_claims(found: dict[tuple[int, int], list[Score]], claimed: tuple[int, int], where: str) -> list[Claim]:
+    scores = found[claimed]
+    text = f"{where}: share of slowdowns of {claimed[0]} % that is missed"
+    if not scores:
+        return [Claim(f"{text} (too few runs are recorded)", 1.0, 1 - POWER)]
+    low, high = scores[0].interval()
+    return [Claim(text, 1 - scores[0].share, 1 - POWER, 1 - high, 1 - low)]
+
+
+def show_cost(path: Path, trials: int) -> list[Claim]:
+    """Print the table of costs, over quiet runs. Returns what is claimed of them."""
+    taken = costs(path, Kind("planted", 0, BASELINE_RUNS[-1]), 0, trials)
+    if not taken:
+        return [Claim("seconds until the verdict, quiet (too few runs are recorded)", math.inf, 1.0)]
+    print(f"Cost, quiet: medians over {len(taken)} runs (never: in less than half of them)\n")
+    rows = [
+        (
+            "until the verdict, with readings and re-measurement",
+            _seconds([one.ours for one in taken]),
+            _seconds([one.theirs for one in taken]),
+        ),
+        (
+            "half the 95 % interval (ours: median, theirs: mean)",
+            f"{statistics.median(one.our_width for one in taken):.2%}",
+            f"{statistics.median(one.their_width for one in taken):.2%}",
+        ),
+        (
+            "until the interval is as narrow as the other's",
+            _seconds([one.ours_to_their_width for one in taken]),
+            _seconds([one.theirs_to_our_width for one in taken]),
+        ),
+    ]
+    print_table(("", "ours", "pytest-benchmark"), rows)
+    ratio = ([one.ours for one in taken], [one.theirs for one in taken])
+    return [claim_of("seconds until the verdict over pytest-benchmark's, quiet", ratio_of_medians, ratio, 1.0)]
+
+
+def _seconds(values: Sequence[float | None]) -> str:
+    middle = statistics.median(math.inf if value is None else value for value in values)
+    return "never" if math.isinf(middle) else f"{middle:.2f} s"
+
+
+def _show(scores: dict[str, list[Score]]) -> None:
+    rows = []
+    for name, found in scores.items():
+        if not found:
+            rows.append((name, "too few runs are recorded", "", *("" for _ in RULES[1:])))
+            continue
+        first, *others = (_share(one.fails, one.interval()) for one in found)
+        others += [""] * (len(RULES) - 1 - len(others))
+        rows.append((name, first, f"{found[0].uncertain / found[0].trials:.1%}", *others))
+    print_table(("", "ours: fails", "uncertain", *(f"{rule}: fails" for rule in RULES[1:])), rows)
+
+
+def _share(fails: int, interval: tuple[float, float]) -> str:
+    low, high = interval
+    return f"{fails} ({low:.1%} to {high:.1%})"
+
+
+def main() -> int:
+    """Judge, print the tables, and tell whether the claims hold."""
+    parser = parser_of(__doc__, rounds=1000)
+    parser.add_argument("--recording", type=Path, help="what time_samples.py wrote (default: this machine's)")
+    parser.add_argument("--faithful", action="store_true", help="time steps here and now, --rounds turns (default: 12)")
+    options = parser.parse_args()
+    if options.faithful:
+        turns = 12 if options.rounds == parser.get_default("rounds") else options.rounds
+        return conclude(faithful_claims(turns), check=options.check)
+    lacking = missing()
+    if lacking is not None:
+        print(lacking, file=sys.stderr)
+        return 2
+    path = options.recording or Path(__file__).parent / "results" / machine()["slug"] / NAME
+    try:
+        recording = _read(path)
+    except (OSError, ValueError) as error:
+        print(f"no times to judge by: {error}; benchmarks/time_samples.py records them", file=sys.stderr)
+        return 2
+    print(f"{len(recording.runs)} runs on {', '.join(recording.machine.values())}\n")
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        crew = Crew(pool, path)
+        claims = show_alarms(crew, options.rounds) + show_power(crew, options.rounds)
+    claims += show_cost(path, min(options.rounds, 200))
+    return conclude(claims, check=options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

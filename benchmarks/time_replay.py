@@ -1,0 +1,86 @@
+"""Plays a recorded series to the package's own sampling: what is judged is the real gate, and not a model of it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.timing.allowance import TimeAllowance
+from pytest_gpumem.timing.sampling import SECONDS_A_ROUND, sample_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from time_file import Series
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.timing.samples import Sample
+
+
+class Replay:
+    """A device on which time passes as it did in a series, for what `sample_step` asks of one."""
+
+    def __init__(self, series: Series, cores: int) -> None:
+        self._series = series
+        self._cores = cores
+        self.played = 0
+        """Rounds that have been taken."""
+
+    @property
+    def spent(self) -> float:
+        """Seconds from the first reading to the latest: rounds, and what was read in between."""
+        readings = self._series.readings
+        return readings[self.played].at - readings[0].at
+
+    @property
+    def left(self) -> float:
+        """Seconds of the rounds to come, as `sample_step` counts them: its first call is of one step."""
+        first, *rounds = self._series.seconds[self.played :] or self._series.seconds[-1:]
+        return first + sum(rounds) * max(1, math.ceil(SECONDS_A_ROUND / first))
+
+    def conditions(self) -> Conditions:
+        one = self._series.readings[self.played]
+        return Conditions(one.at, waited=one.waited, stolen=one.stolen, others=one.others, cores=self._cores)
+
+    def pace(self) -> float:
+        return self._series.readings[self.played].pace
+
+    def time(self, run: Callable[[], object]) -> float:
+        self._steps = 0
+        run()
+        # A sample takes a round at least: where the series has ended, its last one once more.
+        self.played = min(self.played + 1, len(self._series.seconds))
+        return self._series.seconds[self.played - 1] * self._steps
+
+    def step(self) -> None:
+        """What is timed: time passes by the recording."""
+        self._steps += 1
+
+    def sample(self, seconds: float) -> Sample:
+        """The next sample, for which ``seconds`` may be spent; a shorter one where the series ends before."""
+        return sample_step(self.step, cast("Device", self), min(seconds, self.left))
+
+
+class Timed:
+    """A run of a step as the gate sees it: a sample, and a re-measurement when it is asked for."""
+
+    def __init__(self, series: Series, cores: int) -> None:
+        self._replay = Replay(series, cores)
+        allowance = TimeAllowance()
+        self.first = self._replay.sample(allowance.share)
+        self.seconds_of_first = self._replay.spent
+        self._second_look = allowance.second_look
+        self._again: Sample | None = None
+
+    @property
+    def again(self) -> Sample:
+        """The re-measurement, taken behind the first sample."""
+        if self._again is None:
+            self._again = self._replay.sample(self._second_look)
+        return self._again
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that timing has taken so far, with its readings."""
+        return self._replay.spent

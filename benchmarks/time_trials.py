@@ -1,0 +1,76 @@
+"""Draws trials from recorded runs: of a step with itself, and with a planted slowdown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from time_rules import PairedTrial, Trial
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator
+
+    from time_file import Recording, Run
+
+MOST_BASELINE_RUNS = 10
+QUIET = "quiet"
+
+
+def same_step(recording: Recording, chance: random.Random, count: int) -> Iterator[Trial]:
+    """Comparisons of a step with itself: up to 10 runs beside any one load, and another run beside any other, or the same."""
+    by_load: dict[str, list[Run]] = defaultdict(list)
+    for run in recording.runs:
+        if run.percent == 0:
+            by_load[run.load].append(run)
+    loads = [load for load, runs in by_load.items() if len(runs) >= 3]
+    if not loads:
+        return
+    for _ in range(count):
+        before, after = (by_load[chance.choice(loads)] for _ in range(2))
+        now, following = chance.sample(after, 2)
+        others = [run for run in before if run is not now and run is not following]
+        yield _trial(recording, chance, others, now, following, chance.randint(1, MOST_BASELINE_RUNS))
+
+
+def planted(recording: Recording, chance: random.Random, percent: int, runs: int, count: int) -> Iterator[Trial]:
+    """Comparisons of quiet runs with a planted slowdown and a baseline of ``runs`` quiet runs without, not of one block."""
+    slow = [run for run in recording.runs if (run.load, run.percent) == (QUIET, percent)]
+    plain = [run for run in recording.runs if (run.load, run.percent) == (QUIET, 0)]
+    if len(slow) < 2 or any(len(_apart(plain, run)) <= runs for run in slow):
+        return
+    for _ in range(count):
+        now, following = chance.sample(slow, 2)
+        others = [run for run in _apart(plain, now) if run is not following]
+        yield _trial(recording, chance, others, now, following, runs)
+
+
+def _apart(runs: list[Run], one: Run) -> list[Run]:
+    return [run for run in runs if run.block != one.block]
+
+
+def in_turns(
+    recording: Recording, chance: random.Random, percent: int, pairs: int, count: int
+) -> Iterator[PairedTrial]:
+    """Quiet blocks ABBA, each of which is two pairs of neighbours (base, head)."""
+    blocks: dict[int, dict[int, Run]] = defaultdict(dict)
+    for run in recording.runs:
+        if run.load == QUIET:
+            blocks[run.block][run.place] = run
+    whole = [runs for runs in blocks.values() if len(runs) == 4 and runs[1].percent == runs[2].percent == percent]
+    if len(whole) < pairs // 2:
+        return
+    for _ in range(count):
+        step = chance.choice(sorted(whole[0][0].series))
+        chosen = chance.sample(whole, pairs // 2)
+        neighbours = ((runs[base], runs[head]) for runs in chosen for base, head in ((0, 1), (3, 2)))
+        yield PairedTrial(tuple((base.series[step], head.series[step]) for base, head in neighbours), recording.cores)
+
+
+def _trial(
+    recording: Recording, chance: random.Random, before: list[Run], now: Run, following: Run, runs: int
+) -> Trial:
+    step = chance.choice(sorted(now.series))
+    chosen = chance.sample(before, min(runs, len(before)))
+    baseline = tuple(run.series[step] for run in sorted(chosen, key=lambda run: run.began))
+    return Trial(baseline, now.series[step], following.series[step], recording.cores)
