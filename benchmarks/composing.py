@@ -47,7 +47,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     device = CpuDevice()
     device.open()
     explaining = Explaining(Sites(Path(__file__).parent), keep=lambda _: None, ran_out=lambda _: None)
-    bench = Bench(device, Windows(device), timed=False, explaining=explaining)
+    bench = Bench(device, Windows(device), allowance=None, explaining=explaining)
     tokens = torch.randint(50257, (SAMPLES, LENGTH))
     runs: list[Run] = []
     batch = {"input_ids": tokens, "labels": tokens}

@@ -145,7 +145,7 @@ def recorded(
     project.write(edits)
     explaining = Explaining(Sites(project.root), lambda _: None, lambda _: None)
     device.settle()
-    explanation = recipe(Bench(device, Windows(device), timed=False, explaining=explaining), project)
+    explanation = recipe(Bench(device, Windows(device), allowance=None, explaining=explaining), project)
     return explanation, explanation.peak.notes
 
 

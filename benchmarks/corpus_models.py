@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measured import measure_function, measure_infer_step, measure_train_step
+from pytest_gpumem.steps.measured import Asked, measure_function, measure_infer_step, measure_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ def trained(name: str, config: str = "", *, samples: int = 4, length: int = 96, 
                     lambda: model_of(name, module, **settings),
                     batch,
                     config=StepConfig.parse(config) if config else None,
-                    wanted=lambda _: True,
+                    asked=Asked(lambda _: True),
                 )
             )
 
@@ -84,7 +84,7 @@ def looped(name: str, loop: str, *, samples: int = 4, length: int = 96, **settin
         with project.imported(name) as module, project.imported("train") as train:
             torch.manual_seed(SEED)
             step = getattr(train, loop)(model_of(name, module, **settings), batch_of(name, samples, length))
-            return _explanation(measure_function(bench, step, wanted=lambda _: True))
+            return _explanation(measure_function(bench, step, asked=Asked(lambda _: True)))
 
     return recipe
 
@@ -104,7 +104,7 @@ def small_gpt(config: str = "", *, training: bool = True, samples: int = 4, leng
                 return model
 
             if not training:
-                return _explanation(measure_infer_step(bench, build, tokens, wanted=lambda _: True))
+                return _explanation(measure_infer_step(bench, build, tokens, asked=Asked(lambda _: True)))
             return _explanation(
                 measure_train_step(
                     bench,
@@ -112,7 +112,7 @@ def small_gpt(config: str = "", *, training: bool = True, samples: int = 4, leng
                     tokens,
                     loss=module.next_token_loss,
                     config=StepConfig.parse(config) if config else None,
-                    wanted=lambda _: True,
+                    asked=Asked(lambda _: True),
                 )
             )
 
@@ -132,7 +132,7 @@ def small_convnet(*, samples: int = 8, side: int = 32) -> Recipe:
                     module.ConvNet,
                     images,
                     loss=lambda logits, _: torch.nn.functional.cross_entropy(logits, labels),
-                    wanted=lambda _: True,
+                    asked=Asked(lambda _: True),
                 )
             )
 

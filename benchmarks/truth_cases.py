@@ -17,6 +17,7 @@ from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
 from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.timing.allowance import TimeAllowance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -79,7 +80,7 @@ def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]
     device.settle()
     torch.manual_seed(SEED)
     before = counters.current()
-    bench = Bench(device, Windows(device), timed=True)
+    bench = Bench(device, Windows(device), TimeAllowance())
     with (
         _collections_made_short(),
         prepared_train_step(bench, case.subject.build, case.subject.batch, config=case.config) as prepared,

@@ -11,14 +11,13 @@ from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.steps.config import ConfigError, StepConfig, as_config
-from pytest_gpumem.steps.measured import MeasuredStep, measure_function, measure_infer_step, measure_train_step
+from pytest_gpumem.steps.measured import Asked, MeasuredStep, measure_function, measure_infer_step, measure_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
 
-    from pytest_gpumem.steps.measured import Wanted
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
     from pytest_gpumem.test_run import TestRun
 
@@ -77,7 +76,7 @@ class Gpumem:
         ``items`` is how many samples, tokens, ... one call works on; with it, throughput is measured. What ``fn`` holds
         (its closure, arguments bound to it, its object) belongs to the step; everything else that is live does not.
         """
-        step = measure_function(self._run.bench, fn, items, wanted=self._wanted(name, explain))
+        step = measure_function(self._run.bench, fn, items, self._asked(name, explain))
         return self._recorded(step, name)
 
     @contextmanager
@@ -132,7 +131,7 @@ class Gpumem:
                 loss=loss,
                 optimizer=optimizer,
                 items=items,
-                wanted=self._wanted(name, explain),
+                asked=self._asked(name, explain),
             )
         return self._recorded(step, name)
 
@@ -158,7 +157,7 @@ class Gpumem:
                 batch,
                 config=as_config(config),
                 items=items,
-                wanted=self._wanted(name, explain),
+                asked=self._asked(name, explain),
             )
         return self._recorded(step, name)
 
@@ -187,7 +186,7 @@ class Gpumem:
                 loss=loss,
                 optimizer=optimizer,
                 with_state=True,
-                wanted=self._wanted(name, None),
+                asked=self._asked(name, None),
             )
         assert step.state is not None, "it was asked for"
         findings = findings_of(step.state)
@@ -242,14 +241,18 @@ class Gpumem:
             notes=(*step.notes, *more_notes),
             recomputed=step.recomputed,
             explanation=step.explanation,
+            times=step.figures.times,
+            work=step.work,
         )
 
-    def _wanted(self, name: str | None, explain: bool | None) -> Wanted:
-        """Whether a step is explained: as the call says, or else as the run wants it for the measurement it will be."""
+    def _asked(self, name: str | None, explain: bool | None) -> Asked:
+        """What the run asks of the measurement that a step will be; whether it is explained, the call may say."""
         run = self._run
-        if explain is not None:
-            return lambda _: explain
-        return lambda step: run.wants(self._measurement(step, name))
+
+        def wanted(step: MeasuredStep) -> bool:
+            return run.wants(self._measurement(step, name)) if explain is None else explain
+
+        return Asked(wanted, doubted=lambda step: run.doubts(self._measurement(step, name)))
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:

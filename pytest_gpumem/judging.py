@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.gate.judge import failing_outcomes, judge
+from pytest_gpumem.gate.speed import idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.reports.explanation import guilty_metrics
@@ -99,9 +101,22 @@ class Judging:
         if mode == "all" and isinstance(earlier, Entry) and earlier.composition is None:
             return True
         key = measured.key(measurement.name)
-        return bool(
-            entries_to_write(mode, {key: (verdict.verdicts[0], entry_of(measurement, "", None))}, {key: earlier})
-        )
+        # Another run's time is no reason: the bytes that would be explained are the same.
+        entry = replace(entry_of(measurement, "", None), runs=None)
+        return bool(entries_to_write(mode, {key: (verdict.verdicts[0], entry)}, {key: earlier}))
+
+    def doubts_time(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+        """Whether a step is to be timed once more: its speed has changed, or what was taken is no baseline to be kept."""
+        assert measurement.times is not None, "only asked for what was timed"
+        compares = self._settings.baseline or self._settings.update is not None
+        if self._settings.update is not None and measurement.times.best.invalid is not None:
+            return True
+        (verdict,) = self.verdict(item, measured, [measurement]).verdicts
+        doubted = {
+            "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if compares else set(),
+            "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
+        }
+        return any(metric.outcome in doubted.get(metric.metric, ()) for metric in verdict.metrics)
 
     def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
         return failing_outcomes(
@@ -111,10 +126,21 @@ class Judging:
             compares=self._settings.baseline,
         )
 
-    def conclude(self, item: pytest.Item, verdict: TestVerdict) -> None:
+    def conclude(self, item: pytest.Item, measured: Measured, verdict: TestVerdict) -> None:
         """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure."""
         tell(item, verdict)
         failing = self._failing(verdict)
+        minimum = measured.budget.min_throughput
+        if (
+            not failing
+            and minimum is not None
+            and not self._settings.no_time
+            and verdict.verdicts
+            and measured.has_fixture
+        ):
+            idle = idle_throughput(minimum, [one.measurement for one in verdict.verdicts])
+            if idle is not None:
+                pytest.fail(idle, pytrace=False)
         if failing:
             text = failure_text(
                 verdict,
@@ -137,6 +163,8 @@ class Judging:
 
     def _tolerances(self, item: pytest.Item, budget: Budget) -> dict[str, Tolerance]:
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
+        if budget.max_slowdown is not None:
+            tolerances["step_time"] = Tolerance(relative=budget.max_slowdown)
         if budget.max_growth is not None:
             tolerances["peak_allocated"] = Tolerance(relative=budget.max_growth)
         hook = item.ihook.pytest_gpumem_tolerance

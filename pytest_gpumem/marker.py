@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.options import MARKER
-from pytest_gpumem.units import nearest, parse_gigabytes, parse_ratio, parse_size
+from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,6 +44,8 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "max_reserved": ("peak_reserved", _size),
     "max_retained": ("retained", _size),
     "max_growth": ("max_growth", _ratio),
+    "max_slowdown": ("max_slowdown", _ratio),
+    "min_throughput": ("min_throughput", parse_rate),
     "device": ("device", _device),
 }
 
@@ -64,6 +66,20 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
         except ValueError as error:
             raise BudgetError(f"{name}: {error}") from None
     return Budget(**values)
+
+
+def check_of_a_call(item: pytest.Item) -> None:
+    """Raises `BudgetError` for limits in a test's own marker that cannot hold its call, which is run once and cold.
+
+    Those of its class or module are for the other tests there.
+    """
+    own = [mark for node, mark in item.iter_markers_with_node(MARKER) if node is item]
+    idle = [name for name in ("max_slowdown", "min_throughput") if any(mark.kwargs.get(name) for mark in own)]
+    if idle:
+        raise BudgetError(
+            f"{idle[0]} holds the time of a step, and this test has none: a call runs once, and is not timed; "
+            "measure a step with the gpumem fixture (gpumem.measure, train_step, infer_step)"
+        )
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:

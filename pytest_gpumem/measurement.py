@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.composition import Composition, Explanation, MissingComposition, explanation_from_plain
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.timing.samples import Times, times_from_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
+"""What a step works on: counted in its batch, or given as a number."""
 _EXPLAINED = ("measure", "train_step", "infer_step")
 
 
@@ -69,7 +72,7 @@ class Environment:
 class Measurement:
     """What one run of one step gave.
 
-    ``metrics`` maps the names of ``pytest_gpumem.metrics.METRICS`` to bytes (int), seconds or items per second (float).
+    ``metrics`` maps names of ``pytest_gpumem.metrics.METRICS`` to bytes and counts (int), seconds or items a second (float).
     Each is also an attribute; one that this step or device does not have raises `MissingMetric`.
     """
 
@@ -84,10 +87,15 @@ class Measurement:
     """Training steps under a config: module calls that were repeated in backward; ``None`` where nobody looked."""
     explanation: Explanation | None = None
     """What the peak, and what was retained, is made of, where that was recorded."""
+    times: Times | None = None
+    """The rounds that `step_time` is the median of, where time was taken."""
+    work: Mapping[str, float] = field(default_factory=dict)
+    """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
         object.__setattr__(self, "metrics", MappingProxyType(ordered))
+        object.__setattr__(self, "work", MappingProxyType(dict(self.work)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (self.to_plain(),)
@@ -137,9 +145,50 @@ class Measurement:
         return int(self._metric("cyclic_garbage"))
 
     @property
+    def flops(self) -> int:
+        """Floating-point operations of a step: matrix products, convolutions and attention, a multiply-add being two.
+
+        As ``torch.utils.flop_counter`` counts them. Not those of compiled steps.
+        """
+        return int(self._metric("flops"))
+
+    @property
+    def operators(self) -> int:
+        """Calls of operators that compute or copy in a step: neither views nor allocations. Not those of compiled steps."""
+        return int(self._metric("operators"))
+
+    @property
+    def syncs(self) -> int:
+        """How often a step makes the host wait for a GPU: values that are read, and copies that block.
+
+        On the CPU, how often it would on a GPU. Not those of compiled steps.
+        """
+        return int(self._metric("syncs"))
+
+    @property
+    def launches(self) -> int:
+        """CUDA kernels that a step launches (CUDA only)."""
+        return int(self._metric("launches"))
+
+    @property
     def step_time(self) -> float:
-        """Median seconds of a step."""
+        """Median seconds of a step; `times` has the rounds and their percentiles."""
         return float(self._metric("step_time"))
+
+    @property
+    def forward_time(self) -> float:
+        """Median seconds of the forward pass, from rounds of their own."""
+        return float(self._metric("forward_time"))
+
+    @property
+    def backward_time(self) -> float:
+        """Median seconds of the backward pass."""
+        return float(self._metric("backward_time"))
+
+    @property
+    def optimizer_time(self) -> float:
+        """Median seconds of the optimizer's step, with clipping and ``zero_grad``."""
+        return float(self._metric("optimizer_time"))
 
     @property
     def throughput(self) -> float:
@@ -200,6 +249,8 @@ class Measurement:
             "notes": list(self.notes),
             "recomputed": self.recomputed,
             "explanation": None if self.explanation is None else self.explanation.kept().to_plain(),
+            "times": None if self.times is None else self.times.to_plain(),
+            "work": list(self.work.items()),
         }
 
 
@@ -214,4 +265,6 @@ def from_plain(plain: Mapping[str, Any]) -> Measurement:
         notes=tuple(plain["notes"]),
         recomputed=plain["recomputed"],
         explanation=None if plain["explanation"] is None else explanation_from_plain(plain["explanation"]),
+        times=None if plain["times"] is None else times_from_plain(plain["times"]),
+        work=dict(plain["work"]),
     )

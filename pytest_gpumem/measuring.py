@@ -14,6 +14,7 @@ from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
 from pytest_gpumem.results import PROPERTY
 from pytest_gpumem.test_run import TestRun
+from pytest_gpumem.timing.allowance import TimeAllowance
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -130,12 +131,13 @@ class Measuring:
                 device,
                 self._residency(device),
                 self._environment(device),
-                timed=not self._settings.no_time,
+                allowance=None if self._settings.no_time else TimeAllowance(self._settings.time_budget),
                 seen=lambda measurement: self._config.hook.pytest_gpumem_measurement(
                     item=item, measurement=measurement
                 ),
                 explaining=self._explaining.of(item, device),
                 wants=lambda measurement: self._explaining.wants(item, measured, measurement),
+                doubts=lambda measurement: self._judging.doubts_time(item, measured, measurement),
             )
         except BaseException:
             device.close()
@@ -222,16 +224,16 @@ class Measuring:
         else:
             self._explaining.explain_call(item, measured, run)
             verdict = self._judging.verdict(item, measured, run.measurements, run.relations)
-        self._judging.conclude(item, verdict)
+        self._judging.conclude(item, measured, verdict)
         return result
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
         if measured.has_fixture:
             # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
-            self._judging.conclude(item, verdict)
+            self._judging.conclude(item, measured, verdict)
         result = yield
-        self._judging.conclude(item, verdict)
+        self._judging.conclude(item, measured, verdict)
         return result
 
     @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Unit = Literal["bytes", "seconds", "items/s"]
+Unit = Literal["bytes", "count", "seconds", "items/s"]
+
+WHOLE: tuple[Unit, ...] = ("bytes", "count")
+"""Units of metrics that repeat exactly and are whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,14 @@ class Metric:
 
 # Bytes that tensors ask for repeat exactly, so the tolerance only has to swallow what nobody would act on.
 _EXACT = Tolerance(relative=0.005, absolute=1e6)
+# At most half of the slowdowns of exactly the tolerance are caught, so it is half of what one wants to hear of (10 %).
+_SPEED = Tolerance(relative=0.05)
 # The allocator reserves in segments of up to 20 MiB, and whether a step finds room in a segment that somebody else's
 # bytes keep open is chance: two such segments are noise.
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
+
+# The same code calls the same operators, until a release of torch takes one apart in another way.
+_COUNTED = Tolerance(relative=0.0)
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -52,7 +60,14 @@ METRICS: dict[str, Metric] = {
         Metric("peak_reserved", "peak reserved", "bytes", _SEGMENTS, depends_on=("allocator",)),
         Metric("retained", "retained", "bytes", _EXACT),
         Metric("cyclic_garbage", "cyclic garbage", "bytes", _EXACT),
-        Metric("step_time", "step time", "seconds", None),
+        Metric("flops", "FLOPs", "count", _COUNTED, depends_on=("torch",)),
+        Metric("operators", "operators", "count", _COUNTED, depends_on=("torch",)),
+        Metric("syncs", "syncs", "count", _COUNTED, depends_on=("torch",)),
+        Metric("launches", "kernel launches", "count", _COUNTED, depends_on=("torch", "cuda", "driver")),
+        Metric("step_time", "step time", "seconds", _SPEED),
+        Metric("forward_time", "forward time", "seconds", None),
+        Metric("backward_time", "backward time", "seconds", None),
+        Metric("optimizer_time", "optimizer time", "seconds", None),
         Metric("throughput", "throughput", "items/s", None, larger_is_better=True),
     )
 }

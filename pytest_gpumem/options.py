@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 MARKER_HELP = (
-    "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, device=None): "
-    "measure the GPU memory of the test and fail when it is over budget or regresses"
+    "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, "
+    "max_slowdown=None, min_throughput=None, device=None): measure the GPU memory of the test, and the speed of its steps, "
+    "and fail when it is over budget or regresses"
 )
 CONFIG_MARKER_HELP = (
     "gpumem_configs(precision=None, checkpoint=None, ..., skip=()): run the test once for each combination of step configs, "
@@ -86,5 +87,5 @@ def add_options(parser: pytest.Parser) -> None:
         "--gpumem-no-time",
         action="store_true",
         default=None,
-        help="measure memory only; steps run fewer times",
+        help="take no times: measure memory and count work only; steps run fewer times",
     )

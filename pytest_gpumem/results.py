@@ -137,7 +137,8 @@ def _why(outcome: Outcome, results: list[TestResult]) -> str:
     ]
     if outcome is Outcome.FOREIGN:
         devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
-        return f" ({', '.join(devices)})"
+        # A baseline of this device whose times are another machine's has its reason beneath the table.
+        return f" ({', '.join(devices)})" if devices else ""
     if outcome is Outcome.UNMEASURED:
         reasons = sorted({verdict.unmeasured for verdict in mine if verdict.unmeasured})
         return f" ({'; '.join(reasons[:2])}{'; ...' if len(reasons) > 2 else ''})"

@@ -10,7 +10,7 @@ from pytest_gpumem.config_matrix import cell_of
 from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Cell, TestVerdict
-from pytest_gpumem.marker import BudgetError, budget_of_marks
+from pytest_gpumem.marker import BudgetError, budget_of_marks, check_of_a_call
 from pytest_gpumem.options import FIXTURE, is_measured
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
     has_fixture = FIXTURE in getattr(item, "fixturenames", ())
     try:
         budget = budget_of_marks(item)
+        if not has_fixture:
+            check_of_a_call(item)
         nodeid = without_group(item)
         budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
         if budget.device is not None and budget.device not in devices:

@@ -16,7 +16,8 @@ from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.options import EXPLAIN_MODES, ExplainMode
-from pytest_gpumem.units import UnitSystem, nearest, parse_ratio
+from pytest_gpumem.timing.allowance import DEFAULT_SECONDS
+from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,6 +68,8 @@ class Settings:
     """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
     artifacts_base: Path = field(default_factory=Path)
     units: UnitSystem = "si"
+    time_budget: float = DEFAULT_SECONDS
+    """Seconds that timing may add to a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     explicit: bool = False
@@ -95,7 +98,7 @@ _OPTIONS: dict[str, type] = {
     "explain": str,
     "artifacts": str,
 }
-_KEYS: dict[str, type] = {**_OPTIONS, "units": str, "tolerance": dict, "budget": list}
+_KEYS: dict[str, type] = {**_OPTIONS, "units": str, "time_budget": str, "tolerance": dict, "budget": list}
 
 
 def settings_of(config: pytest.Config) -> Settings:
@@ -155,6 +158,11 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     _one_of(values, "explain", list(EXPLAIN_MODES), where)
     if values.get("artifacts") == "":
         raise SettingsError(f"{where}: artifacts is empty, expected a folder")
+    if "time_budget" in values:
+        try:
+            values["time_budget"] = parse_seconds(values["time_budget"])
+        except ValueError as error:
+            raise SettingsError(f"{where}: time_budget: {error}") from None
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
     return Settings(

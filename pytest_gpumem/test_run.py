@@ -18,7 +18,7 @@ from pytest_gpumem.steps.runner import live_at_rest
 from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import pytest
 
@@ -27,18 +27,20 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.residency import OwnBytes, Residency
     from pytest_gpumem.steps.bench import Explaining
+    from pytest_gpumem.timing.allowance import TimeAllowance
+    from pytest_gpumem.timing.samples import Times
 
 
-def never_wanted(_: Measurement) -> bool:
-    """Nothing is explained."""
+def never(_: Measurement) -> bool:
+    """Nothing is explained, or taken again."""
     return False
 
 
 class TestRun:
     """A measured test from its set-up to the end of its call.
 
-    ``timed`` tells whether steps are timed; ``seen`` is told every measurement; ``wants`` tells which of them are explained,
-    by means of ``explaining``.
+    ``allowance`` is what timing its steps may take, ``None`` where none is timed; ``seen`` is told every measurement;
+    ``wants`` tells which of them are explained, by means of ``explaining``, and ``doubts`` of which the time is taken again.
     """
 
     __test__ = False
@@ -50,17 +52,20 @@ class TestRun:
         residency: Residency,
         environment: Environment,
         *,
-        timed: bool,
+        allowance: TimeAllowance | None,
         seen: Callable[[Measurement], None],
         explaining: Explaining | None = None,
-        wants: Callable[[Measurement], bool] = never_wanted,
+        wants: Callable[[Measurement], bool] = never,
+        doubts: Callable[[Measurement], bool] = never,
     ) -> None:
         self.item = item
         self.device = device
         self.windows = Windows(device)
-        self.bench = Bench(device, self.windows, timed, explaining)
+        self.bench = Bench(device, self.windows, allowance, explaining)
         self.wants = wants
         """Whether a measurement of this test is to be explained."""
+        self.doubts = doubts
+        """Whether the time of a measurement of this test is to be taken again."""
         self.measurements: list[Measurement] = []
         self.measures_itself = False
         """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
@@ -150,6 +155,8 @@ class TestRun:
         notes: tuple[str, ...] = (),
         recomputed: int | None = None,
         explanation: Explanation | None = None,
+        times: Times | None = None,
+        work: Mapping[str, float] | None = None,
     ) -> Measurement:
         """A measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         taken = {measurement.name for measurement in self.measurements}
@@ -164,6 +171,8 @@ class TestRun:
             notes,
             recomputed,
             explanation,
+            times,
+            work or {},
         )
 
     def explain_call(self, call: Callable[[], object]) -> None:

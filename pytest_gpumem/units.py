@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
@@ -28,6 +29,8 @@ _SHOWN: dict[UnitSystem, tuple[str, ...]] = {
     "si": ("B", "kB", "MB", "GB", "TB"),
     "iec": ("B", "KiB", "MiB", "GiB", "TiB"),
 }
+_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
+_RATE = re.compile(r"\s*(?P<number>\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*(?P<of>[A-Za-z]+)\s*/\s*s\s*")
 _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<unit>[^\d\s].*?)?\s*")
 
 
@@ -85,16 +88,58 @@ def parse_ratio(text: str) -> float:
     return float(Decimal(match["number"]) / 100)
 
 
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many ``of`` something (``"samples"``, ``"tokens"``, ``"steps"``, ``"items"``) per second."""
+
+    amount: float
+    of: str
+
+    def __str__(self) -> str:
+        return f"{self.amount:g} {self.of}/s"
+
+
+RATES = ("samples", "tokens", "steps", "items")
+
+
+def parse_rate(text: str) -> Rate:
+    """The rate in ``"1200 samples/s"``, ``"3.5e4 tokens/s"`` or ``"8 steps/s"``. Raises ``ValueError`` for anything else."""
+    match = _RATE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'")
+    of = match["of"].lower()
+    if of not in RATES:
+        raise ValueError(f"{text!r}: unknown {match['of']!r}; {nearest(of, list(RATES))}")
+    amount = float(match["number"].replace("_", ""))
+    if not 0 < amount < float("inf"):
+        raise ValueError(f"{text!r} is not a rate above zero")
+    return Rate(amount, of)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in a duration such as ``"2 s"`` or ``"500 ms"``. Raises ``ValueError`` for anything else, and for none."""
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    scale = {"s": 1.0, "ms": 1e-3, "min": 60.0}.get(match["unit"] or "") if match is not None else None
+    if match is None or scale is None:
+        raise ValueError(f"{text!r} is not a duration; write it like '2 s' or '500 ms'")
+    seconds = float(match["number"]) * scale
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{text!r} is not a duration above zero; --gpumem-no-time takes no time at all")
+    return seconds
+
+
 def format_bytes(count: int, system: UnitSystem = "si") -> str:
     """``"8.12 GB"``: two decimals in the largest unit that keeps the number at one or more."""
-    base = 1000 if system == "si" else 1024
-    names = _SHOWN[system]
+    return _in_largest_unit(count, 1000 if system == "si" else 1024, _SHOWN[system])
+
+
+def _in_largest_unit(count: int, base: int, names: tuple[str, ...]) -> str:
     sign, value, power = ("-" if count < 0 else ""), float(abs(count)), 0
     # 999.995 kB would be shown as "1000.00 kB": the rounded value decides the unit.
     while power < len(names) - 1 and (round(value, 2) if power else value) >= base:
         value /= base
         power += 1
-    return f"{sign}{value:.2f} {names[power]}" if power else f"{sign}{value:.0f} B"
+    return f"{sign}{value:.2f} {names[power]}" if power else f"{sign}{value:.0f} {names[0]}"
 
 
 def format_bytes_change(change: int, system: UnitSystem = "si") -> str:
@@ -115,6 +160,16 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s"
 
 
-def format_rate(rate: float) -> str:
-    """Items per second, with as many digits as a reader can use: ``"1200 /s"``, ``"3.42 /s"``."""
-    return f"{rate:.0f} /s" if rate >= 100 else f"{rate:.3g} /s"
+def format_rate(rate: float, of: str = "") -> str:
+    """``of`` something per second, with as many digits as a reader can use: ``"1200 /s"``, ``"3.42 tokens/s"``."""
+    return f"{rate:.0f} {of}/s" if rate >= 100 else f"{rate:.3g} {of}/s"
+
+
+def format_count(count: int) -> str:
+    """``"1,284"``."""
+    return f"{count:,}"
+
+
+def format_flops(count: int) -> str:
+    """``"1.23 GFLOP"``: floating-point operations, two decimals in the largest unit that keeps the number at one or more."""
+    return _in_largest_unit(count, 1000, _FLOPS)

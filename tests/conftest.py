@@ -59,9 +59,16 @@ class Project:
     def settings(self, text: str) -> None:
         (self.path / "pyproject.toml").write_text(text, encoding="utf-8")
 
-    def run(self, *args: str, device: str | None = "cpu", separate: bool = False) -> pytest.RunResult:
-        """Run pytest: in this process, or in one of its own."""
+    def run(
+        self, *args: str, device: str | None = "cpu", separate: bool = False, timed: bool = False
+    ) -> pytest.RunResult:
+        """Run pytest: in this process, or in one of its own.
+
+        Steps are ``timed`` only where a test says so: what the suite's machine does meanwhile would be in every verdict.
+        """
         command = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", *args]
+        if not timed:
+            command.append("--gpumem-no-time")
         if device is not None:
             command.append(f"--gpumem-device={device}")
         return (
@@ -95,7 +102,7 @@ def figures_of(report: Path) -> dict[str, dict[str, int]]:
     for case in ElementTree.parse(report).iter("testcase"):
         for entry in case.iter("property"):
             name = str(entry.get("name"))
-            if name.startswith("gpumem.") and not name.endswith(("step_time", "throughput")):
+            if name.startswith("gpumem.") and not name.endswith(("_time", "throughput")):
                 found.setdefault(str(case.get("name")), {})[name.removeprefix("gpumem.")] = int(str(entry.get("value")))
     return found
 

@@ -19,6 +19,7 @@ import pytest_gpumem
 from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig, hookspecs
 from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
+from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.composition import CATEGORIES, CompositionError, row_from_text
 from pytest_gpumem.estimate import Estimate
@@ -143,6 +144,7 @@ def test_the_reference_has_every_setting_with_its_type_and_default():
         default = getattr(defaults, key, None)
         shown = {True: "`true`", False: "`false`", None: "none"}.get(default, f'`"{default}"`')
         expected[key] = [_KIND_NAMES[kind].removeprefix("a ").removeprefix("an "), shown]
+    expected["time_budget"][1] = f'`"{defaults.time_budget:g} s"`'
     expected["tolerance"][1] = "see [Metrics](#metrics)"
     table = named_rows(section_of("docs/reference.md", "Settings"))
     assert {key: cells[:2] for key, cells in table.items()} == expected
@@ -152,7 +154,8 @@ def test_the_reference_has_every_argument_of_the_marker_and_the_metric_it_holds(
     table = named_rows(section_of("docs/reference.md", "Marker"))
     holds = {name: cells[1].strip("`") for name, cells in table.items()}
     limits = {name: target for name, (target, _) in _ARGUMENTS.items()}
-    limits["max_growth"], limits["device"] = "peak_allocated", ""
+    limits["max_growth"], limits["max_slowdown"], limits["device"] = "peak_allocated", "step_time", ""
+    limits["min_throughput"] = "throughput"
     assert holds == limits
 
 
@@ -168,8 +171,10 @@ def tolerance(text: str) -> Tolerance | None:
     """What a cell such as ``"0.5 %, at least 1 MB"`` says."""
     if text == "not judged":
         return None
-    relative, absolute = text.split(", at least ")
-    return Tolerance(parse_ratio(relative), parse_size(absolute))
+    if text == "none at all":
+        return Tolerance(0.0)
+    relative, *absolute = text.removesuffix(", [and more](#step-time)").split(", at least ")
+    return Tolerance(parse_ratio(relative), *map(parse_size, absolute))
 
 
 def test_the_reference_has_every_verdict_in_the_order_of_their_weight():
@@ -376,21 +381,24 @@ def test_the_matrices_in_the_pages_make_configs():
         assert len(combinations(given, [skip] if isinstance(skip, str) else skip)) > 1
 
 
-def test_the_reference_has_every_option_of_advise_with_its_default():
-    table = named_rows(section_of("docs/reference.md", "gpumem advise"))
+@pytest.mark.parametrize("command", [ab, advise], ids=lambda command: command.name)
+def test_the_reference_has_every_option_of_a_command_with_its_default(command):
+    table = named_rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = {name: cells[0] for name, cells in table.items() if name.startswith("--")}
     expected = {}
-    for option in advise.params:
+    for option in command.params:
         if option.param_type_name == "option":
-            shown = "off" if option.is_flag else f"`{option.default}`" if isinstance(option.default, str) else "none"
+            has_default = isinstance(option.default, str | int)
+            shown = "off" if option.is_flag else f"`{option.default}`" if has_default else "none"
             expected[option.opts[0]] = shown
     assert told == expected
 
 
-def test_the_reference_has_the_exit_codes_that_advise_tells_of():
-    table = rows(section_of("docs/reference.md", "gpumem advise"))
+@pytest.mark.parametrize("command", [ab, advise], ids=lambda command: command.name)
+def test_the_reference_has_the_exit_codes_that_a_command_tells_of(command):
+    table = rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = [cells[0] for cells in table if cells[0].isdigit()]
-    assert told == re.findall(r"\b(\d)\b", str(advise.help).partition("Exit status:")[2])
+    assert told == re.findall(r"\b(\d)\b", str(command.help).partition("Exit status:")[2])
 
 
 def test_the_architecture_places_every_module():

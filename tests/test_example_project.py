@@ -93,7 +93,7 @@ class Run:
         for case in self.report.iter("testcase"):
             for entry in case.iter("property"):
                 prefix, _, name = str(entry.get("name")).partition(".")
-                if prefix == "gpumem" and name and not name.endswith(("step_time", "throughput")):
+                if prefix == "gpumem" and name and not name.endswith(("_time", "throughput")):
                     found.setdefault(str(case.get("name")), {})[name] = int(str(entry.get("value")))
         return found
 

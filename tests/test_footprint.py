@@ -18,7 +18,7 @@ def test_nothing_heavy_was_loaded():
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "worker"])
 def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measuring(project, workers):
     (project.path / "test_it.py").write_text(WATCH)
-    result = project.run("-p", "no:anyio", *workers, device=None, separate=True)
+    result = project.run("-p", "no:anyio", *workers, device=None, separate=True, timed=True)
     result.assert_outcomes(passed=1)
     assert not any("gpumem:" in line for line in result.outlines)
 

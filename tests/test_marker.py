@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.marker import BudgetError, budget_from_arguments, budget_of_marks
+from pytest_gpumem.marker import BudgetError, budget_from_arguments, budget_of_marks, check_of_a_call
 from pytest_gpumem.options import MARKER_HELP
+from pytest_gpumem.units import Rate
 
 unhurried = settings(deadline=None)
 
@@ -24,6 +25,10 @@ class Item:
 
     def iter_markers(self, name):
         return (mark for mark in self._marks if mark.name == name)
+
+    def iter_markers_with_node(self, name):
+        nodes = [self, *(object() for _ in self._marks)]
+        return ((node, mark) for node, mark in zip(nodes, self._marks, strict=False) if mark.name == name)
 
 
 # Arguments
@@ -56,7 +61,10 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
         ({"maxgrowth": "2 %"}, "unknown argument 'maxgrowth'; did you mean 'max_growth'?"),
         (
             {"zebra": 1},
-            "unknown argument 'zebra'; valid: max_gb, max_memory, max_reserved, max_retained, max_growth, device",
+            (
+                "unknown argument 'zebra'; valid: max_gb, max_memory, max_reserved, max_retained, max_growth, "
+                "max_slowdown, min_throughput, device"
+            ),
         ),
         ({"max_gb": -1}, "max_gb: -1 is negative; a number of GB is zero or more"),
         ({"max_gb": float("nan")}, "max_gb: nan is not a finite number of GB"),
@@ -71,6 +79,14 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
         ({"max_growth": 0.02}, "max_growth: 0.02 is not a percentage; write it like '2 %'"),
         ({"max_growth": "0.02"}, "max_growth: '0.02' is not a percentage; write it like '2 %'"),
         ({"max_growth": "-2 %"}, "max_growth: '-2 %' is negative; a percentage here is zero or more"),
+        ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '2 %'"),
+        ({"max_slowdown": "-1 %"}, "max_slowdown: '-1 %' is negative; a percentage here is zero or more"),
+        (
+            {"min_throughput": 1200},
+            "min_throughput: 1200 is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'",
+        ),
+        ({"min_throughput": "5 token/s"}, "min_throughput: '5 token/s': unknown 'token'; did you mean 'tokens'?"),
+        ({"min_throughput": "0 steps/s"}, "min_throughput: '0 steps/s' is not a rate above zero"),
         ({"device": 0}, "device: 0 is not the name of a device; write 'cuda' or 'cpu'"),
         ({"max_gb": 1, "max_memory": "1 GB"}, "max_gb and max_memory say the same thing; give one of them"),
     ],
@@ -80,14 +96,15 @@ def test_a_wrong_argument_is_named_with_what_would_be_right(arguments, message):
         budget_from_arguments(arguments)
 
 
-NAMES = st.sampled_from(["max_gb", "max_memory", "max_reserved", "max_retained", "max_growth", "device"]) | st.text()
+LIMITS = ["max_gb", "max_memory", "max_reserved", "max_retained", "max_growth", "max_slowdown", "min_throughput"]
+NAMES = st.sampled_from([*LIMITS, "device"]) | st.text()
 VALUES = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text()
-    | st.sampled_from(["1 GB", "2 %", "cpu", "", "-1 GB"])
+    | st.sampled_from(["1 GB", "2 %", "cpu", "", "-1 GB", "3 steps/s", "0 steps/s"])
     | st.lists(st.integers(), max_size=2)
 )
 
@@ -103,8 +120,9 @@ def test_any_arguments_make_a_budget_or_a_budget_error(arguments):
     if budget is None:
         assert any(name in message or repr(name) in message for name in arguments)
     else:
-        limits = [budget.peak_allocated, budget.peak_reserved, budget.retained, budget.max_growth]
+        limits = [budget.peak_allocated, budget.peak_reserved, budget.retained, budget.max_growth, budget.max_slowdown]
         assert all(limit is None or limit >= 0 for limit in limits)
+        assert budget.min_throughput is None or budget.min_throughput.amount > 0
 
 
 def test_the_help_of_the_marker_names_every_argument():
@@ -119,7 +137,12 @@ def test_the_help_of_the_marker_names_every_argument():
 def test_a_budget_takes_what_it_leaves_open_from_another():
     closer = Budget(peak_allocated=1, device="cpu")
     farther = Budget(peak_allocated=2, peak_reserved=3, retained=0, max_growth=0.1, device="cuda")
-    assert closer.or_else(farther) == Budget(1, 3, 0, 0.1, "cpu")
+    assert closer.or_else(farther) == Budget(1, 3, 0, max_growth=0.1, device="cpu")
+
+
+def test_the_limits_of_speed_are_taken_one_by_one():
+    closer, farther = Budget(max_slowdown=0.3), Budget(max_slowdown=0.1, min_throughput=Rate(8, "steps"))
+    assert closer.or_else(farther) == Budget(max_slowdown=0.3, min_throughput=Rate(8, "steps"))
 
 
 def test_a_limit_of_zero_is_a_limit():
@@ -170,6 +193,22 @@ def test_a_wrong_marker_far_away_is_not_passed_over():
 def test_the_fields_of_a_budget_can_all_be_set_by_arguments():
     everything = budget_from_arguments(
         {"max_gb": 1, "max_reserved": "1 GB", "max_retained": "1 GB", "max_growth": "1 %", "device": "cpu"}
+        | {"max_slowdown": "30 %", "min_throughput": "1_200 samples/s"}
     )
+    assert (everything.max_slowdown, everything.min_throughput) == (0.3, Rate(1200, "samples"))
     fields = inspect.signature(Budget).parameters
     assert [name for name in fields if getattr(everything, name) is None] == []
+
+
+# Calls
+
+
+@pytest.mark.parametrize("limit", [{"max_slowdown": "10 %"}, {"min_throughput": "8 steps/s"}])
+def test_a_limit_of_speed_in_a_tests_own_marker_cannot_hold_its_call(limit):
+    (name,) = limit
+    with pytest.raises(BudgetError, match=f"^{name} holds the time of a step, and this test has none: "):
+        check_of_a_call(Item(pytest.mark.gpumem(max_gb=1, **limit)))
+
+
+def test_a_limit_of_speed_of_a_class_or_module_is_for_the_other_tests_there():
+    check_of_a_call(Item(pytest.mark.gpumem(max_gb=1), pytest.mark.gpumem(max_slowdown="10 %")))

@@ -134,7 +134,7 @@ def test_it(gpumem):
     assert second.peak_allocated == first.peak_allocated == region.measurement.peak_allocated
 """
     )
-    project.run().assert_outcomes(passed=1)
+    project.run(timed=True).assert_outcomes(passed=1)
 
 
 def test_memory_that_nobody_saw_allocated_is_seen_to_be_freed(project):

@@ -24,6 +24,7 @@ from pytest_gpumem.settings import (
     settings_from_table,
     settings_of,
 )
+from pytest_gpumem.units import Rate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +50,7 @@ def test_every_key_of_a_table_is_taken():
             "explain": "always",
             "artifacts": "timelines",
             "units": "iec",
+            "time_budget": "500 ms",
             "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
             "budget": [{"tests": "tests/test_gpt.py", "max_gb": 6.5}, {"tests": "*", "max_retained": "1 MB"}],
         },
@@ -64,6 +66,7 @@ def test_every_key_of_a_table_is_taken():
         explain="always",
         artifacts="timelines",
         units="iec",
+        time_budget=0.5,
         tolerances={"peak_allocated": Tolerance(0.02), "retained": Tolerance(0.0)},
         budgets=(
             PatternBudget("tests/test_gpt.py", Budget(peak_allocated=6_500_000_000)),
@@ -88,7 +91,7 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, store, device, strict, no_time, "
-                "explain, artifacts, units, tolerance, budget"
+                "explain, artifacts, units, time_budget, tolerance, budget"
             ),
         ),
         ({"baseline": 1}, "here: baseline is 1, expected true or false"),
@@ -101,6 +104,12 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"units": "kB"}, "here: units is 'kB'; valid: si, iec"),
         ({"explain": "on_failure"}, "here: explain is 'on_failure'; did you mean 'on-failure'?"),
         ({"explain": True}, "here: explain is True, expected a string"),
+        ({"time_budget": 2}, "here: time_budget is 2, expected a string"),
+        ({"time_budget": "2"}, "here: time_budget: '2' is not a duration; write it like '2 s' or '500 ms'"),
+        (
+            {"time_budget": "0 s"},
+            "here: time_budget: '0 s' is not a duration above zero; --gpumem-no-time takes no time at all",
+        ),
         ({"artifacts": 1}, "here: artifacts is 1, expected a string"),
         ({"artifacts": ""}, "here: artifacts is empty, expected a folder"),
         ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
@@ -152,6 +161,17 @@ def test_a_mistake_is_told_with_its_place_and_what_would_be_right(table, message
     with pytest.raises(SettingsError, match=re.escape(message)) as caught:
         settings_from_table(table, "here")
     assert str(caught.value).startswith("here")
+
+
+def test_the_seconds_that_timing_may_take_are_a_duration():
+    assert settings_from_table({"time_budget": "500 ms"}, "here").time_budget == 0.5
+    assert settings_from_table({}, "here").time_budget == 2.0
+
+
+def test_limits_of_speed_are_set_by_a_pattern_of_tests():
+    entry = {"tests": "tests/*", "max_slowdown": "30 %", "min_throughput": "8 steps/s"}
+    budget = settings_from_table({"budget": [entry]}, "here").budget_for("tests/test_gpt.py::test_a")
+    assert budget == Budget(max_slowdown=0.3, min_throughput=Rate(8, "steps"))
 
 
 def test_a_metric_that_is_not_judged_takes_no_tolerance():

@@ -10,14 +10,19 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.units import (
     SIZES,
+    Rate,
     format_bytes,
     format_bytes_change,
+    format_count,
+    format_flops,
     format_rate,
     format_ratio,
     format_seconds,
     nearest,
     parse_gigabytes,
+    parse_rate,
     parse_ratio,
+    parse_seconds,
     parse_size,
 )
 
@@ -220,6 +225,25 @@ def test_the_same_bytes_are_fewer_binary_units(count, text):
     assert format_bytes(count, "iec") == text
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 FLOP"),
+        (999, "999 FLOP"),
+        (1_234_000_000, "1.23 GFLOP"),
+        (-20_740, "-20.74 kFLOP"),
+        (6 * 10**18, "6000.00 PFLOP"),
+    ],
+)
+def test_flops_are_shown_in_decimal_units(count, text):
+    assert format_flops(count) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (48, "48"), (1_284, "1,284"), (-1_284, "-1,284")])
+def test_counts_are_shown_whole(count, text):
+    assert format_count(count) == text
+
+
 @unhurried
 @given(st.integers(-(10**14), 10**14), st.sampled_from(["si", "iec"]))
 def test_no_size_is_shown_as_a_thousand_of_a_unit_that_has_a_larger_one(count, system):
@@ -307,3 +331,64 @@ def test_the_nearest_word_is_suggested():
 
 def test_all_words_are_listed_when_none_is_near():
     assert nearest("zebra", ["max_gb", "max_memory"]) == "valid: max_gb, max_memory"
+
+
+# Rates and durations
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("1200 samples/s", Rate(1200, "samples")),
+        ("3.5e4 tokens/s", Rate(35000, "tokens")),
+        ("1_200.5 Items/s", Rate(1200.5, "items")),
+        (" .5steps / s ", Rate(0.5, "steps")),
+    ],
+)
+def test_a_rate_is_so_many_of_something_a_second(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("rate", [Rate(1200, "samples"), Rate(0.5, "steps"), Rate(3.5e9, "tokens")])
+def test_a_rate_reads_as_it_is_written(rate):
+    assert parse_rate(str(rate)) == rate
+
+
+@pytest.mark.parametrize(
+    "text", ["1200", "1200 samples", "samples/s", "-3 steps/s", "1200 samples/h", "1,5 steps/s", 8, None]
+)
+def test_what_is_no_rate_is_told_how_to_write_one(text):
+    message = f"{text!r} is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8 step/s", "'8 step/s': unknown 'step'; did you mean 'steps'?"),
+        ("8 frogs/s", "'8 frogs/s': unknown 'frogs'; valid: samples, tokens, steps, items"),
+        ("0 steps/s", "'0 steps/s' is not a rate above zero"),
+        ("1e999 steps/s", "'1e999 steps/s' is not a rate above zero"),
+    ],
+)
+def test_a_rate_of_nothing_or_of_something_unknown_is_told(text, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2 s", 2.0), ("500 ms", 0.5), ("1.5min", 90.0)])
+def test_a_duration_is_in_seconds(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["2", "two s", "2 h", "2 S", "", 2, None])
+def test_what_is_no_duration_is_told_how_to_write_one(text):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{text!r} is not a duration; write it like ')}"):
+        parse_seconds(text)
+
+
+@pytest.mark.parametrize("text", ["0 s", "-1 s", f"{'9' * 400} s"])
+def test_a_duration_is_above_zero_and_ends(text):
+    with pytest.raises(ValueError, match="is not a duration above zero; --gpumem-no-time takes no time at all"):
+        parse_seconds(text)

@@ -97,4 +97,5 @@ def test_it(number, worker_id):
 def test_a_project_that_says_nothing_of_gpumem_keeps_all_its_gpus(project, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     project.write("import os\n\n\ndef test_it():\n    assert os.environ['CUDA_VISIBLE_DEVICES'] == '5,7'\n")
-    project.run("-n2", device=None, separate=True).assert_outcomes(passed=1)
+    # Without any option of the plugin's.
+    project.run("-n2", device=None, separate=True, timed=True).assert_outcomes(passed=1)

@@ -18,6 +18,7 @@ from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError
 from pytest_gpumem.steps.measured import measure_train_step
 from pytest_gpumem.steps.model_step import NotAStep
+from pytest_gpumem.timing.allowance import TimeAllowance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +111,7 @@ def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:
 
 
 def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
-    bench = Bench(device, Windows(device), timed=True)
+    bench = Bench(device, Windows(device), TimeAllowance())
     with ExitStack() as stack:
         device.open()
         # In this order, since a device that has failed may not settle any more.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.timing.comparison import Runs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,8 @@ class Entry:
     commit: str | None = None
     composition: Composition | None = None
     """The largest rows of what was live at the peak; ``None`` where that was not recorded."""
+    runs: Runs | None = None
+    """The step's times in the last runs that were accepted; ``None`` where there was none to go by."""
 
     def says_the_same(self, other: Entry) -> bool:
         """Whether replacing ``other`` by this one would change nothing that is compared: then the store is left alone.
@@ -47,7 +50,7 @@ class Entry:
         return (
             self.workload == other.workload
             and _repeating(self.metrics) == _repeating(other.metrics)
-            and _decisive(self.environment) == _decisive(other.environment)
+            and _decisive(self, self.metrics) == _decisive(other, self.metrics)
             # Lines move without any byte moving; a composition is news only where there is none.
             and (self.composition is None or other.composition is not None)
         )
@@ -63,22 +66,37 @@ class Absent:
 def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Entry:
     """The baseline that accepting a measurement makes. Times keep the four digits that mean something."""
     metrics = {
-        name: int(value) if METRICS[name].unit == "bytes" else float(f"{value:.4g}")
+        name: int(value) if METRICS[name].unit in WHOLE else float(f"{value:.4g}")
         for name, value in measurement.metrics.items()
     }
     explanation = measurement.explanation
     # One that was recorded in a run with another peak would not explain this one.
     explains = explanation is not None and explanation.peak.total == metrics["peak_allocated"]
     composition = replace(explanation.peak.kept(), notes=()) if explanation is not None and explains else None
-    return Entry(measurement.workload, measurement.environment, metrics, recorded, commit, composition)
+    return Entry(
+        measurement.workload, measurement.environment, metrics, recorded, commit, composition, _runs(measurement)
+    )
+
+
+def _runs(measurement: Measurement) -> Runs | None:
+    """This run as the first of those that are accepted, if nothing else was at work meanwhile."""
+    if measurement.times is None or measurement.times.best.invalid is not None:
+        return None
+    sample = measurement.times.best
+    cycles = () if sample.cycles is None else (_rounded(sample.cycles),)
+    return Runs((_rounded(sample.median),), cycles)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that are the same whenever the same is run: not times, and not how many segments were reserved."""
-    return {name: n for name, n in metrics.items() if METRICS[name].unit == "bytes" and name != "peak_reserved"}
+    return {name: n for name, n in metrics.items() if METRICS[name].unit in WHOLE and name != "peak_reserved"}
 
 
-def _decisive(environment: Environment) -> dict[str, str | int]:
-    """The details of an environment that some metric depends on."""
-    decisive = {detail for metric in METRICS.values() for detail in metric.depends_on}
-    return {name: value for name, value in environment.details.items() if name in decisive}
+def _decisive(entry: Entry, metrics: Mapping[str, float]) -> dict[str, str | int]:
+    """The details of its environment that some of these metrics depends on."""
+    decisive = {detail for name in metrics for detail in METRICS[name].depends_on}
+    return {name: value for name, value in entry.environment.details.items() if name in decisive}

@@ -14,6 +14,14 @@ One file holds the baselines of one test file on one device::
     batch = "int64[8, 1024]"
     peak_allocated = 8120000000
     ...
+    step_times = [
+        0.01231,
+        0.01228,
+    ]
+    step_cycles = [
+        21820000.0,
+        21790000.0,
+    ]
     composition = [
         "activation | blocks.*.attn | _softmax | model.py:88 |  | 24 x float32[8, 12, 1024, 1024] | 5100000000",
         ...
@@ -41,7 +49,8 @@ from typing import Any
 from pytest_gpumem.baselines.entry import Entry, Key
 from pytest_gpumem.composition import Composition, CompositionError, row_from_text
 from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.units import nearest
 
 if sys.version_info >= (3, 11):
@@ -57,6 +66,7 @@ Entries = Mapping[tuple[str, str], Entry]
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _META: dict[str, type] = {"environment": str, "recorded": str, "commit": str}
 _COMPOSITION = ("composition", "recomputed")
+_RUNS = ("step_times", "step_cycles")
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
@@ -112,6 +122,7 @@ def render(entries: Mapping[Key, Entry]) -> str:
             "commit": entry.commit,
             **workload,
             **metrics,
+            **_runs_table(entry.runs),
             **_composition_table(entry.composition),
         }
         tests.setdefault(key.test, {})[key.name] = {k: value for k, value in table.items() if value is not None}
@@ -149,13 +160,14 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
         }
     )
     rows, recomputed = (values.pop(key, None) for key in _COMPOSITION)
+    runs = _runs({key: values.pop(key) for key in _RUNS if key in values}, where)
     metrics: dict[str, float] = {}
     for key, value in values.items():
         if key not in METRICS:
             raise FormatError(
-                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION])}"
+                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION, *_RUNS])}"
             )
-        kinds: tuple[type, ...] = (int,) if METRICS[key].unit == "bytes" else (int, float)
+        kinds: tuple[type, ...] = (int,) if METRICS[key].unit in WHOLE else (int, float)
         metrics[key] = _typed(value, kinds, f"{where}.{key}")
         if metrics[key] < 0:
             raise FormatError(f"{where}.{key} is {value!r}; no {METRICS[key].title} is negative")
@@ -164,7 +176,34 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     if "peak_allocated" not in metrics:
         raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
     composition = _composition(rows, recomputed, int(metrics["peak_allocated"]), where)
-    return Entry(workload, environments[name], metrics, recorded, commit, composition)
+    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs)
+
+
+def _runs_table(runs: Runs | None) -> dict[str, list[float]]:
+    if runs is None:
+        return {}
+    return {name: list(values) for name, values in zip(_RUNS, (runs.seconds, runs.cycles), strict=True) if values}
+
+
+def _runs(given: Mapping[str, object], where: str) -> Runs | None:
+    if not given:
+        return None
+    if "step_times" not in given:
+        raise FormatError(f"{where}.step_cycles is there without step_times")
+    read = {name: _positive_numbers(value, f"{where}.{name}") for name, value in given.items()}
+    try:
+        return Runs(read["step_times"], read.get("step_cycles", ()))
+    except ValueError as error:
+        raise FormatError(f"{where}.step_cycles: {error}") from None
+
+
+def _positive_numbers(value: object, where: str) -> tuple[float, ...]:
+    if not isinstance(value, list) or not value:
+        raise FormatError(f"{where} is {value!r}, expected an array of numbers")
+    numbers = tuple(_typed(number, (int, float), where) for number in value)
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        raise FormatError(f"{where} is {value!r}, expected finite numbers above zero")
+    return numbers
 
 
 def _composition_table(composition: Composition | None) -> dict[str, list[str]]:

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key
+from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
-from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.timing.comparison import MOST_RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +30,8 @@ def entries_to_write(
 ) -> dict[Key, Entry]:
     """Those of ``measured`` (of tests that passed) that ``mode`` wants in the store and that would change it.
 
-    ``new`` adds what is missing; ``improved`` lowers, metric by metric, what got better and leaves the rest; ``all``
-    accepts everything.
+    ``new`` adds what is missing, also to a stored entry, whose other figures stay; ``improved`` lowers, metric by metric,
+    what got better and leaves the rest; ``all`` accepts everything.
     """
     wanted: dict[Key, Entry] = {}
     for key, (verdict, entry) in measured.items():
@@ -37,9 +39,14 @@ def entries_to_write(
         if isinstance(earlier, Absent):
             if mode != "improved":
                 wanted[key] = entry
+        elif mode == "new":
+            added = _with_added(earlier, entry, verdict)
+            if added != earlier:
+                wanted[key] = added
         elif mode == "all":
-            if not entry.says_the_same(earlier):
-                wanted[key] = _with_what_is_kept_of(earlier, entry)
+            merged = _with_runs(earlier, _with_what_is_kept_of(earlier, entry), verdict)
+            if not entry.says_the_same(earlier) or _brings_a_run(merged, earlier, verdict):
+                wanted[key] = merged
         elif mode == "improved":
             better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
             if better:
@@ -47,8 +54,48 @@ def entries_to_write(
                 metrics = {**entry.metrics, **kept}
                 # A composition belongs to its peak.
                 composition = entry.composition if "peak_allocated" in better else earlier.composition
-                wanted[key] = replace(entry, metrics=metrics, composition=composition)
+                runs = entry.runs if "step_time" in better else earlier.runs if _same_machine(entry, earlier) else None
+                wanted[key] = replace(entry, metrics=metrics, composition=composition, runs=runs)
     return wanted
+
+
+def _with_runs(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
+    """``entry`` as the latest of the runs of ``earlier``, or as the first one of a new speed, work or machine."""
+    if entry.workload != earlier.workload or earlier.runs is None or not _same_machine(entry, earlier):
+        return entry
+    if entry.runs is not None and _has_another_speed(verdict):
+        return entry
+    runs = earlier.runs if entry.runs is None else earlier.runs.and_then(entry.runs)
+    return replace(entry, runs=runs, metrics={**entry.metrics, "step_time": runs.median})
+
+
+def _brings_a_run(entry: Entry, earlier: Entry, verdict: Verdict) -> bool:
+    """Whether the store knows more of a step's times with ``entry``; once it knows enough, the latest one is no news."""
+    if entry.runs is None or entry.runs == earlier.runs:
+        return False
+    known = earlier.runs is not None and len(earlier.runs.seconds) == MOST_RUNS
+    return not known or _has_another_speed(verdict) or not _same_machine(entry, earlier)
+
+
+def _has_another_speed(verdict: Verdict) -> bool:
+    speed = verdict.of("step_time")
+    return speed is not None and speed.outcome in (Outcome.REGRESSED, Outcome.IMPROVED)
+
+
+def _same_machine(entry: Entry, earlier: Entry) -> bool:
+    return entry.environment.details.get(MACHINE) == earlier.environment.details.get(MACHINE)
+
+
+def _with_added(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
+    """``earlier``, with those of the metrics that it lacks that are what its environment gives, too."""
+    here, there = entry.environment.details, earlier.environment.details
+    missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
+    metrics = {
+        metric.name: entry.metrics[metric.name]
+        for metric in missing
+        if metric.unit in WHOLE and all(here.get(detail) == there.get(detail) for detail in metric.depends_on)
+    }
+    return replace(earlier, metrics={**earlier.metrics, **metrics})
 
 
 def _with_what_is_kept_of(earlier: Entry, entry: Entry) -> Entry:
@@ -60,5 +107,5 @@ def _with_what_is_kept_of(earlier: Entry, entry: Entry) -> Entry:
         return entry
     if entry.composition is None and entry.metrics["peak_allocated"] == earlier.metrics["peak_allocated"]:
         entry = replace(entry, composition=earlier.composition)
-    times = {name: value for name, value in earlier.metrics.items() if METRICS[name].unit != "bytes"}
+    times = {name: value for name, value in earlier.metrics.items() if METRICS[name].unit not in WHOLE}
     return replace(entry, metrics={**times, **entry.metrics})

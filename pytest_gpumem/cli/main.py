@@ -12,6 +12,7 @@ from pytest_gpumem import __version__
 from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.unused import unused
+from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.plugin import SESSION
 
@@ -25,6 +26,7 @@ def main() -> None:
     """Keep the baselines of pytest-gpumem, and find out how a model fits into a GPU."""
 
 
+main.add_command(ab)
 main.add_command(advise)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.devices.conditions import Conditions
     from pytest_gpumem.devices.events import Token
     from pytest_gpumem.measurement import Environment
 
@@ -117,5 +118,31 @@ class Device(Protocol):
     def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""
 
-    def time(self, run: Callable[[], None]) -> float:
+    def time(self, run: Callable[[], object]) -> float:
         """Seconds that the device needed for ``run``."""
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds that the device needed for each of ``runs``, one after another and without waiting in between."""
+
+    def launches(self, run: Callable[[], object]) -> int | None:
+        """Run it and count the kernels that the host launched; ``None``, and not run, where there is no such thing."""
+
+    def conditions(self) -> Conditions:
+        """What may disturb a timed stretch, as it is now; cheap enough to be read between two rounds.
+
+        For the calling thread: the two readings of a stretch must be its own.
+        """
+
+    def pace(self) -> float | None:
+        """The rate of the clock that steps run by now, so that seconds times pace is a step's time in its cycles.
+
+        On CUDA the SM clock in Hz: to be read right after a round's end, before the GPU has come to rest. On the CPU runs
+        per second of a fixed piece of work, which is run for it, within `paused`. ``None`` where nobody can tell.
+        """
+
+    def alone(self) -> AbstractContextManager[str | None]:
+        """A stretch in which no measured test of another process of this user runs on this device, for taking times.
+
+        Yields ``None``, or a clause that says why it could not be had: the stretch runs all the same. Between `open` and
+        `close` the device is shared with others, and never while one of them is alone. May be nested.
+        """

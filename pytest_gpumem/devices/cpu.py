@@ -6,28 +6,33 @@ Not the process's RSS: that counts pages, the interpreter and everybody's caches
 from __future__ import annotations
 
 import gc
+import itertools
 import platform
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.devices import proc
+from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.event_tree import tokens_of
 from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.devices.naming import CPU_SLUG
 from pytest_gpumem.devices.obituaries import Obituaries
-from pytest_gpumem.devices.torch_internals import allocation_events, quiet_kineto
+from pytest_gpumem.devices.torch_internals import allocation_events, compiled_graphs_so_far, quiet_kineto
+from pytest_gpumem.devices.yardstick import Yardstick
 from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     import torch
     from torch.profiler import profile
 
     from pytest_gpumem.devices.contract import Blocks, Known
+    from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.events import Token
     from pytest_gpumem.devices.obituaries import AnyToken
 
@@ -51,15 +56,20 @@ class CpuDevice:
     Kernels allocate scratch memory for each thread (scaled_dot_product_attention, convolution backward), so a figure
     would depend on the machine's cores: while open, torch runs on one intra-op thread. Only the thread that opened the
     device is seen, and backward runs on it.
+
+    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, nobody is kept off.
     """
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, lock: DeviceLock | None = None) -> None:
+        self._lock = lock
+        self._share = ExitStack()
         self._ledger = Ledger()
         self._obituaries = Obituaries()
         self._profiler: profile | None = None
         self._threads: int | None = None
+        self._yardstick: Yardstick | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -74,7 +84,11 @@ class CpuDevice:
         return Environment(
             slug=CPU_SLUG + machine.lower(),
             device=f"CPU ({machine})",
-            details={"torch": str(torch.__version__), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
+            details={
+                "torch": str(torch.__version__),
+                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+                "machine": proc.machine(),
+            },
         )
 
     def lacks(self, feature: str) -> str | None:
@@ -88,6 +102,8 @@ class CpuDevice:
 
         if self._threads is not None:
             raise RuntimeError("the cpu device is already open")
+        if self._lock is not None:
+            self._share.enter_context(self._lock.shared())
         self._threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
@@ -110,6 +126,7 @@ class CpuDevice:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
+        self._share.close()
 
     def settle(self) -> None:
         gc.collect()
@@ -185,10 +202,43 @@ class CpuDevice:
             blocks[address] = storage.nbytes()
         self._ledger.restrict(since, blocks)
 
-    def time(self, run: Callable[[], None]) -> float:
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
+    def time(self, run: Callable[[], object]) -> float:
+        return self.laps([run])[0]
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        borders = [time.perf_counter()]
+        for run in runs:
+            run()
+            borders.append(time.perf_counter())
+        return [end - start for start, end in itertools.pairwise(borders)]
+
+    def launches(self, run: Callable[[], object]) -> int | None:
+        """A CPU launches none."""
+        return None
+
+    def conditions(self) -> Conditions:
+        times = proc.cpu_times()
+        return Conditions(
+            seconds=time.perf_counter(),
+            graphs=compiled_graphs_so_far(),
+            waited=proc.waited_seconds(),
+            stolen=times.stolen if times is not None else None,
+            others=times.busy - time.process_time() if times is not None else None,
+            cores=times.cores if times is not None else None,
+            tick=proc.tick_seconds(),
+        )
+
+    def pace(self) -> float:
+        if self._yardstick is None:
+            self._yardstick = Yardstick()
+        return self._yardstick.pace()
+
+    @contextmanager
+    def alone(self) -> Iterator[str | None]:
+        if self._threads is None:
+            raise RuntimeError("the cpu device is not open")
+        with nullcontext() if self._lock is None else self._lock.alone() as refused:
+            yield refused
 
     def _start(self, *, operators: bool = False) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -6,23 +6,28 @@ import gc
 import os
 import pickle
 import re
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import time
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.devices import proc
+from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
 from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.reset_guard import before_each_reset
+from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
 from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     import torch
 
     from pytest_gpumem.devices.contract import Blocks, Known
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+    from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.events import Token
 
 _PROBE_BYTES = 4096
@@ -45,16 +50,14 @@ class CudaDevice:
     up depends on what lies beside it in the cache, so the rounded figure (``allocated_bytes``) is not the same in every
     order of tests, and this one is. An allocator backend that does not count requests is read by ``allocated_bytes``.
 
-    ``exclusive`` holds a lock that makes the GPU ours while open; it is entered by `open`.
+    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, nobody is kept off.
     """
 
     name = "cuda"
 
-    def __init__(
-        self, runtime: CudaRuntime, exclusive: Callable[[], AbstractContextManager[object]] | None = None
-    ) -> None:
+    def __init__(self, runtime: CudaRuntime, lock: DeviceLock | None = None) -> None:
         self._runtime = runtime
-        self._exclusive = exclusive
+        self._lock = lock
         self._leases: ExitStack | None = None
         self._counter = _REQUESTED
         self._seen_peak: Peak | None = None
@@ -75,6 +78,7 @@ class CudaDevice:
             "cuda": str(torch.version.cuda),
             "driver": properties.driver,
             "allocator": allocator or "default",
+            "machine": proc.machine(),
         }
         return Environment(slug=cuda_slug(properties.name), device=properties.name, details=details)
 
@@ -93,8 +97,8 @@ class CudaDevice:
         if self._leases is not None:
             raise RuntimeError("the cuda device is already open")
         with ExitStack() as stack:
-            if self._exclusive is not None:
-                stack.enter_context(self._exclusive())
+            if self._lock is not None:
+                stack.enter_context(self._lock.shared())
             self._counter = self._probe()
             stack.enter_context(before_each_reset(self._keep_peak))
             self._leases = stack.pop_all()
@@ -180,8 +184,39 @@ class CudaDevice:
     def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to set right: the allocator counts every block."""
 
-    def time(self, run: Callable[[], None]) -> float:
-        return self._runtime.time(run)
+    def time(self, run: Callable[[], object]) -> float:
+        return self._runtime.laps([run])[0]
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        return self._runtime.laps(runs)
+
+    def launches(self, run: Callable[[], object]) -> int | None:
+        return self._runtime.launches(run)
+
+    def conditions(self) -> Conditions:
+        """Of the host only whether this thread, which launches, had to wait: a GPU shares neither cache nor memory with it."""
+        gpu = self._runtime.gpu()
+        return Conditions(
+            seconds=time.perf_counter(),
+            retries=self._runtime.statistics().get("num_alloc_retries"),
+            graphs=compiled_graphs_so_far(),
+            waited=proc.waited_seconds(),
+            clock_events=gpu.clock_events,
+            sm_clock=gpu.sm_clock,
+            sm_clock_default=gpu.sm_clock_default,
+            strangers=gpu.strangers.number if gpu.strangers is not None else None,
+            stranger_pids=gpu.strangers.pids if gpu.strangers is not None else frozenset(),
+        )
+
+    def pace(self) -> float | None:
+        return self._runtime.sm_clock()
+
+    @contextmanager
+    def alone(self) -> Iterator[str | None]:
+        if self._leases is None:
+            raise RuntimeError("the cuda device is not open")
+        with nullcontext() if self._lock is None else self._lock.alone() as refused:
+            yield refused
 
     def _statistic(self, name: str) -> int:
         if self._leases is None:

@@ -5,6 +5,7 @@ Tests put recorded statistics of a real GPU in its place.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.cuda_history import history_of, numbered_by_thread
 from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
 from pytest_gpumem.devices.events import Open
+from pytest_gpumem.devices.nvml import NvmlGpu
+from pytest_gpumem.devices.proc import is_of_session, workers_of_session
 from pytest_gpumem.devices.torch_internals import (
     clear_cublas_workspaces,
     cuda_history_is_on,
@@ -26,14 +29,34 @@ from pytest_gpumem.devices.torch_internals import (
 from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import torch
+    from torch.profiler import profile
 
     from pytest_gpumem.devices.cuda_history import HistoryEntry
     from pytest_gpumem.devices.events import Token
+    from pytest_gpumem.devices.nvml import GpuNow
 
+_NO_KERNELS = (
+    "Memcpy",
+    "Memset",
+    "Unknown",
+    "Driver Compiler",
+    "Buffer Flush",
+    "Instrumentation",
+    "Resource",
+    "Runtime Triggered Module Loading",
+    "Lazy Function Loading",
+    "Command Buffer Full",
+    "Activity Buffer Request",
+    "UVM Activity Init",
+)
+"""How the names of what else CUPTI tells begin: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
+
+Such as ``Memcpy DtoH (Device -> Pageable)``. Which of them come depends on what the driver happens to do.
+"""
 _END = -1
 """The mark at the end of every recording: a recording that lacks it has lost what came before, too."""
 _CUT_SHORT = (
@@ -79,7 +102,10 @@ class CudaRuntime(Protocol):
     def empty_cache(self) -> None: ...
     def synchronize(self) -> None: ...
     def allocate(self, nbytes: int) -> object: ...
-    def time(self, run: Callable[[], None]) -> float: ...
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]: ...
+    def launches(self, run: Callable[[], object]) -> int | None: ...
+    def gpu(self) -> GpuNow: ...
+    def sm_clock(self) -> float | None: ...
     def segments(self) -> list[dict[str, Any]]: ...
     def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]: ...
 
@@ -107,6 +133,7 @@ class TorchCuda:
                 f"no CUDA device: torch {torch.__version__} cannot initialise CUDA: {error}"
             ) from None
         self._index = torch.cuda.current_device()
+        self._nvml: NvmlGpu | None = None
 
     def torch_device(self) -> torch.device:
         import torch
@@ -120,7 +147,7 @@ class TorchCuda:
         return GpuProperties(
             properties.name,
             properties.total_memory,
-            _driver_version(),
+            self._seen_by_nvml().driver_version(),
             str(properties.uuid),
             (properties.major, properties.minor),
         )
@@ -153,16 +180,45 @@ class TorchCuda:
 
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
 
-    def time(self, run: Callable[[], None]) -> float:
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds of each, by events on the stream: the host does not wait for the GPU but at the end."""
         import torch
 
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        borders = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._index)
-        began.record()
-        run()
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
+        borders[0].record()
+        for run, border in zip(runs, borders[1:], strict=True):
+            run()
+            border.record()
+        borders[-1].synchronize()
+        return [float(start.elapsed_time(end)) / 1e3 for start, end in itertools.pairwise(borders)]
+
+    def launches(self, run: Callable[[], object]) -> int | None:
+        """Kernels that ``run`` put on the GPU, as CUPTI tells them; ``None`` where there is no CUPTI, or it tells nothing.
+
+        Only one profiler can run at a time: where ``run`` starts one of its own there is no telling, either.
+        """
+        from torch.profiler import ProfilerActivity, profile, supported_activities
+
+        if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
+            return None
+        profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+        with quiet_kineto():
+            profiler.start()
+        try:
+            run()
+            self.synchronize()
+        finally:
+            # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
+            with suppress(RuntimeError):
+                profiler.stop()
+        return kernels_in(profiler)
+
+    def gpu(self) -> GpuNow:
+        return self._seen_by_nvml().now(is_of_session, workers_of_session())
+
+    def sm_clock(self) -> float | None:
+        return self._seen_by_nvml().sm_clock()
 
     def segments(self) -> list[dict[str, Any]]:
         import torch
@@ -196,6 +252,13 @@ class TorchCuda:
         finally:
             if not somebody_elses:
                 stop_cuda_history()
+
+    def _seen_by_nvml(self) -> NvmlGpu:
+        import torch
+
+        if self._nvml is None:
+            self._nvml = NvmlGpu(str(torch.cuda.get_device_properties(self._index).uuid))
+        return self._nvml
 
     def _trace(self, snapshot: dict[str, Any]) -> list[dict[str, Any]]:
         trace: list[dict[str, Any]] = snapshot["device_traces"][self._index]
@@ -235,19 +298,17 @@ def profiled(stretch: Stretch, device: torch.device) -> Iterator[None]:
     stretch.tokens = tokens[:end] + tokens[end + 2 :]
 
 
-def _driver_version() -> str:
+def kernels_in(profiler: profile) -> int | None:
+    """How many kernels ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
     try:
-        import pynvml
+        events = list(profiler.events() or ())  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError):  # somebody else has stopped it
+        return None
+    on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+    return sum(map(_is_kernel, on_gpu)) if on_gpu else None
 
-        pynvml.nvmlInit()
-    except (ImportError, OSError):
-        return "unknown"
-    except Exception as error:  # noqa: BLE001 - NVML's own class, whose name needs the import
-        return f"unknown ({error})"
-    try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError as error:
-        return f"unknown ({error})"
-    finally:
-        pynvml.nvmlShutdown()
-    return version.decode() if isinstance(version, bytes) else str(version)
+
+def _is_kernel(event: Any) -> bool:
+    # Older releases of torch do not tell.
+    kind = getattr(event, "activity_type", None)
+    return bool(kind == "kernel") if kind else not event.name.startswith(_NO_KERNELS)

@@ -15,16 +15,17 @@ AUTO = "auto"
 def make_cuda() -> Device:
     from pytest_gpumem.devices.cuda import CudaDevice
     from pytest_gpumem.devices.cuda_runtime import TorchCuda
-    from pytest_gpumem.devices.sharing import exclusive_gpu
+    from pytest_gpumem.devices.device_lock import DeviceLock
 
     runtime = TorchCuda()
-    return CudaDevice(runtime, exclusive_gpu(runtime.properties().uuid))
+    return CudaDevice(runtime, DeviceLock("gpu-" + runtime.properties().uuid))
 
 
 def make_cpu() -> Device:
     from pytest_gpumem.devices.cpu import CpuDevice
+    from pytest_gpumem.devices.device_lock import DeviceLock
 
-    return CpuDevice()
+    return CpuDevice(DeviceLock("cpu", spoken="the CPU"))
 
 
 BUILT_IN: dict[str, DeviceFactory] = {"cuda": make_cuda, "cpu": make_cpu}

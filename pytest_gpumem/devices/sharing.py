@@ -1,16 +1,14 @@
-"""Several pytest-xdist workers and the GPUs of one machine: who gets which, and whose turn it is."""
+"""Several pytest-xdist workers and the GPUs of one machine: who gets which."""
 
 from __future__ import annotations
 
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping
 
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -53,20 +51,3 @@ def give_worker_its_gpu(worker_id: str) -> None:
     gpu = gpu_of_worker(visible_gpus(os.environ, installed_gpus()), worker_id)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-
-
-def exclusive_gpu(uuid: str) -> Callable[[], AbstractContextManager[object]] | None:
-    """A lock on a physical GPU that the workers of this machine take in turn; ``None`` outside of pytest-xdist.
-
-    Peaks are a process's own, so this is not for them: a neighbour's bytes would make the allocator retry, or end in an
-    out-of-memory error that blames the wrong test, and its kernels would be in the step's time.
-    """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return None
-    from filelock import FileLock
-
-    # A user's number and not a name: in a container it may have none.
-    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    folder = Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
-    folder.mkdir(exist_ok=True)
-    return lambda: FileLock(folder / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.lock").acquire()

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_gpumem.units import Rate
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a test may use at most: bytes, and a ratio of growth against its baseline. ``None`` is no limit."""
+    """What a test may use at most, and how much it must get done. ``None`` is no limit.
+
+    Bytes, ratios of growth and slowdown against its baseline, and work per second.
+    """
 
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     retained: int | None = None
     max_growth: float | None = None
     """How much `peak_allocated` may grow against the baseline (0.02 is 2 %); replaces the tolerance."""
+    max_slowdown: float | None = None
+    """How much longer a step may take than in the baseline (0.05 is 5 %); replaces the tolerance."""
+    min_throughput: Rate | None = None
     device: str | None = None
 
     def or_else(self, fallback: Budget) -> Budget:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.entry import Absent, Entry
 from pytest_gpumem.explain.difference import Difference, difference
+from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
 
@@ -39,9 +40,17 @@ def judge(
     why_not, outcome = _not_comparable(measurement, baseline)
     comparable = baseline if isinstance(baseline, Entry) and outcome is None else None
     metrics = tuple(
-        _judge_metric(METRICS[name], value, budget.limit(name), measurement, comparable, outcome, tolerances.get(name))
+        judge_step_time(measurement, budget, comparable, tolerances.get(name))
+        if name == "step_time"
+        else _judge_metric(
+            METRICS[name], value, budget.limit(name), measurement, comparable, outcome, tolerances.get(name)
+        )
         for name, value in measurement.metrics.items()
+        if name != "throughput"
     )
+    throughput = judge_throughput(measurement, budget.min_throughput)
+    if throughput is not None:
+        metrics += (throughput,)
     origin = _origin(baseline) if isinstance(baseline, Entry) else None
     elsewhere = baseline.elsewhere if isinstance(baseline, Absent) else ()
     return Verdict(measurement, metrics, origin, why_not, elsewhere, _growth(measurement, comparable))
@@ -117,12 +126,13 @@ def _compare(
 def _doubt(metric: Metric, growth: float, measurement: Measurement, baseline: Entry) -> str | None:
     """Why a change for the worse may not be the code's, if there is such a reason."""
     here, there = measurement.environment.details, baseline.environment.details
-    if growth > MOST_DOUBTED:
+    # Of counts there is no such limit: a release of torch may do anything in another way.
+    if growth > MOST_DOUBTED and metric.unit == "bytes":
         return None
     for detail in metric.depends_on:
         if detail in here and detail in there and here[detail] != there[detail]:
             return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
-    if not measurement.settled and metric.name.startswith("peak_"):
+    if not measurement.settled and (metric.name.startswith("peak_") or metric.unit == "count"):
         return "the step's peak did not settle: " + "; ".join(measurement.notes)
     return None
 

@@ -55,6 +55,10 @@ class MetricVerdict:
     allowed: float | None = None
     budget: float | None = None
     reason: str | None = None
+    interval: tuple[float, float] | None = None
+    """The ends of the confidence interval of the ratio to the baseline, of a time."""
+    of: str | None = None
+    """What a throughput is of: ``samples``, ``tokens``, ``steps``, ``items``."""
 
     @property
     def gated(self) -> bool:
@@ -111,14 +115,23 @@ class Verdict:
     def from_plain(cls, plain: Mapping[str, Any]) -> Verdict:
         return cls(
             measurement=from_plain(plain["measurement"]),
-            metrics=tuple(
-                MetricVerdict(**(metric | {"outcome": Outcome(metric["outcome"])})) for metric in plain["metrics"]
-            ),
+            metrics=tuple(map(_metric_from_plain, plain["metrics"])),
             origin=None if plain["origin"] is None else Origin(**plain["origin"]),
             reason=plain["reason"],
             elsewhere=tuple(plain["elsewhere"]),
             growth=None if plain["growth"] is None else Difference.from_plain(plain["growth"]),
         )
+
+
+def _metric_from_plain(plain: Mapping[str, Any]) -> MetricVerdict:
+    interval = plain["interval"]
+    return MetricVerdict(
+        **{
+            **plain,
+            "outcome": Outcome(plain["outcome"]),
+            "interval": None if interval is None else (interval[0], interval[1]),
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,15 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verd
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
-from pytest_gpumem.reports.values import allowance, change, shown
-from pytest_gpumem.units import UnitSystem, format_bytes_change, format_ratio
+from pytest_gpumem.reports.values import allowance, change, difference, shown
+from pytest_gpumem.timing.comparison import LEVEL
+from pytest_gpumem.units import UnitSystem, format_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.metrics import Unit
 
 
 def failure_text(
@@ -53,7 +55,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     lines = [_headline(verdict, failing, units)]
     if several:
         lines[0] = f"{verdict.measurement.name}: {lines[0]}"
-    lines += ["", *(f"  {line}" for line in _metric_table(verdict, units))]
+    lines += ["", *(f"  {line}" for line in _metric_table(verdict, failing, units))]
     for block in explanation_blocks(verdict, guilty_metrics(verdict, failing), units):
         lines += ["", *(f"  {line}" for line in block)]
     reasons = [f"{METRICS[metric.metric].title}: {metric.reason}" for metric in verdict.metrics if metric.reason]
@@ -74,7 +76,8 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) 
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in failing)
     first = next((metric for metric in verdict.metrics if metric.outcome is outcome), None)
     if first is not None and outcome is Outcome.OVER_BUDGET:
-        return f"{_subject(first, memory, 'over budget')} {_against(first, first.budget, 'budget', units)}"
+        what = "below budget" if METRICS[first.metric].larger_is_better else "over budget"
+        return f"{_subject(first, memory, what)} {_against(first, first.budget, 'budget', units)}"
     if first is not None and outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN):
         what = "regressed" if outcome is Outcome.REGRESSED else "may have regressed"
         against = _against(first, first.baseline, "baseline", units)
@@ -84,33 +87,39 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) 
 
 
 def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
-    """``"GPU memory regressed: peak"``, ``"Time regressed: step time"``."""
+    """``"GPU memory regressed: peak"``, ``"Work regressed: syncs"``, ``"Time regressed: step time"``."""
     metric = METRICS[verdict.metric]
-    kind = {"bytes": memory, "seconds": "Time", "items/s": "Throughput"}[metric.unit]
+    kind = {"bytes": memory, "count": "Work", "seconds": "Time", "items/s": "Throughput"}[metric.unit]
     return f"{kind} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}"
 
 
 def _against(verdict: MetricVerdict, other: float | None, what: str, units: UnitSystem) -> str:
     assert other is not None, "only what was compared is told with what it was compared with"
     ratio = format_ratio(verdict.value / other - 1) if other else ""
-    if METRICS[verdict.metric].unit == "bytes":
-        difference = format_bytes_change(int(verdict.value - other), units)
-        ratio = f"{difference} ({ratio})" if ratio else difference
-    return f"{shown(verdict.metric, verdict.value, units)}, {what} {shown(verdict.metric, other, units)}: {ratio}"
+    if METRICS[verdict.metric].unit in ("bytes", "count"):
+        more = difference(verdict.metric, verdict.value - other, units)
+        ratio = f"{more} ({ratio})" if ratio else more
+    if verdict.interval is not None and other == verdict.baseline:
+        low, high = verdict.interval
+        ratio += f" ({LEVEL:.0%} between {format_ratio(low - 1)} and {format_ratio(high - 1)})".replace("%", " %", 1)
+    value, against = (shown(verdict.metric, number, units, verdict.of) for number in (verdict.value, other))
+    return f"{value}, {what} {against}: {ratio}"
 
 
-def _metric_table(verdict: Verdict, units: UnitSystem) -> list[str]:
+def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> list[str]:
+    guilty = {METRICS[metric.metric].unit for metric in verdict.metrics if metric.outcome in failing}
     rows = [
         (
             METRICS[metric.metric].title,
             shown(metric.metric, metric.baseline, units),
-            shown(metric.metric, metric.value, units),
+            shown(metric.metric, metric.value, units, metric.of),
             change(metric, units),
             allowance(metric, units),
-            shown(metric.metric, metric.budget, units),
+            shown(metric.metric, metric.budget, units, metric.of),
             "" if metric.outcome is Outcome.RECORDED else metric.outcome.words,
         )
         for metric in verdict.metrics
+        if _bears_on(metric, guilty)
     ]
     header = ("metric", "baseline", "now", "change", "allowed", "budget", "")
     used = [number for number in range(len(header)) if number in (0, 2) or any(row[number] for row in rows)]
@@ -120,6 +129,15 @@ def _metric_table(verdict: Verdict, units: UnitSystem) -> list[str]:
     )
 
 
+def _bears_on(metric: MetricVerdict, guilty: Collection[Unit]) -> bool:
+    """Whether a metric says anything of a failure by metrics of these units: what is judged, and what is of their kind."""
+    unit = METRICS[metric.metric].unit
+    if metric.outcome is Outcome.RECORDED or (unit == "count" and metric.outcome is Outcome.OK):
+        # The work, and what each phase took, tell why a step is slower; in growing memory they would be noise.
+        return unit in guilty or (unit != "bytes" and not {"seconds", "items/s"}.isdisjoint(guilty))
+    return True
+
+
 def _mending(guilty: Sequence[Verdict], failing: frozenset[Outcome], path: str, options: Sequence[str]) -> list[str]:
     outcomes = {metric.outcome for one in guilty for metric in one.metrics} & failing
     lines = []
@@ -127,7 +145,11 @@ def _mending(guilty: Sequence[Verdict], failing: frozenset[Outcome], path: str, 
         lines.append("  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]")
     new = {Outcome.NEW, Outcome.FOREIGN}
     if outcomes & (new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE}):
-        mode = "new" if outcomes <= new else "all"
+        # Times that a baseline lacks, or has of another machine, only "all" replaces.
+        times = any(
+            metric.outcome in failing and metric.metric == "step_time" for one in guilty for metric in one.metrics
+        )
+        mode = "new" if outcomes <= new and not times else "all"
         words = ["pytest", path, f"--gpumem-update={mode}", *options]
         lines.append("  accept:   " + " ".join(_quoted(word) for word in words))
     return ["\n".join(lines)] if lines else []

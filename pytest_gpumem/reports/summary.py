@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict, Verdict
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.values import change, shown
 
@@ -26,6 +27,8 @@ _TITLES = {
     "cyclic_garbage": "cycles",
     "step_time": "step time",
 }
+_COUNTS = tuple(name for name, metric in METRICS.items() if metric.unit == "count")
+_TOLD_OF_COUNTS = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED)
 _QUIET = (Outcome.OK, Outcome.RECORDED)
 
 
@@ -43,7 +46,8 @@ def table(results: Iterable[TestResult], units: UnitSystem, *, everything: bool)
     kept = rows if everything or len(rows) <= MOST_ROWS else loud
     if not kept:
         return []
-    metrics = [name for name in (*_SHOWN, "cyclic_garbage", "step_time", "throughput") if _is_told(name, kept)]
+    told = (*_SHOWN, "cyclic_garbage", *_COUNTS, "step_time", "throughput")
+    metrics = [name for name in told if _is_told(name, kept, everything=everything)]
     titles = [_TITLES.get(name, name) for name in metrics]
     if any(_change(one, units) for _, one in kept):
         titles.insert(1, "change")
@@ -55,12 +59,7 @@ def table(results: Iterable[TestResult], units: UnitSystem, *, everything: bool)
     if len(kept) < len(rows):
         lines.append(f"... and {len(rows) - len(kept)} more that are ok or recorded (-v shows them)")
     reasons = Counter((one.outcome.words, one.reason) for _, one in kept if one.reason)
-    reasons.update(
-        (m.outcome.words, m.reason)
-        for _, one in kept
-        for m in one.metrics
-        if m.reason and m.outcome is Outcome.UNCERTAIN
-    )
+    reasons.update((m.outcome.words, m.reason) for _, one in kept for m in one.metrics if m.reason)
     lines += [f"{outcome}: {reason}{f' ({n} times)' if n > 1 else ''}" for (outcome, reason), n in reasons.items()]
     # A step that had not settled says so where that decides something.
     notes = [
@@ -70,8 +69,12 @@ def table(results: Iterable[TestResult], units: UnitSystem, *, everything: bool)
     return lines
 
 
-def _is_told(name: str, rows: list[tuple[TestVerdict, Verdict]]) -> bool:
-    values = [metric.value for _, one in rows if (metric := one.of(name)) is not None]
+def _is_told(name: str, rows: list[tuple[TestVerdict, Verdict]], *, everything: bool) -> bool:
+    found = [metric for _, one in rows if (metric := one.of(name)) is not None]
+    if name in _COUNTS and not everything:
+        # A step has many; they are of interest where they changed.
+        return any(metric.outcome in _TOLD_OF_COUNTS for metric in found)
+    values = [metric.value for metric in found]
     # A leak or a cycle is the exception: a column of zeros says nothing.
     return any(values) if name in ("retained", "cyclic_garbage") else bool(values)
 
@@ -82,7 +85,7 @@ def _change(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def _row(test: TestVerdict, verdict: Verdict, metrics: list[str], units: UnitSystem, *, changes: bool) -> list[str]:
-    cells = [shown(name, metric.value, units) if (metric := verdict.of(name)) else "-" for name in metrics]
+    cells = [shown(name, metric.value, units, metric.of) if (metric := verdict.of(name)) else "-" for name in metrics]
     if changes:
         cells.insert(1, _change(verdict, units))
     return [_title(test, verdict), *cells, verdict.outcome.words]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.measurement import ITEMS, SAMPLES, TOKENS
+
 if TYPE_CHECKING:
     import torch
 
@@ -82,22 +84,30 @@ def samples_in(batch: object) -> int | None:
     return None
 
 
-def items_in(batch: object, items: float | str | None) -> float | None:
-    """What a step works on: a number as given, ``"samples"`` (the default) or ``"tokens"`` of the batch.
+def work_in(batch: object, items: float | str | None) -> dict[str, float]:
+    """What a step works on, by name; first what ``items`` asks for: a number, ``"samples"`` (the default) or ``"tokens"``.
 
     Tokens are the elements of the batch's first tensor of integers. Raises ``ValueError`` for another word, or a batch
-    without tokens.
+    without tokens when they are asked for.
     """
-    if items is None or items == "samples":
-        return samples_in(batch)
+    counts = {SAMPLES: samples_in(batch), TOKENS: _tokens_in(batch)}
+    work: dict[str, float] = {name: count for name, count in counts.items() if count is not None}
+    if items is None:
+        items = SAMPLES
     if not isinstance(items, str):
-        return items
-    if items != "tokens":
+        return {ITEMS: items, **work}
+    if items not in counts:
         raise ValueError(f"items={items!r}: write a number, 'samples' or 'tokens'")
+    if items not in work and items == TOKENS:
+        raise ValueError(f"items='tokens' counts a tensor of integers, and the batch has none: {describe(batch)}")
+    return {items: work[items], **work} if items in work else {}
+
+
+def _tokens_in(batch: object) -> int | None:
     for tensor in tensors_in(batch):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor.numel()
-    raise ValueError(f"items='tokens' counts a tensor of integers, and the batch has none: {describe(batch)}")
+    return None
 
 
 def feed(model: Any, batch: Any) -> Any:

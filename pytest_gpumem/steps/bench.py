@@ -11,7 +11,7 @@ from pytest_gpumem.explain.recording import Subject, explain, explain_out_of_mem
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import measure_step
+from pytest_gpumem.steps.runner import measure_step, sample_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.steps.runner import Phase, StepFigures
+    from pytest_gpumem.timing.allowance import TimeAllowance
+    from pytest_gpumem.timing.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,11 @@ class Explaining:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """``timed`` tells whether steps are timed as well; ``explaining`` is ``None`` where nothing is ever explained."""
+    """``allowance`` is ``None`` where no step is timed, ``explaining`` where nothing is ever explained."""
 
     device: Device
     windows: Windows
-    timed: bool
+    allowance: TimeAllowance | None
     explaining: Explaining | None = None
 
     def begin(self, held: object) -> Start:
@@ -71,8 +73,10 @@ class Bench:
         start: Start,
         held: Callable[[], object],
         state: Callable[[], object] | None = None,
+        *,
+        compiled: bool = False,
     ) -> StepFigures:
-        """Measure a step. ``held()`` leads to everything that it holds between steps; ``state`` as in `measure_step`."""
+        """Measure a step. ``held()`` leads to everything that it holds between steps; the rest as in `measure_step`."""
         return measure_step(
             phases,
             self.device,
@@ -80,9 +84,16 @@ class Bench:
             own=lambda: self.storages(held()),
             own_before=start.own,
             live_before=start.live,
-            timed=self.timed,
+            allowance=self.allowance,
             state=state,
+            compiled=compiled,
         )
+
+    def sample_again(self, phases: Sequence[Phase], held: Callable[[], object]) -> Sample:
+        """Time a step that has been measured once more; ``held`` as in `measure`."""
+        assert self.allowance is not None, "only a step that was timed is timed again"
+        seconds = self.allowance.second_look
+        return sample_again(phases, self.device, self.windows, lambda: self.storages(held()), seconds)
 
     def born(self, found: dict[int, Site]) -> AbstractContextManager[None]:
         """Within, the lines that make tensors are entered in ``found``, by address; not where nothing is explained."""

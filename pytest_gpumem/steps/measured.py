@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, is_out_of_memory, not_explained_note
-from pytest_gpumem.measurement import Workload
-from pytest_gpumem.steps.batches import describe, items_in, on_device
+from pytest_gpumem.measurement import ITEMS, Workload
+from pytest_gpumem.steps.batches import describe, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.inference import infer_phases, quantized
@@ -33,7 +33,7 @@ from pytest_gpumem.steps.state import StateBytes, state_of
 from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.composition import Explanation
     from pytest_gpumem.explain.recording import Subject
@@ -52,33 +52,47 @@ class MeasuredStep:
 
     figures: StepFigures
     workload: Workload
-    items: float | None
+    work: Mapping[str, float]
+    """What the step works on, by its name (``samples``, ``tokens``, ``items``); throughput is of the first."""
     notes: tuple[str, ...] = ()
     state: StateBytes | None = None
     recomputed: int | None = None
     explanation: Explanation | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Every metric of the step: bytes, seconds, items per second."""
-        return metrics_of(self.figures, self.items)
+        """Every metric of the step: bytes, counts, seconds, items per second."""
+        return metrics_of(self.figures, next(iter(self.work.values()), None))
 
 
-Wanted = Callable[[MeasuredStep], bool]
-"""Whether a step that has been measured is to be explained."""
+Asking = Callable[[MeasuredStep], bool]
+"""A question about a step that has been measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Whether a step that has been measured is ``wanted`` explained, and whether its time is ``doubted`` and taken again."""
+
+    wanted: Asking | None = None
+    doubted: Asking | None = None
+
+
+NOTHING = Asked()
 
 
 def metrics_of(figures: StepFigures, items: float | None) -> dict[str, float]:
-    """The metrics of a measured step; throughput when ``items`` says what a step works on."""
-    metrics: dict[str, float] = dict(figures.memory.memory_metrics())
-    if figures.times is not None:
-        metrics["step_time"] = figures.times.median
-        if items is not None and figures.times.median > 0:
-            metrics["throughput"] = items / figures.times.median
+    """The metrics of a measured step; throughput when ``items`` says how much a step works on."""
+    metrics: dict[str, float] = {**figures.memory.memory_metrics(), **figures.counted.counts.metrics()}
+    times = figures.times
+    if times is not None:
+        metrics["step_time"] = times.median
+        metrics |= {f"{name}_time": seconds for name, seconds in times.phases.items()}
+        if items is not None and times.median > 0:
+            metrics["throughput"] = items / times.median
     return metrics
 
 
 def measure_function(
-    bench: Bench, fn: Callable[[], object], items: float | None = None, wanted: Wanted | None = None
+    bench: Bench, fn: Callable[[], object], items: float | None = None, asked: Asked = NOTHING
 ) -> MeasuredStep:
     """Measure ``fn()`` as a step that repeats. What it holds belongs to the step."""
     start = bench.begin(fn)
@@ -89,10 +103,12 @@ def measure_function(
         tracker.know(inputs=fn)
 
     subject = bench.subject(phases, start, lambda: fn, know=know)
-    with out_of_memory_explained(bench, subject, wanted):
+    with out_of_memory_explained(bench, subject, asked.wanted):
         figures = bench.measure(phases, start, held=lambda: fn)
-    notes = () if figures.settled else (figures.unsettled_note(),)
-    return explained(MeasuredStep(figures, Workload("measure"), items, notes), bench, subject, wanted)
+    notes = figures.notes()
+    work = {} if items is None else {ITEMS: items}
+    step = timed_again(MeasuredStep(figures, Workload("measure"), work, notes), bench, phases, lambda: fn, asked)
+    return explained(step, bench, subject, asked.wanted)
 
 
 def measure_train_step(
@@ -105,26 +121,38 @@ def measure_train_step(
     optimizer: OptimizerOrFactory | None = None,
     items: float | str | None = None,
     with_state: bool = False,
-    wanted: Wanted | None = None,
+    asked: Asked = NOTHING,
 ) -> MeasuredStep:
     """Measure forward + backward + optimizer. Without a config: plainly, in the model's own precision, with AdamW.
 
-    Explained if the step, once measured, is ``wanted``. Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no
+    Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no
     step, and `CannotRun` where the device cannot.
     """
     with prepared_train_step(bench, model_or_factory, batch, config=config, loss=loss, optimizer=optimizer) as prepared:
         training, seen = prepared.training, prepared.seen
         subject = prepared.subject()
-        with out_of_memory_explained(bench, subject, wanted):
+        with out_of_memory_explained(bench, subject, asked.wanted):
             figures = prepared.measure()
         state = state_of(training, figures, bench) if with_state else None
-        notes = seen.notes if figures.settled else (*seen.notes, figures.unsettled_note())
-        count = items_in(training.batch, items)
-        step = MeasuredStep(figures, prepared.workload(), count, notes, state, seen.recomputed)
-        return explained(step, bench, subject, wanted)
+        notes = (*seen.notes, *figures.notes())
+        work = work_in(training.batch, items)
+        step = MeasuredStep(figures, prepared.workload(), work, notes, state, seen.recomputed)
+        step = timed_again(step, bench, prepared.phases, prepared.held, asked)
+        return explained(step, bench, subject, asked.wanted)
 
 
-def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Wanted | None) -> MeasuredStep:
+def timed_again(
+    step: MeasuredStep, bench: Bench, phases: Sequence[Phase], held: Callable[[], object], asked: Asked
+) -> MeasuredStep:
+    """The step, with another sample of its time if the first is ``doubted``."""
+    times = step.figures.times
+    if times is None or asked.doubted is None or not asked.doubted(step):
+        return step
+    samples = (*times.samples, bench.sample_again(phases, held))
+    return replace(step, figures=replace(step.figures, times=replace(times, samples=samples)))
+
+
+def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Asking | None) -> MeasuredStep:
     """The step, with its explanation if it is ``wanted``."""
     if bench.explaining is None or wanted is None or not wanted(step):
         return step
@@ -137,7 +165,7 @@ def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Wanted
 
 
 @contextmanager
-def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Wanted | None) -> Iterator[None]:
+def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Asking | None) -> Iterator[None]:
     """An out-of-memory error within is explained on its way out."""
     try:
         yield
@@ -158,7 +186,7 @@ def measure_infer_step(
     *,
     config: StepConfig | None = None,
     items: float | str | None = None,
-    wanted: Wanted | None = None,
+    asked: Asked = NOTHING,
 ) -> MeasuredStep:
     """Measure one forward pass, or with ``cache=on`` a prompt and the token after it. Raises as `measure_train_step`."""
     config = config or _PLAIN
@@ -186,10 +214,14 @@ def measure_infer_step(
             tracker.know(model, inputs=batch)
 
         subject = bench.subject(phases, start, lambda: (model, batch), know=know, births_of=births, compiled=compiles)
-        with out_of_memory_explained(bench, subject, wanted):
+
+        def held() -> object:
+            return model, batch
+
+        with out_of_memory_explained(bench, subject, asked.wanted):
             figures = bench.measure(
-                phases, start, held=lambda: (model, batch), state=compiled_graphs if compiles else None
+                phases, start, held=held, state=compiled_graphs if compiles else None, compiled=compiles
             )
-        notes = () if figures.settled else (figures.unsettled_note(),)
         workload = Workload("infer_step", config.text(precision), parameters_of(model), describe(batch))
-        return explained(MeasuredStep(figures, workload, items_in(batch, items), notes), bench, subject, wanted)
+        step = MeasuredStep(figures, workload, work_in(batch, items), figures.notes())
+        return explained(timed_again(step, bench, phases, held, asked), bench, subject, asked.wanted)

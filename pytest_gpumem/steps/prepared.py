@@ -65,6 +65,7 @@ class PreparedTrainStep:
             self.start,
             held=self.held,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
+            compiled=compiles,
         )
 
     def subject(self) -> Subject:

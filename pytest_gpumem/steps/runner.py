@@ -1,14 +1,17 @@
-"""Runs a step until it repeats, then measures it: memory first, then time."""
+"""Runs a step until it repeats, then measures it: memory first, then counts, then time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.windows import highest
 from pytest_gpumem.steps.collector import collect_everything, cyclic_collector_off
+from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.steps.figures import Figures
-from pytest_gpumem.timing.sampling import Times, time_step
+from pytest_gpumem.timing.samples import Sample, Times
+from pytest_gpumem.timing.sampling import sample_step, time_phases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +20,12 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.devices.windows import Windows
+    from pytest_gpumem.timing.allowance import TimeAllowance
 
 MOST_WARM_UPS = 6
+SECONDS_BETWEEN_SAMPLES = 1.0
+ROUNDS_TO_DECIDE = 3
+"""A sample that a test may fail by has so many rounds, however long a step takes."""
 MOST_RESTLESS_WARM_UPS = 16
 """For steps that may compile anew, or overflow, before they repeat."""
 
@@ -33,12 +40,18 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What measuring a step gave: the memory of one step in the state that it repeats in, and its times."""
+    """What measuring a step gave: the memory of one step in the state that it repeats in, what it does, and its times."""
 
     memory: Figures
     settled: bool
     warm_up_peaks: tuple[int, ...]
     times: Times | None
+    counted: Counted = NOTHING_COUNTED
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know of the figures: a clause for each thing."""
+        unsettled = () if self.settled else (self.unsettled_note(),)
+        return (*unsettled, *(() if self.counted.trouble is None else (self.counted.trouble,)))
 
     def unsettled_note(self) -> str:
         """A clause that says how the warm-up steps' peaks moved."""
@@ -57,15 +70,17 @@ def measure_step(
     own: Callable[[], Iterable[torch.UntypedStorage]],
     own_before: int,
     live_before: int,
-    timed: bool,
+    allowance: TimeAllowance | None,
     state: Callable[[], object] | None = None,
+    compiled: bool = False,
 ) -> StepFigures:
     """Measure the step that ``phases`` make.
 
     Warms up until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
     optimizer state and autotuning are behind, then measures one more. ``own_before`` bytes of those ``live_before`` are the
     step's own; ``own`` gives the storages that are at any moment. A step that changes ``state()`` (graphs that were compiled,
-    the gradient scale) is not like the next one, and up to `MOST_RESTLESS_WARM_UPS` are run until it stays.
+    the gradient scale) is not like the next one, and up to `MOST_RESTLESS_WARM_UPS` are run until it stays. Without an
+    ``allowance`` no time is taken. Of a step that was ``compiled`` no operators are counted.
     """
 
     def one_step() -> Figures:
@@ -84,13 +99,46 @@ def measure_step(
             settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
         times = None
-        if timed:
-            with device.paused():
-                times = time_step(lambda: [phase.run() for phase in phases], device)
-            # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
-            one_step()
-            device.believe(since, own())
-    return StepFigures(memory, settled, tuple(figures.peak.allocated for figures in seen), times)
+        with device.paused():
+            # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
+            counted = count_step(lambda: [phase.run() for phase in phases], device, compiled=compiled)
+            if allowance is not None:
+                sample = _sample(phases, device, allowance.share)
+                allowance.spend(sample.spent)
+                laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, allowance)
+                times = Times((sample,), laps)
+        # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
+        one_step()
+        device.believe(since, own())
+    return StepFigures(memory, settled, tuple(figures.peak.allocated for figures in seen), times, counted)
+
+
+def sample_again(
+    phases: Sequence[Phase],
+    device: Device,
+    windows: Windows,
+    own: Callable[[], Iterable[torch.UntypedStorage]],
+    seconds: float,
+) -> Sample:
+    """Another sample of a step that has been measured; a step that is seen ends it, as in `measure_step`.
+
+    Taken after a pause of `SECONDS_BETWEEN_SAMPLES`, so that one burst of somebody else's work is not in both.
+    """
+    time.sleep(SECONDS_BETWEEN_SAMPLES)
+    since = device.known()
+    device.settle()
+    with cyclic_collector_off():
+        with device.paused():
+            sample = _sample(phases, device, seconds, ROUNDS_TO_DECIDE)
+        _one_step(phases, device, windows, 0, 0)
+        device.believe(since, own())
+    return sample
+
+
+def _sample(phases: Sequence[Phase], device: Device, seconds: float, fewest: int = 1) -> Sample:
+    with device.alone() as crowded:
+        sample = sample_step(lambda: [phase.run() for phase in phases], device, seconds, fewest)
+    return sample if crowded is None else replace(sample, invalid=crowded)
 
 
 def live_at_rest(device: Device, expected: int) -> int:

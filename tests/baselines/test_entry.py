@@ -9,6 +9,8 @@ import pytest
 from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
 from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.timing.samples import Round, Sample, Times
 
 ENVIRONMENT = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 WORKLOAD = Workload("train_step", "fp32", 1000, "int64[4, 256]")
@@ -48,6 +50,24 @@ def test_an_entry_with_other_times_date_and_commit_says_the_same():
 
 def test_an_entry_with_one_byte_more_says_something_else():
     assert not entry(peak_allocated=6).says_the_same(entry(peak_allocated=5))
+
+
+def test_an_accepted_measurement_keeps_its_counts_as_whole_numbers():
+    metrics = {"peak_allocated": 5, "flops": 123_456_789_012, "operators": 1284, "syncs": 0}
+    accepted = entry_of(Measurement("train_step", WORKLOAD, ENVIRONMENT, metrics), "2026-11-02", None)
+    assert accepted.metrics == metrics
+    assert all(isinstance(value, int) for value in accepted.metrics.values())
+
+
+@pytest.mark.parametrize("count", ["flops", "operators", "syncs", "launches"])
+def test_an_entry_with_one_of_a_count_more_says_something_else(count):
+    assert not entry(peak_allocated=5, **{count: 8}).says_the_same(entry(peak_allocated=5, **{count: 7}))
+
+
+def test_counts_under_another_release_of_torch_say_something_else():
+    # Bytes do not depend on it. Counts may: as long as it is another release, more of them are only doubted.
+    later = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.14.0"})
+    assert not entry(environment=later, peak_allocated=5, syncs=0).says_the_same(entry(peak_allocated=5, syncs=0))
 
 
 def test_an_entry_with_a_metric_more_says_something_else():
@@ -112,3 +132,32 @@ def test_a_composition_is_news_only_where_there_is_none():
     assert not one.says_the_same(without)
     assert without.says_the_same(one)
     assert one.says_the_same(other), "a line moved, and no byte"
+
+
+# Times
+
+
+def runs_of(*samples: Sample) -> Runs | None:
+    """The runs that accepting a measurement with these samples makes."""
+    times = Times(samples) if samples else None
+    measurement = Measurement("train_step", WORKLOAD, ENVIRONMENT, {"peak_allocated": 1}, times=times)
+    return entry_of(measurement, "2026-11-02", None).runs
+
+
+def sample_of(seconds: float, pace: float | None = None, invalid: str | None = None) -> Sample:
+    return Sample((Round(seconds, pace),), 1, invalid)
+
+
+def test_an_accepted_measurement_is_the_first_run_of_its_baseline():
+    assert runs_of(sample_of(0.0123456789, 2e9)) == Runs((0.012346,), (24_691_000.0,))
+    assert runs_of(sample_of(0.5)) == Runs((0.5,))
+
+
+def test_a_sample_that_something_disturbed_makes_no_run():
+    assert runs_of(sample_of(0.5, invalid="the GPU was throttled")) is None
+    assert runs_of() is None
+
+
+def test_of_two_samples_the_one_to_go_by_makes_the_run():
+    disturbed = sample_of(0.4, invalid="the GPU was throttled")
+    assert runs_of(disturbed, sample_of(0.6)) == runs_of(sample_of(0.6), sample_of(0.7)) == Runs((0.6,))

@@ -15,7 +15,8 @@ from pytest_gpumem.baselines.entry import Entry, Key
 from pytest_gpumem.baselines.format import FORMAT, FormatError, parse, render
 from pytest_gpumem.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.timing.comparison import Runs
 
 if TYPE_CHECKING:
     import random
@@ -106,7 +107,7 @@ WORKLOADS = st.builds(
     parameters=st.none() | SIZES,
     batch=st.none() | TEXTS,
 )
-KINDS_OF_VALUES = {name: SIZES if metric.unit == "bytes" else TIMES for name, metric in METRICS.items()}
+KINDS_OF_VALUES = {name: SIZES if metric.unit in WHOLE else TIMES for name, metric in METRICS.items()}
 METRIC_VALUES = st.fixed_dictionaries(
     {"peak_allocated": KINDS_OF_VALUES.pop("peak_allocated")}, optional=KINDS_OF_VALUES
 )
@@ -302,6 +303,74 @@ def test_a_merge_conflict_is_told_by_its_line():
 def test_what_a_careless_merge_leaves_behind_is_told_by_its_line(mark):
     with pytest.raises(FormatError, match=r"^line 1 is a merge-conflict mark"):
         parse(f"{mark}\n{TEXT}", FILE)
+
+
+# Runs
+
+TIMED = replace(TRAIN, runs=Runs((0.01231, 0.01228), (21_820_000.0, 21_790_000.0)))
+TIMED_ENTRIES = {**ENTRIES, Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step"): TIMED}
+STEP_TIMES = """\
+step_times = [
+    0.01231,
+    0.01228,
+]
+"""
+STEP_CYCLES = """\
+step_cycles = [
+    21820000.0,
+    21790000.0,
+]
+"""
+TIMED_TEXT = TEXT.replace("throughput = 649.9\n", f"throughput = 649.9\n{STEP_TIMES}{STEP_CYCLES}")
+
+
+def test_the_accepted_runs_are_a_line_each_the_latest_last():
+    assert render(TIMED_ENTRIES) == TIMED_TEXT
+    assert parse(TIMED_TEXT, FILE) == TIMED_ENTRIES
+
+
+def test_runs_whose_clock_was_not_read_have_no_cycles():
+    entries = {Key(FILE, "test_a", "train_step"): replace(TRAIN, runs=Runs((0.01231,)))}
+    assert "step_cycles" not in render(entries)
+    assert parse(render(entries), FILE) == entries
+
+
+def test_whole_numbers_are_times_too():
+    text = TIMED_TEXT.replace("0.01231,", "1,").replace("21820000.0,", "21820000,")
+    runs = parse(text, FILE)[Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step")].runs
+    assert runs == Runs((1, 0.01228), (21_820_000, 21_790_000.0))
+
+
+@unhurried
+@given(st.lists(st.tuples(st.floats(1e-9, 1e6), st.floats(1.0, 1e15)), min_size=1, max_size=10), st.booleans())
+def test_runs_that_were_written_are_read_back_whole(runs, clock):
+    seconds, cycles = zip(*runs, strict=True)
+    entries = {Key(FILE, "test_a", "train_step"): replace(TRAIN, runs=Runs(seconds, cycles if clock else ()))}
+    assert parse(render(entries), FILE) == entries
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (STEP_TIMES, "", f"{STEP}.step_cycles is there without step_times"),
+        (STEP_TIMES, "step_times = 0.5\n", f"{STEP}.step_times is 0.5, expected an array of numbers"),
+        (STEP_TIMES, "step_times = []\n", f"{STEP}.step_times is [], expected an array of numbers"),
+        ("0.01228,", '"12 ms",', f"{STEP}.step_times is '12 ms', expected int or float"),
+        ("0.01228,", "true,", f"{STEP}.step_times is True, expected int or float"),
+        ("0.01228,", "0.0,", f"{STEP}.step_times is [0.01231, 0.0], expected finite numbers above zero"),
+        ("0.01228,", "-1.0,", f"{STEP}.step_times is [0.01231, -1.0], expected finite numbers above zero"),
+        ("0.01228,", "inf,", f"{STEP}.step_times is [0.01231, inf], expected finite numbers above zero"),
+        ("0.01228,", "nan,", f"{STEP}.step_times is [0.01231, nan], expected finite numbers above zero"),
+        ("21790000.0,", "0,", f"{STEP}.step_cycles is [21820000.0, 0], expected finite numbers above zero"),
+        ("    21790000.0,\n", "", f"{STEP}.step_cycles: 2 runs in seconds and 1 in cycles"),
+        ("step_times =", "step_time_s =", f"{STEP}.step_cycles is there without step_times"),
+        (STEP_CYCLES, "step_cycle = []\n", f"{STEP}.step_cycle: unknown key; did you mean 'step_cycles'?"),
+    ],
+)
+def test_broken_runs_are_told_by_their_key(old, new, message):
+    assert old in TIMED_TEXT
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}"):
+        parse(TIMED_TEXT.replace(old, new, 1), FILE)
 
 
 # Compositions

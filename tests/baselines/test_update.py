@@ -15,6 +15,8 @@ from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
+from pytest_gpumem.timing.samples import Round, Sample, Times
 
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 KEY = Key("tests/test_gpt.py", "test_a", "call")
@@ -98,6 +100,39 @@ def test_improving_adds_a_metric_that_the_stored_entry_has_not():
     assert entry.metrics == {"peak_allocated": GB // 2, "retained": 0}
 
 
+# Metrics that a stored entry lacks
+
+
+def test_what_an_entry_lacks_is_added_and_all_else_of_it_stays():
+    stored = stored_entry(peak_allocated=GB, step_time=0.5)
+    entry = written("new", stored, peak_allocated=GB - 5, retained=7, flops=100, syncs=2, step_time=0.4)
+    assert entry == replace(stored, metrics={**stored.metrics, "retained": 7, "flops": 100, "syncs": 2})
+
+
+def test_what_an_entry_lacks_is_added_beside_a_regression_which_stays():
+    entry = written("new", stored_entry(peak_allocated=GB), peak_allocated=2 * GB, syncs=2)
+    assert entry.metrics == {"peak_allocated": GB, "syncs": 2}
+
+
+def test_counts_of_another_release_of_torch_are_not_added_to_an_entry_of_this_one():
+    stored = replace(stored_entry(peak_allocated=GB), environment=Environment(CPU.slug, CPU.device, {"torch": "2.6.0"}))
+    assert written("new", stored, peak_allocated=GB, syncs=2) is None
+    entry = written("all", stored, peak_allocated=GB, syncs=2)
+    assert (entry.metrics["syncs"], entry.environment) == (2, CPU)
+
+
+def test_nothing_is_added_to_an_entry_of_another_workload():
+    assert (
+        written("new", stored_entry(peak_allocated=GB), Workload("call", batch="int64[8]"), syncs=2, peak_allocated=1)
+        is None
+    )
+
+
+def test_counts_that_are_no_longer_taken_are_not_kept_when_everything_is_accepted_and_times_are():
+    stored = stored_entry(peak_allocated=GB, syncs=2, throughput=3.5)
+    assert written("all", stored, peak_allocated=GB).metrics == {"peak_allocated": GB, "throughput": 3.5}
+
+
 def test_each_measurement_is_decided_by_itself():
     other = Key("tests/test_gpt.py", "test_b", "call")
     better = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB // 2})
@@ -170,3 +205,106 @@ def test_every_mode_says_which_outcomes_it_mends():
 @pytest.mark.parametrize("mode", [None, *UPDATE_MODES])
 def test_no_update_mends_what_is_over_budget_or_was_not_measured(mode):
     assert ACCEPTS[mode].isdisjoint({Outcome.OVER_BUDGET, Outcome.UNMEASURED})
+
+
+# Times
+
+TRAIN = Workload("train_step", "fp32", 1000, "int64[8]")
+XEON, EPYC = (Environment("cpu-x86_64", "CPU (x86_64)", {"machine": name}) for name in ("Xeon", "EPYC"))
+
+
+def timed_entry(*seconds: float, machine=XEON, **metrics) -> Entry:
+    runs = Runs(seconds) if seconds else None
+    return Entry(TRAIN, machine, {"peak_allocated": GB, "step_time": 1.0, **metrics}, "2026-11-02", runs=runs)
+
+
+def written_times(
+    mode, stored, *seconds: float, machine=XEON, workload=TRAIN, invalid=None, peak_allocated=GB
+) -> Entry | None:
+    """What an update writes for a step with a steady sample of each of ``seconds``; of none, it was not timed."""
+    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid) for one in seconds)) if seconds else None
+    metrics = {"peak_allocated": peak_allocated} | ({} if times is None else {"step_time": times.median})
+    measurement = Measurement("train_step", workload, machine, metrics, times=times)
+    verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
+    entry = entry_of(measurement, "2026-12-24", "new1234")
+    return entries_to_write(mode, {KEY: (verdict, entry)}, {KEY: stored}).get(KEY)
+
+
+def test_the_runs_of_one_speed_are_gathered_until_enough_are_known():
+    entry = timed_entry(1.0)
+    for number in range(1, MOST_RUNS):
+        entry = written_times("all", entry, 1 + number / 1000)
+        assert entry.runs.seconds[-1] == 1 + number / 1000
+        assert entry.metrics["step_time"] == entry.runs.median
+    assert len(entry.runs.seconds) == MOST_RUNS
+    assert written_times("all", entry, 1.002) is None
+
+
+def test_once_enough_runs_are_known_the_latest_goes_with_what_else_is_news():
+    entry = written_times("all", timed_entry(*[1.0] * MOST_RUNS), 1.002, peak_allocated=2 * GB)
+    assert entry.runs == Runs((*[1.0] * (MOST_RUNS - 1), 1.002))
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["faster", "slower"])
+def test_runs_of_another_speed_that_is_accepted_begin_anew(seconds):
+    stored = timed_entry(*[1.0] * MOST_RUNS)
+    entry = written_times("all", stored, seconds, seconds)
+    assert entry.runs == Runs((seconds,))
+    assert entry.metrics["step_time"] == seconds
+
+
+def test_a_time_that_is_uncertain_is_one_of_the_runs():
+    assert written_times("all", timed_entry(*[1.0] * 9), 1.056).runs == Runs((*[1.0] * 9, 1.056))
+
+
+def test_runs_of_another_machine_begin_anew():
+    entry = written_times("all", timed_entry(*[1.0] * MOST_RUNS), 1.0, machine=EPYC)
+    assert (entry.runs, entry.environment) == (Runs((1.0,)), EPYC)
+
+
+def test_runs_of_other_work_begin_anew():
+    other = replace(TRAIN, batch="int64[16]")
+    assert written_times("all", timed_entry(1.0, 1.0), 1.0, workload=other).runs == Runs((1.0,))
+
+
+def test_times_that_the_store_lacks_are_added_with_everything():
+    assert written_times("all", timed_entry(), 1.0).runs == Runs((1.0,))
+
+
+def test_a_disturbed_sample_is_none_of_the_runs():
+    stored = timed_entry(1.0, 1.0)
+    assert written_times("all", stored, 1.0, invalid="the GPU was throttled") is None
+    entry = written_times("all", stored, 1.0, invalid="the GPU was throttled", peak_allocated=2 * GB)
+    assert entry.runs == Runs((1.0, 1.0))
+    assert written_times("new", Absent(), 1.0, invalid="the GPU was throttled").runs is None
+
+
+def test_a_session_that_takes_no_time_keeps_the_runs_of_this_machine_only():
+    stored = timed_entry(1.0, 1.0)
+    assert written_times("all", stored, peak_allocated=2 * GB).runs == Runs((1.0, 1.0))
+    assert written_times("all", stored, peak_allocated=2 * GB, machine=EPYC).runs is None
+
+
+def test_a_faster_step_begins_anew_where_improvements_are_wanted():
+    stored = timed_entry(*[1.0] * MOST_RUNS)
+    entry = written_times("improved", stored, 0.5, 0.5)
+    assert (entry.runs, entry.metrics["step_time"]) == (Runs((0.5,)), 0.5)
+
+
+@pytest.mark.parametrize("seconds", [0.99, 1.0, 2.0])
+def test_a_step_that_is_not_faster_is_left_alone_where_improvements_are_wanted(seconds):
+    stored = timed_entry(*[1.0] * MOST_RUNS)
+    assert written_times("improved", stored, seconds) is None
+    entry = written_times("improved", stored, seconds, peak_allocated=GB // 2)
+    assert (entry.runs, entry.metrics["step_time"]) == (stored.runs, 1.0)
+
+
+def test_an_improvement_seen_on_another_machine_does_not_make_its_times_those_of_this_one():
+    entry = written_times("improved", timed_entry(1.0), 1.0, machine=EPYC, peak_allocated=GB // 2)
+    assert (entry.environment, entry.runs) == (EPYC, None)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
+def test_stored_times_stay_where_only_the_new_is_wanted(seconds):
+    assert written_times("new", timed_entry(1.0), seconds) is None
+    assert written_times("new", Absent(), seconds).runs == Runs((seconds,))

@@ -6,15 +6,17 @@ others: no figure of them is one of a GPU.
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_gpumem.devices.cuda_runtime import GpuProperties
+from pytest_gpumem.devices.nvml import GpuNow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pytest_gpumem.devices.cpu import CpuDevice
 
@@ -60,7 +62,19 @@ class HostAsCuda:
     def allocate(self, nbytes: int) -> object:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def time(self, run: Callable[[], None]) -> float:
-        began = time.perf_counter()
+    def gpu(self) -> GpuNow:
+        return GpuNow()
+
+    def sm_clock(self) -> float | None:
+        return None
+
+    def launches(self, run: Callable[[], object]) -> int | None:
         run()
-        return time.perf_counter() - began
+        return None
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        borders = [time.perf_counter()]
+        for run in runs:
+            run()
+            borders.append(time.perf_counter())
+        return [end - start for start, end in itertools.pairwise(borders)]

@@ -163,7 +163,7 @@ def test_on_cuda_four_counters_are_read_at_every_border_of_a_phase(cuda: tuple[C
     for reading in result["peaks"].values():
         assert sorted(reading) == COUNTERS
         assert reading == {name: times * reading["requested"] for name, times in TIMES.items()}
-    bench = Bench(device, Windows(device), timed=False)
+    bench = Bench(device, Windows(device), allowance=None)
     measured = measure_train_step(bench, case.subject.build, case.subject.batch, config=case.config).metrics()
     for phase in ("forward", "backward", "optimizer"):
         assert result["peaks"][phase]["requested"] == measured[f"peak_{phase}"]

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
@@ -585,7 +586,34 @@ def test_the_environment_names_what_moves_the_figures(monkeypatch):
     assert dict(environment.details) == {
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": proc.machine(),
     }
+
+
+def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkeypatch):
+    monkeypatch.setattr(proc, "waited_seconds", lambda: 0.25)
+    monkeypatch.setattr(proc, "cpu_times", lambda: proc.CpuTimes(busy=30.0, stolen=0.5, cores=2))
+    monkeypatch.setattr("time.process_time", lambda: 10.0)
+    monkeypatch.setattr("time.perf_counter", lambda: 7.0)
+    conditions = device.conditions()
+    assert (conditions.seconds, conditions.waited) == (7.0, 0.25)
+    assert (conditions.others, conditions.stolen, conditions.cores) == (20.0, 0.5, 2)
+
+
+def test_conditions_can_be_read_where_there_is_no_proc(device, monkeypatch):
+    monkeypatch.setattr(proc, "waited_seconds", lambda: None)
+    monkeypatch.setattr(proc, "cpu_times", lambda: None)
+    conditions = device.conditions()
+    assert (conditions.waited, conditions.others, conditions.stolen, conditions.cores) == (None, None, None, None)
+
+
+def test_the_pace_is_a_rate_and_taking_it_is_not_recorded(device):
+    with device.paused():
+        assert device.pace() > 0
+    before = device.turnover()
+    device.pace()
+    assert device.live() == 0
+    assert device.turnover() == before
 
 
 def test_nothing_is_left_in_the_environment_variables(device):

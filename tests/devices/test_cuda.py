@@ -13,11 +13,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open
+from pytest_gpumem.devices.nvml import GpuNow, Strangers
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
@@ -51,6 +53,8 @@ class SyntheticCuda:
         self._events = 0
         self.calls: list[str] = []
         self.capability = (9, 0)
+        self.retries = 0
+        self.nvml = GpuNow()
 
     def torch_device(self):
         return torch.device("cuda", 0)
@@ -64,7 +68,7 @@ class SyntheticCuda:
             values[f"{counter}.all.current"] = self._current[counter]
             values[f"{counter}.all.peak"] = self._peak[counter]
             values[f"{counter}.all.allocated"] = self._ever[counter]
-        return values
+        return {**values, "num_alloc_retries": self.retries}
 
     def reset_peaks(self):
         # As torch does it: our own resets go through the function that measured code calls, too.
@@ -126,9 +130,20 @@ class SyntheticCuda:
     def make_workspace(self, nbytes):
         self._workspace = self.allocate(nbytes)
 
-    def time(self, run):
+    def gpu(self):
+        return self.nvml
+
+    def sm_clock(self):
+        return self.nvml.sm_clock
+
+    def launches(self, run):
         run()
-        return 0.25
+        return 42
+
+    def laps(self, runs):
+        for run in runs:
+            run()
+        return [0.25] * len(runs)
 
     def _tell(self, token, *actions):
         if self._stretch is not None:
@@ -578,39 +593,6 @@ def test_nothing_can_be_read_from_a_closed_device(cuda, read):
         read(CudaDevice(cuda))
 
 
-def locks_of(log: list[str]):
-    @contextmanager
-    def lock():
-        log.append("locked")
-        try:
-            yield
-        finally:
-            log.append("unlocked")
-
-    return lock
-
-
-def test_the_gpu_is_ours_while_the_device_is_open(cuda):
-    log: list[str] = []
-    device = CudaDevice(cuda, locks_of(log))
-    assert log == []
-    device.open()
-    assert log == ["locked"]
-    device.close()
-    assert log == ["locked", "unlocked"]
-    device.open()
-    device.close()
-    assert log == ["locked", "unlocked"] * 2
-
-
-def test_the_gpu_is_given_back_when_the_device_cannot_be_used():
-    log: list[str] = []
-    device = CudaDevice(SyntheticCuda(counts=False), locks_of(log))
-    with pytest.raises(DeviceUnavailable):
-        device.open()
-    assert log == ["locked", "unlocked"]
-
-
 # Settling, time and place
 
 
@@ -632,6 +614,12 @@ def test_releasing_workspaces_empties_the_cache_so_that_blocks_of_other_streams_
 def test_time_is_that_of_the_runtime(device):
     ran = []
     assert device.time(lambda: ran.append(True)) == 0.25
+    assert ran == [True]
+
+
+def test_kernel_launches_are_those_of_the_runtime(device):
+    ran = []
+    assert device.launches(lambda: ran.append(True)) == 42
     assert ran == [True]
 
 
@@ -680,7 +668,37 @@ def test_the_environment_names_what_moves_the_figures(cuda, monkeypatch, variabl
         "cuda": str(torch.version.cuda),
         "driver": "580.95.05",
         "allocator": allocator,
+        "machine": proc.machine(),
     }
+
+
+# Conditions and pace
+
+
+def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda):
+    cuda.retries = 3
+    cuda.nvml = GpuNow(frozenset({"SwPowerCap"}), 1.41e9, 1.98e9, Strangers(1, frozenset({4711})))
+    conditions = CudaDevice(cuda).conditions()
+    assert conditions.retries == 3
+    assert (conditions.clock_events, conditions.sm_clock) == (frozenset({"SwPowerCap"}), 1.41e9)
+    assert (conditions.sm_clock_default, conditions.strangers) == (1.98e9, 1)
+    assert conditions.stranger_pids == frozenset({4711})
+
+
+def test_without_nvml_nothing_is_known_of_the_clocks_and_of_others(cuda):
+    conditions = CudaDevice(cuda).conditions()
+    assert (conditions.clock_events, conditions.sm_clock, conditions.strangers) == (None, None, None)
+    assert CudaDevice(cuda).pace() is None
+
+
+def test_what_others_do_on_the_cpu_is_no_condition_of_a_gpu(cuda):
+    conditions = CudaDevice(cuda).conditions()
+    assert (conditions.others, conditions.stolen) == (None, None)
+
+
+def test_the_pace_of_a_gpu_is_its_sm_clock(cuda):
+    cuda.nvml = GpuNow(sm_clock=1.755e9)
+    assert CudaDevice(cuda).pace() == 1.755e9
 
 
 @pytest.mark.parametrize(

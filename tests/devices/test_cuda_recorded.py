@@ -13,6 +13,7 @@ from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import Stretch
 from pytest_gpumem.devices.events import AllocationEvent
+from pytest_gpumem.devices.nvml import GpuNow
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.runner import Phase, measure_step
 from tests.gpu.recording import (
@@ -33,7 +34,7 @@ from tests.gpu.recording import (
 from tests.gpu.step_recording import StepRecording, recording_of, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -244,7 +245,7 @@ def measured_step(recording: Recording) -> dict[str, int]:
             own=dict,
             own_before=PARAMETERS,
             live_before=device.live(),
-            timed=False,
+            allowance=None,
         )
         metrics = figures.memory.memory_metrics()
         assert figures.settled
@@ -340,7 +341,17 @@ class MadeUpCuda:
     def allocate(self, nbytes: int) -> object:
         return Block(self, nbytes)
 
-    def time(self, run: Callable[[], None]) -> float:
+    def gpu(self) -> GpuNow:
+        return GpuNow()
+
+    def sm_clock(self) -> float | None:
+        return None
+
+    def launches(self, run: Callable[[], object]) -> int | None:
+        run()
+        return None
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         raise AssertionError("nothing is timed")
 
     def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:

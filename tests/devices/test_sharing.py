@@ -1,14 +1,12 @@
-"""Several workers and the GPUs of one machine: who gets which, and whose turn it is."""
+"""Several workers and the GPUs of one machine: who gets which."""
 
 from __future__ import annotations
 
 import pytest
-from filelock import FileLock, Timeout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.sharing import (
-    exclusive_gpu,
     give_worker_its_gpu,
     gpu_of_worker,
     installed_gpus,
@@ -94,60 +92,3 @@ def test_a_worker_sees_only_its_own_gpu_from_then_on(monkeypatch, chosen, instal
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     give_worker_its_gpu("gw1")
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == after
-
-
-# Turns
-
-
-@pytest.fixture
-def worker(monkeypatch, tmp_path):
-    """This process as a worker, with a folder for locks of its own."""
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_alone_a_process_needs_no_lock(monkeypatch):
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    assert exclusive_gpu("GPU-8f2c") is None
-
-
-def test_a_worker_holds_its_gpu_while_it_measures(worker):
-    enter = exclusive_gpu("GPU-8f2c")
-    assert list(worker.rglob("*.lock")) == []
-    with enter():
-        (lock,) = worker.rglob("*.lock")
-        with pytest.raises(Timeout):
-            FileLock(lock).acquire(timeout=0)
-    with FileLock(lock).acquire(timeout=0) as again:
-        assert again.lock_counter == 1
-
-
-def test_a_gpu_is_held_again_and_again(worker):
-    enter = exclusive_gpu("GPU-8f2c")
-    for _ in range(2):
-        with enter():
-            (lock,) = worker.rglob("*.lock")
-            with pytest.raises(Timeout):
-                FileLock(lock).acquire(timeout=0)
-
-
-def test_two_gpus_are_held_at_once(worker):
-    with exclusive_gpu("GPU-8f2c")(), exclusive_gpu("GPU-11aa")():
-        assert len(list(worker.rglob("*.lock"))) == 2
-
-
-def test_the_name_of_a_gpu_cannot_lead_out_of_the_folder(worker):
-    with exclusive_gpu("../../MIG-8f2c/0")():
-        (lock,) = worker.rglob("*.lock")
-    assert lock.parent.parent == worker
-
-
-def test_a_user_without_a_name_gets_a_lock_too(worker, monkeypatch):
-    def nobody():
-        # As in a container that runs under a number that /etc/passwd does not have.
-        raise KeyError("getpwuid(): uid not found: 1000650000")
-
-    monkeypatch.setattr("getpass.getuser", nobody)
-    with exclusive_gpu("GPU-8f2c")():
-        assert len(list(worker.rglob("*.lock"))) == 1

@@ -14,6 +14,7 @@ from pytest_gpumem.explain.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.timing.samples import Round, Sample, Times
 
 unhurried = settings(deadline=None)
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
@@ -141,6 +142,12 @@ DIFFERENCES = st.builds(
     Difference, st.integers(0, 2**53), st.integers(0, 2**53), st.lists(CHANGES, max_size=3).map(tuple)
 )
 NUMBERS = st.integers(0, 2**53) | st.floats(0, allow_nan=False, allow_infinity=False)
+SECONDS = st.floats(1e-9, 1e6)
+ROUNDS = st.builds(Round, SECONDS, st.none() | SECONDS, st.none() | st.text(min_size=1, max_size=4))
+SAMPLES = st.builds(Sample, st.lists(ROUNDS, min_size=1, max_size=3).map(tuple), st.integers(1, 99), st.none() | TEXTS)
+TIMES = st.builds(
+    Times, st.lists(SAMPLES, min_size=1, max_size=2).map(tuple), st.dictionaries(TEXTS, SECONDS, max_size=2)
+)
 MEASUREMENTS = st.builds(
     Measurement,
     name=TEXTS,
@@ -151,6 +158,8 @@ MEASUREMENTS = st.builds(
     notes=st.lists(TEXTS, max_size=2).map(tuple),
     recomputed=st.none() | st.integers(0),
     explanation=st.none() | EXPLANATIONS,
+    times=st.none() | TIMES,
+    work=st.dictionaries(st.sampled_from(["samples", "tokens", "items"]), st.floats(0, 1e9), max_size=3),
 )
 METRIC_VERDICTS = st.builds(
     MetricVerdict,
@@ -161,6 +170,8 @@ METRIC_VERDICTS = st.builds(
     allowed=st.none() | NUMBERS,
     budget=st.none() | NUMBERS,
     reason=st.none() | TEXTS,
+    interval=st.none() | st.tuples(SECONDS, SECONDS),
+    of=st.none() | st.sampled_from(["samples", "steps"]),
 )
 VERDICTS = st.builds(
     Verdict,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_runtime import GpuProperties
+from pytest_gpumem.devices.nvml import GpuNow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -187,9 +188,20 @@ class ReplayedCuda:
         weakref.finalize(block, self._probe, -nbytes)
         return block
 
-    def time(self, run: Callable[[], None]) -> float:
+    def gpu(self) -> GpuNow:
+        return GpuNow()
+
+    def sm_clock(self) -> float | None:
+        return None
+
+    def launches(self, run: Callable[[], object]) -> int | None:
         run()
-        return 0.0
+        return None
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        for run in runs:
+            run()
+        return [0.0] * len(runs)
 
     def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
         raise AssertionError("a recording of statistics has no events")

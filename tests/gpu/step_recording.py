@@ -25,7 +25,7 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.explain.trace import trace_from_plain
 from pytest_gpumem.steps.bench import Bench, Explaining
 from pytest_gpumem.steps.config import as_config
-from pytest_gpumem.steps.measured import measure_train_step
+from pytest_gpumem.steps.measured import Asked, measure_train_step
 from tests.gpu.project import REPOSITORY
 
 if TYPE_CHECKING:
@@ -153,8 +153,10 @@ def run_step(device: Device, config: str = "fp32") -> Ran:
     def ran_out(explanation: Explanation) -> None:
         raise AssertionError(f"the step ran out of memory: {explanation}")
 
-    bench = Bench(device, Windows(device), timed=False, explaining=Explaining(Sites(REPOSITORY), kept.append, ran_out))
-    step = measure_train_step(bench, TwoLayers, batch(), config=as_config(config), wanted=lambda _: True)
+    bench = Bench(
+        device, Windows(device), allowance=None, explaining=Explaining(Sites(REPOSITORY), kept.append, ran_out)
+    )
+    step = measure_train_step(bench, TwoLayers, batch(), config=as_config(config), asked=Asked(lambda _: True))
     assert step.explanation is not None
     (recorded,) = kept
     return Ran(step.metrics()["peak_allocated"], step.explanation, recorded)

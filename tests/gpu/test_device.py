@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -132,3 +133,31 @@ def test_closing_gives_back_the_functions_that_reset_peaks(device: Device) -> No
     device.close()
     assert torch.cuda.reset_peak_memory_stats is not while_open
     gc.collect()
+
+
+def test_nvml_knows_this_gpu_while_it_works(device: Device) -> None:
+    """Its clock, and that this process is not somebody else."""
+    matrix = torch.rand(4096, 4096, device="cuda")
+    before = device.conditions()
+    device.time(lambda: [matrix @ matrix for _ in range(50)])
+    pace, after = device.pace(), device.conditions()
+    if after.clock_events is None:
+        pytest.skip("NVML does not tell this GPU's clocks")
+    assert pace is not None
+    assert 1e8 < pace < 1e10
+    assert after.sm_clock_default is not None
+    assert pace <= 1.2 * after.sm_clock_default
+    assert after.retries == before.retries
+    assert os.getpid() not in after.stranger_pids
+
+
+def test_kernels_are_counted_and_copies_are_not(device: Device) -> None:
+    x = torch.ones(1000, device="cuda")
+
+    def run() -> None:
+        y = x + 1
+        y.mul_(2)
+        y.cpu()
+
+    assert [device.launches(run) for _ in range(3)] == [2, 2, 2]
+    assert device.launches(lambda: None) in (None, 0)

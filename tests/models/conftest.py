@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.timing.sampling import Times
+from pytest_gpumem.timing.samples import Round, Sample
 
 
 @pytest.fixture
@@ -16,4 +16,5 @@ def _the_same_weights_and_data() -> None:
 @pytest.fixture
 def _without_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ``--gpumem-no-time``: steps are not repeated for their time, where a test says nothing about it."""
-    monkeypatch.setattr("pytest_gpumem.steps.runner.time_step", lambda *_: Times((1.0,)))
+    monkeypatch.setattr("pytest_gpumem.steps.runner.sample_step", lambda *_: Sample((Round(1.0),)))
+    monkeypatch.setattr("pytest_gpumem.steps.runner.time_phases", lambda *_: {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 
@@ -14,9 +15,11 @@ from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.reports.failure import failure_text, measured_section
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.timing.comparison import LEVEL, Runs
+from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.units import Rate
 
 unhurried = settings(deadline=None)
 
@@ -50,18 +53,16 @@ def literal(text: str) -> str:
 
 
 def test_a_regression():
-    now = measured(peak_allocated=9_310_000_000, peak_forward=5 * GB, retained=0, step_time=0.01238, throughput=646.2)
-    earlier = stored(peak_allocated=8_120_000_000, retained=0, step_time=0.01231, throughput=649.9)
+    now = measured(peak_allocated=9_310_000_000, peak_forward=5 * GB, retained=0, step_time=0.01238)
+    earlier = stored(peak_allocated=8_120_000_000, retained=0)
     assert text_of((now, Budget(), earlier)) == literal(
         """
         GPU memory regressed: peak 9.31 GB, baseline 8.12 GB: +1.19 GB (+14.7 %), allowed +0.5 %
 
-          metric          baseline       now   change   allowed
-          peak allocated   8.12 GB   9.31 GB  +14.7 %    +0.5 %  regressed
-          peak forward               5.00 GB
-          retained             0 B       0 B   +0.0 %  +1.00 MB  ok
-          step time       12.31 ms  12.38 ms   +0.6 %
-          throughput        650 /s    646 /s   -0.6 %
+          metric          baseline      now   change   allowed
+          peak allocated   8.12 GB  9.31 GB  +14.7 %    +0.5 %  regressed
+          peak forward              5.00 GB
+          retained             0 B      0 B   +0.0 %  +1.00 MB  ok
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
@@ -280,10 +281,93 @@ def test_a_note_of_the_measurement_is_told_once():
     assert text.count(note) == 1
 
 
-def test_a_slower_step_is_not_told_in_bytes():
-    now, earlier = measured(step_time=0.2), stored(step_time=0.1)
-    headline = text_of((now, Budget(), earlier), tolerances={"step_time": Tolerance(0.1)}).splitlines()[0]
-    assert headline == "Time regressed: step time 200.00 ms, baseline 100.00 ms: +100.0 %, allowed +10.0 %"
+@pytest.mark.parametrize(
+    ("metric", "then", "now", "headline"),
+    [
+        ("operators", 1236, 1284, "operators 1,284, baseline 1,236: +48 (+3.9 %), allowed +0.0 %"),
+        ("syncs", 0, 1, "syncs 1, baseline 0: +1, allowed +0"),
+        ("flops", 10**9, 10**9 + 4096, "FLOPs 1.00 GFLOP, baseline 1.00 GFLOP: +4.10 kFLOP (+0.0 %), allowed +0.0 %"),
+        ("launches", 400, 412, "kernel launches 412, baseline 400: +12 (+3.0 %), allowed +0.0 %"),
+    ],
+)
+def test_more_work_is_told_by_how_much_there_is_of_it(metric, then, now, headline):
+    heavier, lighter = measured(peak_allocated=GB, **{metric: now}), stored(peak_allocated=GB, **{metric: then})
+    assert text_of((heavier, Budget(), lighter)).splitlines()[0] == f"Work regressed: {headline}"
+
+
+# Speed
+
+
+ON_XEON = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.11.0", "machine": "Xeon, 8 cores"})
+ON_EPYC = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.11.0", "machine": "EPYC, 64 cores"})
+
+
+def timed(*seconds: float, environment=ON_XEON, invalid=None) -> Measurement:
+    """A measurement of a step on 8 samples, with a steady sample of each of ``seconds``."""
+    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid) for one in seconds))
+    metrics = {"peak_allocated": GB, "step_time": times.median}
+    return Measurement("train_step", TRAIN, environment, metrics, times=times, work={"samples": 8})
+
+
+def stored_times(*seconds: float) -> Entry:
+    metrics = {"peak_allocated": GB, "step_time": seconds[0]}
+    return Entry(TRAIN, ON_XEON, metrics, "2026-11-02", "abc1234", runs=Runs(seconds))
+
+
+def test_a_slower_step_is_told_in_seconds_and_with_the_interval_of_its_ratio():
+    text = text_of((timed(0.012, 0.0121), Budget(), stored_times(*[0.010] * 10)))
+    # The ends of the interval are the comparison's own.
+    headline, body = text.split("\n", 1)
+    found = re.fullmatch(
+        r"Time regressed: step time 12\.00 ms, baseline 10\.00 ms: \+20\.0 % \((\d\d) % between (\+1\d\.\d %) and "
+        r"(\+2\d\.\d %)\), allowed \+5\.0 %",
+        headline,
+    )
+    assert found is not None, headline
+    assert int(found[1]) == LEVEL * 100
+    assert literal(body) == literal(
+        """
+          metric          baseline            now   change  allowed
+          peak allocated   1.00 GB        1.00 GB   +0.0 %   +0.5 %  ok
+          step time       10.00 ms       12.00 ms  +20.0 %   +5.0 %  regressed
+          throughput                667 samples/s
+
+          baseline: 2026-11-02, CPU (x86_64), torch 2.11.0, commit abc1234
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_too_little_throughput_is_told_with_its_budget_and_where_that_is_set():
+    text = text_of((timed(0.012), Budget(min_throughput=Rate(800, "samples")), None))
+    assert text == literal(
+        """
+        Throughput below budget: throughput 667 samples/s, budget 800 samples/s: -16.7 %
+
+          metric                now         budget
+          step time        12.00 ms
+          throughput  667 samples/s  800 samples/s  over budget
+
+          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+        """
+    )
+
+
+def test_an_uncertain_time_that_strictness_does_not_let_pass_says_why():
+    now = timed(0.012, invalid="the GPU was throttled")
+    text = text_of((now, Budget(), stored_times(*[0.010] * 10)), strict=True)
+    assert text.startswith("Time may have regressed: step time 12.00 ms, baseline 10.00 ms: +20.0 % (")
+    assert "\n  note: step time: the GPU was throttled\n" in text
+
+
+def test_times_of_another_machine_that_a_limit_asked_for_are_accepted_with_everything():
+    now = timed(0.010, environment=ON_EPYC)
+    text = text_of((now, Budget(max_slowdown=0.1), stored_times(0.010)), strict=True)
+    reason = "time is not compared: the baseline's was taken on Xeon, 8 cores, this is EPYC, 64 cores"
+    assert f"\n  note: step time: {reason}\n" in text
+    # "new" would leave the baseline as it is.
+    assert text.endswith("--gpumem-update=all")
 
 
 # The command

@@ -13,15 +13,17 @@ from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.summary import MOST_ROWS, table
 from pytest_gpumem.results import TestResult
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.timing.samples import Round, Sample, Times
 
 GB = 10**9
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
 CALL = Workload("call")
 
 
-def verdict_on(now: dict, earlier: dict | Absent | None, name="call", budget=None):
-    baseline = Entry(CALL, H100, earlier, "2026-11-02") if isinstance(earlier, dict) else earlier
-    return judge(Measurement(name, CALL, H100, now), budget or Budget(), baseline, DEFAULT_TOLERANCES)
+def verdict_on(now: dict, earlier: dict | Absent | None, name="call", budget=None, times=None, runs=None):
+    baseline = Entry(CALL, H100, earlier, "2026-11-02", runs=runs) if isinstance(earlier, dict) else earlier
+    measurement = Measurement(name, CALL, H100, now, times=times, work={"samples": 8})
+    return judge(measurement, budget or Budget(), baseline, DEFAULT_TOLERANCES)
 
 
 def result(*verdicts, test="test_a", file="a.py") -> TestResult:
@@ -45,9 +47,10 @@ def test_a_row_a_measurement_and_a_column_a_metric():
         result(
             verdict_on(
                 {"peak_allocated": 9 * GB, "peak_forward": 5 * GB, "peak_backward": 9 * GB, "peak_optimizer": 8 * GB}
-                | {"step_time": 0.01231, "throughput": 649.9},
+                | {"step_time": 0.01231},
                 {"peak_allocated": 8 * GB},
                 "train_step",
+                times=Times((Sample((Round(0.01231),)),)),
             ),
             test="test_train[fp32]",
         ),
@@ -55,9 +58,26 @@ def test_a_row_a_measurement_and_a_column_a_metric():
     ]
     assert table(rows, "si", everything=False) == literal(
         """
-        test                       peak   change  forward  backward  optimizer  reserved  step time  throughput  verdict
-        a.py::test_train[fp32]  9.00 GB  +12.5 %  5.00 GB   9.00 GB    8.00 GB         -   12.31 ms      650 /s  regressed
-        a.py::test_call         1.00 GB   +0.0 %        -         -          -   2.00 GB          -           -  new
+        test                       peak   change  forward  backward  optimizer  reserved  step time     throughput  verdict
+        a.py::test_train[fp32]  9.00 GB  +12.5 %  5.00 GB   9.00 GB    8.00 GB         -   12.31 ms  650 samples/s  regressed
+        a.py::test_call         1.00 GB   +0.0 %        -         -          -   2.00 GB          -              -  new
+        recorded: time is not compared: the baseline has no times
+        new: the baseline has no such metric
+        """
+    )
+
+
+def test_counts_are_shown_where_they_changed_and_on_demand():
+    then = {"peak_allocated": GB, "operators": 1236, "syncs": 0}
+    same = [result(verdict_on(then, then))]
+    assert table(same, "si", everything=False)[0].split() == ["test", "peak", "change", "verdict"]
+    assert table(same, "si", everything=True)[0].split() == ["test", "peak", "change", "operators", "syncs", "verdict"]
+    changed = [*same, result(verdict_on(then | {"operators": 1284}, then), test="test_b")]
+    assert table(changed, "si", everything=False) == literal(
+        """
+        test             peak  change  operators  verdict
+        a.py::test_a  1.00 GB  +0.0 %      1,236  ok
+        a.py::test_b  1.00 GB  +0.0 %      1,284  regressed
         """
     )
 
@@ -178,3 +198,12 @@ def test_numbers_are_aligned_right_and_names_left():
 
 def test_a_line_ends_where_its_text_does():
     assert all(line == line.rstrip() for line in columns(("a", ""), [("x", ""), ("y", "z")], left=(0, 1)))
+
+
+def test_why_times_were_not_compared_is_told_once_for_all_tests():
+    now = {"peak_allocated": GB, "step_time": 0.5}
+    times = Times((Sample((Round(0.5),)),))
+    rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
+    assert table(rows, "si", everything=False)[-1] == (
+        "recorded: time is not compared: the baseline has no times (3 times)"
+    )

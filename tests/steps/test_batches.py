@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from pytest_gpumem.steps.batches import (
     describe,
     feed,
-    items_in,
     mapped,
     micro_batches,
     on_device,
     samples_in,
     tensors_in,
+    work_in,
 )
 
 unhurried = settings(deadline=None)
@@ -219,17 +219,27 @@ def test_a_batch_without_a_first_dimension_has_no_samples():
 
 def test_a_step_works_on_samples_unless_told_otherwise():
     batch = {"x": torch.ones(4, 8), "ids": ids()}
-    assert items_in(batch, None) == items_in(batch, "samples") == 4
-    assert items_in("text", None) is None
+    assert work_in(batch, None) == work_in(batch, "samples")
+    assert list(work_in(batch, None).items()) == [("samples", 4), ("tokens", 4 * 256)]
 
 
-def test_a_step_works_on_as_many_items_as_are_given():
-    assert items_in(ids(), 2.5) == 2.5
-    assert items_in(ids(), 0) == 0
+def test_a_step_on_nothing_that_can_be_counted_works_on_nothing():
+    assert work_in("text", None) == {}
+
+
+def test_a_batch_of_floats_has_no_tokens():
+    assert work_in(torch.ones(4, 8), None) == {"samples": 4}
+
+
+@pytest.mark.parametrize("items", [2.5, 0])
+def test_a_number_of_items_comes_before_what_the_batch_tells(items):
+    assert next(iter(work_in(ids(), items).items())) == ("items", items)
+    assert work_in("text", items) == {"items": items}
 
 
 def test_tokens_are_the_elements_of_the_first_tensor_of_integers():
-    assert items_in({"x": torch.ones(4, 8), "ids": ids(), "labels": ids()[:2]}, "tokens") == 4 * 256
+    work = work_in({"x": torch.ones(4, 8), "ids": ids(), "labels": ids()[:2]}, "tokens")
+    assert list(work.items()) == [("tokens", 4 * 256), ("samples", 4)]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +255,7 @@ def test_tokens_are_the_elements_of_the_first_tensor_of_integers():
 )
 def test_items_that_cannot_be_counted_are_told(batch, items, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        items_in(batch, items)
+        work_in(batch, items)
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -13,7 +13,14 @@ from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import FrozenHeap
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measured import MeasuredStep, measure_infer_step, measure_train_step
+from pytest_gpumem.steps.measured import (
+    Asked,
+    MeasuredStep,
+    measure_function,
+    measure_infer_step,
+    measure_train_step,
+)
+from pytest_gpumem.timing.allowance import TimeAllowance
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 4
 F32 = 4
@@ -42,7 +49,7 @@ def bench(request):
     heap.freeze()
     device = CpuDevice()
     device.open()
-    yield Bench(device, Windows(device), timed=request.param)
+    yield Bench(device, Windows(device), TimeAllowance(0.1) if request.param else None)
     device.close()
     heap.thaw()
 
@@ -115,6 +122,43 @@ def test_throughput_is_of_samples_unless_told_otherwise(bench):
     samples, items = (train(bench, "fp32", items=items).metrics() for items in (None, 10))
     assert samples["throughput"] == SAMPLES / samples["step_time"]
     assert items["throughput"] == 10 / items["step_time"]
+
+
+@timed
+def test_the_phases_of_a_step_have_times_of_their_own(bench):
+    step = train(bench, "fp32,accumulate=2")
+    phases = {name: value for name, value in step.metrics().items() if name.endswith("_time") and name != "step_time"}
+    assert phases.keys() == {"forward_time", "backward_time", "optimizer_time"}
+    assert all(seconds > 0 for seconds in phases.values())
+
+
+@timed
+def test_a_step_whose_time_is_doubted_has_another_sample_and_the_same_bytes(bench):
+    seen = []
+
+    def doubted(step: MeasuredStep) -> bool:
+        seen.append(step)
+        return True
+
+    believed = train(bench, asked=Asked(doubted=lambda _: False))
+    again = train(bench, asked=Asked(doubted=doubted))
+    assert len(believed.figures.times.samples) == len(seen[0].figures.times.samples) == 1
+    assert again.figures.times.samples[0] == seen[0].figures.times.samples[0]
+    assert len(again.figures.times.samples) == 2
+    assert again.figures.memory == believed.figures.memory
+
+
+@timed
+@pytest.mark.parametrize("measure", [measure_function, measure_infer_step])
+def test_every_kind_of_step_is_timed_again_when_its_time_is_doubted(bench, measure):
+    given = (lambda: torch.ones(SAMPLES),) if measure is measure_function else (Model, batch)
+    step = measure(bench, *given, asked=Asked(doubted=lambda _: True))
+    assert len(step.figures.times.samples) == 2
+
+
+def test_a_step_that_is_not_timed_is_not_timed_again(bench):
+    step = train(bench, asked=Asked(doubted=lambda _: True))
+    assert step.figures.times is None
 
 
 def test_gradients_that_overflow_at_every_scale_leave_a_note(bench):

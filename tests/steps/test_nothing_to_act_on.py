@@ -56,7 +56,7 @@ class NotCompiled(Model):
 def bench():
     device = CpuDevice()
     device.open()
-    yield Bench(device, Windows(device), timed=False)
+    yield Bench(device, Windows(device), allowance=None)
     device.close()
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
@@ -20,15 +21,20 @@ from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.runner import (
     MOST_RESTLESS_WARM_UPS,
     MOST_WARM_UPS,
+    ROUNDS_TO_DECIDE,
     Phase,
     StepFigures,
     live_at_rest,
     measure_step,
+    sample_again,
 )
 from pytest_gpumem.steps.training import Training
+from pytest_gpumem.timing.allowance import TimeAllowance
 
 KB = 1000
 F32 = 4
+AFTERWARDS = 2
+"""Steps after the measured one: one is counted, and one is seen."""
 
 
 def tensor(nbytes: int) -> torch.Tensor:
@@ -68,7 +74,7 @@ def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigu
         own=own,
         own_before=sum(blocks.values()),
         live_before=device.live(),
-        timed=timed,
+        allowance=TimeAllowance() if timed else None,
         state=state,
     )
 
@@ -254,7 +260,7 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
     windows = Windows(device)
     with pytest.raises(ZeroDivisionError):
         measure_step(
-            [Phase("fail", fail)], device, windows, own=dict, own_before=0, live_before=device.live(), timed=False
+            [Phase("fail", fail)], device, windows, own=dict, own_before=0, live_before=device.live(), allowance=None
         )
     assert windows._open == []
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
@@ -289,7 +295,7 @@ def test_a_step_is_warmed_up_until_two_peaks_agree_and_then_measured_once(device
     figures = measured(device, [Phase("step", run)], [])
     assert figures.settled
     assert len(figures.warm_up_peaks) == warm_ups
-    assert len(ran) == warm_ups + 1
+    assert len(ran) == warm_ups + 1 + AFTERWARDS
     assert figures.memory.memory_metrics()["peak_allocated"] == sizes[-1]
 
 
@@ -311,7 +317,7 @@ def test_a_step_that_grows_for_ever_is_measured_as_not_settled(device):
     figures = measured(device, [Phase("step", run)], [])
     assert not figures.settled
     assert len(figures.warm_up_peaks) == MOST_WARM_UPS
-    assert len(ran) == MOST_WARM_UPS + 1
+    assert len(ran) == MOST_WARM_UPS + 1 + AFTERWARDS
     assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + 1) * KB
 
 
@@ -343,20 +349,20 @@ def test_a_step_that_moves_its_state_keeps_warming_up_until_the_state_stays(devi
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert figures.settled
     assert len(figures.warm_up_peaks) == 10 > MOST_WARM_UPS
-    assert len(ran) == 11
+    assert len(ran) == 11 + AFTERWARDS
 
 
 def test_a_state_that_stays_costs_no_more_warm_ups(device):
     run, state, ran = moving_state(stays_from=1)
     assert measured(device, [Phase("step", run)], [], state=state).settled
-    assert len(ran) == 3
+    assert len(ran) == 3 + AFTERWARDS
 
 
 def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device):
     run, state, ran = moving_state(stays_from=10**6)
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert not figures.settled
-    assert len(ran) == MOST_RESTLESS_WARM_UPS + 1
+    assert len(ran) == MOST_RESTLESS_WARM_UPS + 1 + AFTERWARDS
     assert figures.unsettled_note() == (
         f"none of {MOST_RESTLESS_WARM_UPS} warm-up steps was like the one before: recompiled, or overflowed"
     )
@@ -501,6 +507,8 @@ def test_a_step_that_frees_more_than_it_makes_retains_nothing():
 class Scripted:
     """A device that only tells what it was asked, in order."""
 
+    torch_device = torch.device("cpu")
+
     def __init__(self):
         self.asked: list[str] = []
 
@@ -529,39 +537,108 @@ class Scripted:
     def paused(self):
         self.asked.append("pause")
         yield
-        self.asked.append("count")
+        self.asked.append("go on")
 
     def believe(self, since, blocks):
         self.asked.append(f"believe {blocks} besides {set(since)}")
+
+    def conditions(self):
+        return Conditions(seconds=0.0)
+
+    def pace(self):
+        return None
+
+    @contextmanager
+    def alone(self):
+        self.asked.append("alone")
+        yield None
+        self.asked.append("shared")
 
     def time(self, run):
         self.asked.append("time")
         run()
         return 10.0
 
+    def launches(self, run):
+        self.asked.append("launches")
+        run()
 
-def run_scripted(timed: bool) -> list[str]:
+    def laps(self, runs):
+        self.asked.append("laps")
+        for run in runs:
+            run()
+        return [10.0] * len(runs)
+
+
+def run_scripted(timed: bool, phases=("step",), seconds: float = 2.0) -> list[str]:
     device = Scripted()
-    measure_step(
-        [Phase("step", lambda: device.asked.append("run"))],
+    measured_by(device, phases, TimeAllowance(seconds) if timed else None)
+    return device.asked
+
+
+def measured_by(device: Scripted, phases=("step",), allowance: TimeAllowance | None = None) -> StepFigures:
+    return measure_step(
+        [Phase(name, lambda: device.asked.append("run")) for name in phases],
         device,
         Windows(device),
         own=lambda: {1: 2},
         own_before=0,
         live_before=0,
-        timed=timed,
+        allowance=allowance,
     )
-    return device.asked
 
 
 STEP = ["run", "release", "settle"]
+COUNTED = ["run", "launches", "run"]
+SET_RIGHT = ["go on", *STEP, "believe {1: 2} besides {7}"]
 
 
-def test_memory_is_measured_without_a_pause():
-    assert run_scripted(timed=False) == ["settle", *STEP, *STEP, *STEP]
+def test_a_step_is_counted_in_a_pause_after_the_memory_and_set_right_by_a_step_that_is_seen():
+    assert run_scripted(timed=False) == ["settle", *STEP, *STEP, *STEP, "pause", *COUNTED, *SET_RIGHT]
 
 
-def test_times_are_taken_in_a_pause_after_the_memory_and_set_right_by_a_step_that_is_seen():
+def test_times_are_taken_in_the_same_pause_when_the_step_has_been_counted():
     untimed, asked = run_scripted(timed=False), run_scripted(timed=True)
-    assert asked[: len(untimed)] == untimed
-    assert asked[len(untimed) :] == ["pause", "time", "run", "count", *STEP, "believe {1: 2} besides {7}"]
+    same = len(untimed) - len(SET_RIGHT)
+    assert asked[:same] == untimed[:same]
+    assert asked[same:] == ["alone", "time", "run", "shared", *SET_RIGHT]
+
+
+def test_the_phases_of_a_step_are_timed_when_the_whole_is():
+    asked = run_scripted(timed=True, phases=("forward", "backward"), seconds=1000.0)
+    assert asked[asked.index("shared") + 1 : -len(SET_RIGHT) - 1] == ["laps", "run", "run"] * 3
+    times = measured_by(Scripted(), ("forward", "backward"), TimeAllowance()).times
+    assert times.phases == {"forward": 10.0, "backward": 10.0}
+    assert measured_by(Scripted(), ("step",), TimeAllowance()).times.phases == {}
+
+
+def test_what_timing_took_is_spent():
+    allowance = TimeAllowance(1000.0)
+    measured_by(Scripted(), ("forward", "backward"), allowance)
+    # 12 rounds of 10 s, and 3 rounds of two phases of 10 s.
+    assert 2 * allowance.share == 1000.0 - 12 * 10.0 - 3 * 20.0
+
+
+def test_a_step_that_is_timed_again_is_alone_and_set_right_by_a_step_that_is_seen():
+    device = Scripted()
+    phases = [Phase("step", lambda: device.asked.append("run"))]
+    sample = sample_again(phases, device, Windows(device), lambda: {1: 2}, 25.0)
+    assert [one.seconds for one in sample.rounds] == [10.0] * 3
+    timed = ["time", "run"] * 3
+    assert device.asked == ["settle", "pause", "alone", *timed, "shared", *SET_RIGHT]
+
+
+def test_a_very_long_step_is_timed_often_enough_to_decide():
+    device = Scripted()
+    sample = sample_again([Phase("step", lambda: None)], device, Windows(device), dict, 1.0)
+    assert len(sample.rounds) == ROUNDS_TO_DECIDE
+
+
+def test_a_step_that_could_not_be_timed_alone_has_an_invalid_sample():
+    class Crowded(Scripted):
+        @contextmanager
+        def alone(self):
+            yield "another measured test kept the GPU busy for 60 s"
+
+    (sample,) = measured_by(Crowded(), allowance=TimeAllowance()).times.samples
+    assert sample.invalid == "another measured test kept the GPU busy for 60 s"

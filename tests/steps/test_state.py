@@ -26,7 +26,7 @@ def bench():
     heap.freeze()
     device = CpuDevice()
     device.open()
-    yield Bench(device, Windows(device), timed=False)
+    yield Bench(device, Windows(device), allowance=None)
     device.close()
     heap.thaw()
 

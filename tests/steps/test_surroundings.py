@@ -94,7 +94,7 @@ def device():
 
 def train(device, model, config, batch=None):
     step = measure_train_step(
-        Bench(device, Windows(device), timed=False),
+        Bench(device, Windows(device), allowance=None),
         model,
         torch.ones(16, WIDTH) if batch is None else batch,
         config=None if config is None else StepConfig.parse(config),
@@ -150,7 +150,7 @@ def test_what_is_drawn_after_inference_does_not_depend_on_it(device):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    measure_infer_step(Bench(device, Windows(device), timed=False), Model, torch.ones(16, WIDTH))
+    measure_infer_step(Bench(device, Windows(device), allowance=None), Model, torch.ones(16, WIDTH))
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -200,7 +200,7 @@ def test_a_scripted_model_is_seen_to_autocast(device):
         return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()))
 
     batch = torch.ones(4, WIDTH)
-    bench = Bench(device, Windows(device), timed=False)
+    bench = Bench(device, Windows(device), allowance=None)
     config = StepConfig.parse("amp-bf16")
     step = measure_train_step(bench, build, batch, config=config, loss=lambda output, _: output.float().mean())
     assert step.figures.memory.peak.allocated > 0
@@ -210,7 +210,11 @@ def test_gradients_that_the_optimizer_leaves_are_no_copy_of_its_state(device):
     model = Model()
     optimizer = torch.optim.AdamW(model.blocks[0].parameters())
     step = measure_train_step(
-        Bench(device, Windows(device), timed=False), model, torch.ones(16, WIDTH), optimizer=optimizer, with_state=True
+        Bench(device, Windows(device), allowance=None),
+        model,
+        torch.ones(16, WIDTH),
+        optimizer=optimizer,
+        with_state=True,
     )
     assert step.state is not None
     assert step.state.other == 0

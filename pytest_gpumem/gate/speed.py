@@ -1,0 +1,118 @@
+"""What the gate says of a step's speed: against its baseline, and against a budget of throughput. Pure functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.measurement import ITEMS
+from pytest_gpumem.timing.comparison import LEVEL, SpeedOutcome, compare
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baselines.entry import Entry
+    from pytest_gpumem.gate.budget import Budget
+    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.metrics import Tolerance
+    from pytest_gpumem.units import Rate
+
+MACHINE = "machine"
+"""The detail of an environment that must be equal for times to be compared."""
+
+_OUTCOMES: dict[SpeedOutcome, Outcome] = {
+    "slower": Outcome.REGRESSED,
+    "not slower": Outcome.OK,
+    "faster": Outcome.IMPROVED,
+    "uncertain": Outcome.UNCERTAIN,
+}
+
+
+def judge_step_time(
+    measurement: Measurement, budget: Budget, baseline: Entry | None, tolerance: Tolerance | None
+) -> MetricVerdict:
+    """The verdict on a step's time; ``baseline`` is there when it is of the same device and work.
+
+    Where the baseline's times are no measure for this machine they are not judged, unless the test asked for it
+    (``max_slowdown``): then the verdict says so.
+    """
+    times = measurement.times
+    value = measurement.metrics["step_time"]
+    if times is None or baseline is None or tolerance is None:
+        return MetricVerdict("step_time", Outcome.RECORDED, value)
+    asked = budget.max_slowdown is not None
+    here, there = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
+    if baseline.runs is None:
+        reason = "time is not compared: the baseline has no times"
+        return MetricVerdict("step_time", Outcome.NEW if asked else Outcome.RECORDED, value, reason=reason)
+    if here is None or here != there:
+        there, this = (machine or "an unknown machine" for machine in (there, here))
+        reason = f"time is not compared: the baseline's was taken on {there}, this is {this}"
+        return MetricVerdict("step_time", Outcome.FOREIGN if asked else Outcome.RECORDED, value, reason=reason)
+    comparison = compare(times.samples, baseline.runs, tolerance.relative)
+    earlier = baseline.runs.median
+    return MetricVerdict(
+        "step_time",
+        _OUTCOMES[comparison.outcome],
+        value,
+        earlier,
+        allowed=tolerance.relative * earlier,
+        reason=comparison.reason,
+        interval=(comparison.low, comparison.high),
+    )
+
+
+def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVerdict | None:
+    """The verdict on the throughput; ``None`` where it was not measured.
+
+    Over budget is what each sample shows: a throughput whose interval lies below ``minimum``.
+    """
+    times, work = measurement.times, work_of(measurement, minimum)
+    if times is None or work is None or times.median <= 0:
+        return None
+    of, amount = work
+    value = amount / times.median
+    if minimum is None or minimum.of != of:
+        return MetricVerdict("throughput", Outcome.RECORDED, value, of=of)
+    samples = [(amount / sample.interval(LEVEL)[0], sample.invalid) for sample in times.samples]
+    outcome, reason = Outcome.OK, None
+    if value < minimum.amount:
+        outcome = Outcome.OVER_BUDGET
+        best = max(most for most, _ in samples)
+        if any(invalid is not None for _, invalid in samples):
+            outcome, reason = Outcome.UNCERTAIN, next(invalid for _, invalid in samples if invalid is not None)
+        elif best >= minimum.amount:
+            outcome, reason = Outcome.UNCERTAIN, f"within what times vary by: at most {best:.4g} {of}/s"
+    return MetricVerdict("throughput", outcome, value, budget=minimum.amount, reason=reason, of=of)
+
+
+def work_of(measurement: Measurement, minimum: Rate | None) -> tuple[str, float] | None:
+    """What throughput is told of, and how many of it a step works on; ``None`` where nothing says so.
+
+    As the budget has it: a number that was given as ``items=`` counts whatever the budget calls it.
+    """
+    work = measurement.work
+    if minimum is not None:
+        if minimum.of == "steps":
+            return minimum.of, 1.0
+        if ITEMS in work:
+            return minimum.of, work[ITEMS]
+        if minimum.of in work:
+            return minimum.of, work[minimum.of]
+    return next(iter(work.items()), None)
+
+
+def idle_throughput(minimum: Rate, measurements: list[Measurement]) -> str | None:
+    """Why ``min_throughput`` holds nothing in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
+    timed = [one for one in measurements if one.times is not None]
+    if not timed:
+        return (
+            f"min_throughput={str(minimum)!r} holds nothing: no step of this test was timed; measure one with "
+            "gpumem.measure, train_step or infer_step"
+        )
+    if any((work := work_of(one, minimum)) is not None and work[0] == minimum.of for one in timed):
+        return None
+    known = sorted({name for one in timed for name in one.work})
+    has = f"only {' and '.join(known)} are known" if known else "nothing is known"
+    return (
+        f"min_throughput={str(minimum)!r} holds nothing: {has} of what its steps work on; "
+        f"say items=, the number of {minimum.of} of a step"
+    )

@@ -1,0 +1,203 @@
+"""What the gate says of a step's speed: when it is compared, what a budget of throughput holds, and what holds nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.baselines.entry import Entry
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.speed import idle_throughput, judge_step_time, judge_throughput
+from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.units import Rate, parse_rate
+
+TRAIN = Workload("train_step", "fp32", 1000, "int64[4, 256]")
+HERE, THERE = "Xeon, 8 cores", "EPYC, 64 cores"
+TOLERANCE = Tolerance(0.05)
+ASKED = Budget(max_slowdown=0.05)
+THROTTLED = "the GPU was throttled"
+DEFAULT = {"samples": 4, "tokens": 1024}
+
+
+def on(machine: str | None) -> Environment:
+    return Environment("cpu-x86_64", "CPU (x86_64)", {} if machine is None else {"machine": machine})
+
+
+def sample_of(*seconds: float, **more) -> Sample:
+    return Sample(tuple(map(Round, seconds)), **more)
+
+
+def measured(*samples: float | Sample, machine: str | None = HERE, work=DEFAULT) -> Measurement:
+    """A measurement whose samples were these; a number stands for a steady one."""
+    rounds = tuple(one if isinstance(one, Sample) else sample_of(*[one] * 12) for one in samples)
+    times = Times(rounds) if rounds else None
+    metrics = {"peak_allocated": 1} | ({} if times is None else {"step_time": times.median})
+    return Measurement("train_step", TRAIN, on(machine), metrics, times=times, work=work)
+
+
+def stored(*seconds: float, machine: str | None = HERE) -> Entry:
+    runs = Runs(seconds) if seconds else None
+    return Entry(TRAIN, on(machine), {"peak_allocated": 1}, "2026-11-02", runs=runs)
+
+
+# Against the baseline
+
+
+@pytest.mark.parametrize(
+    ("now", "outcome"),
+    [
+        ([0.5], Outcome.IMPROVED),
+        ([1.0], Outcome.OK),
+        ([1.055], Outcome.UNCERTAIN),
+        ([1.2], Outcome.REGRESSED),
+        ([1.2, 1.2], Outcome.REGRESSED),
+        ([1.2, 1.0], Outcome.OK),
+    ],
+)
+def test_a_step_time_is_judged_by_all_samples_against_all_runs(now, outcome):
+    verdict = judge_step_time(measured(*now), Budget(), stored(*[1.0] * 10), TOLERANCE)
+    assert verdict.outcome is outcome
+    assert (verdict.value, verdict.baseline, verdict.allowed) == (min(now), 1.0, 0.05)
+    assert verdict.interval[0] < min(now) < verdict.interval[1]
+    assert verdict.gated
+
+
+def test_what_is_uncertain_has_its_reason():
+    sample = sample_of(*[1.2] * 12, invalid=THROTTLED)
+    verdict = judge_step_time(measured(sample), Budget(), stored(*[1.0] * 10), TOLERANCE)
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
+
+
+def test_a_step_time_that_nobody_compares_is_recorded():
+    assert judge_step_time(measured(1.0), ASKED, None, TOLERANCE) == MetricVerdict("step_time", Outcome.RECORDED, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "reason"),
+    [
+        (HERE, THERE, f"time is not compared: the baseline's was taken on {THERE}, this is {HERE}"),
+        (HERE, None, f"time is not compared: the baseline's was taken on an unknown machine, this is {HERE}"),
+        (None, THERE, f"time is not compared: the baseline's was taken on {THERE}, this is an unknown machine"),
+        (
+            None,
+            None,
+            "time is not compared: the baseline's was taken on an unknown machine, this is an unknown machine",
+        ),
+    ],
+)
+def test_times_of_another_machine_are_not_compared_and_the_verdict_says_so(here, there, reason):
+    verdict = judge_step_time(measured(9.0, machine=here), Budget(), stored(1.0, machine=there), TOLERANCE)
+    assert verdict == MetricVerdict("step_time", Outcome.RECORDED, 9.0, reason=reason)
+    assert not verdict.gated
+
+
+def test_who_asked_for_a_limit_is_told_that_another_machine_cannot_hold_it():
+    verdict = judge_step_time(measured(9.0), ASKED, stored(1.0, machine=THERE), TOLERANCE)
+    assert (verdict.outcome, verdict.gated) == (Outcome.FOREIGN, False)
+    assert THERE in verdict.reason
+
+
+@pytest.mark.parametrize(("budget", "outcome"), [(Budget(), Outcome.RECORDED), (ASKED, Outcome.NEW)])
+def test_a_baseline_without_times_is_nothing_to_compare_with(budget, outcome):
+    verdict = judge_step_time(measured(1.0), budget, stored(), TOLERANCE)
+    reason = "time is not compared: the baseline has no times"
+    assert verdict == MetricVerdict("step_time", outcome, 1.0, reason=reason)
+
+
+# Against a budget of throughput
+
+
+def throughput(minimum: str | None, *samples, work=DEFAULT) -> MetricVerdict | None:
+    return judge_throughput(measured(*samples, work=work), None if minimum is None else parse_rate(minimum))
+
+
+def test_throughput_without_a_budget_is_recorded_of_the_first_thing_that_the_step_works_on():
+    assert throughput(None, 0.5) == MetricVerdict("throughput", Outcome.RECORDED, 8.0, of="samples")
+    assert throughput(None, 0.5, work={"items": 3, **DEFAULT}).of == "items"
+
+
+@pytest.mark.parametrize("work", [{}, DEFAULT])
+def test_throughput_that_was_not_measured_has_no_verdict(work):
+    assert throughput("1 samples/s", work=work) is None
+    assert throughput(None, 0.5, work={}) is None
+
+
+@pytest.mark.parametrize(
+    ("minimum", "value", "work"),
+    [
+        ("8 samples/s", 8.0, DEFAULT),
+        ("2048 tokens/s", 2048.0, DEFAULT),
+        ("2 steps/s", 2.0, {}),
+        ("2 steps/s", 2.0, {"items": 7}),
+        ("20 items/s", 20.0, {"items": 10}),
+        # A number that was given counts whatever the budget calls it.
+        ("20 tokens/s", 20.0, {"items": 10, **DEFAULT}),
+    ],
+)
+def test_a_budget_is_held_in_its_own_unit_and_may_be_met_exactly(minimum, value, work):
+    rate = parse_rate(minimum)
+    verdict = throughput(minimum, 0.5, work=work)
+    assert verdict == MetricVerdict("throughput", Outcome.OK, value, budget=rate.amount, of=rate.of)
+    assert verdict.gated
+    assert throughput(minimum, 0.51, work=work).outcome is Outcome.OVER_BUDGET
+
+
+def test_a_budget_of_what_the_step_is_not_known_to_work_on_holds_nothing():
+    verdict = throughput("1e9 tokens/s", 0.5, work={"samples": 4})
+    assert (verdict.outcome, verdict.budget, verdict.of) == (Outcome.RECORDED, None, "samples")
+
+
+def test_a_sample_that_meets_the_budget_is_believed_before_one_that_does_not():
+    assert throughput("2 steps/s", 1.0, 0.5).outcome is Outcome.OK
+    assert throughput("2 steps/s", 1.0, 0.9).outcome is Outcome.OVER_BUDGET
+
+
+def test_a_throughput_that_misses_its_budget_within_what_times_vary_by_is_uncertain():
+    verdict = throughput("2 steps/s", sample_of(*[0.4] * 4, *[0.6] * 8))
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, "within what times vary by: at most 2.5 steps/s")
+
+
+def test_a_throughput_that_misses_its_budget_in_a_disturbed_sample_is_uncertain():
+    disturbed = sample_of(*[1.0] * 12, invalid=THROTTLED)
+    for samples in ([disturbed], [disturbed, 0.9], [0.9, disturbed]):
+        verdict = throughput("2 steps/s", *samples)
+        assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
+
+
+def test_a_disturbed_sample_that_meets_the_budget_meets_it():
+    assert throughput("2 steps/s", sample_of(*[0.4] * 12, invalid=THROTTLED)).outcome is Outcome.OK
+
+
+# Budgets that hold nothing
+
+
+def test_a_budget_holds_something_where_one_of_several_measurements_can_be_held_to_it():
+    assert idle_throughput(Rate(5, "tokens"), [measured(), measured(1.0, work={"samples": 1}), measured(1.0)]) is None
+    assert idle_throughput(Rate(5, "steps"), [measured(1.0, work={})]) is None
+    assert idle_throughput(Rate(5, "tokens"), [measured(1.0, work={"items": 3})]) is None
+
+
+@pytest.mark.parametrize("measurements", [[], [measured()]], ids=["nothing measured", "nothing timed"])
+def test_a_budget_of_a_test_that_times_no_step_holds_nothing(measurements):
+    assert idle_throughput(Rate(5, "steps"), measurements) == (
+        "min_throughput='5 steps/s' holds nothing: no step of this test was timed; measure one with "
+        "gpumem.measure, train_step or infer_step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("minimum", "work", "has"),
+    [
+        (Rate(5, "tokens"), {}, "nothing is known"),
+        (Rate(5, "tokens"), {"samples": 4}, "only samples are known"),
+        (Rate(5, "items"), DEFAULT, "only samples and tokens are known"),
+    ],
+)
+def test_a_budget_in_a_unit_that_no_step_is_known_to_work_on_holds_nothing(minimum, work, has):
+    assert idle_throughput(minimum, [measured(1.0, work=work)]) == (
+        f"min_throughput='{minimum}' holds nothing: {has} of what its steps work on; "
+        f"say items=, the number of {minimum.of} of a step"
+    )

@@ -1,0 +1,399 @@
+"""The gate of time from end to end, on a device whose clock tells a script's seconds for each step that is run."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from pytest_gpumem.timing.allowance import DEFAULT_SECONDS
+from pytest_gpumem.timing.comparison import MOST_RUNS
+from pytest_gpumem.timing.sampling import ROUNDS_BEFORE_A_STOP, SECONDS_A_ROUND
+
+CLOCK = """
+steps = 0
+
+
+def step():
+    global steps
+    steps += 1
+    return torch.ones(1000)
+"""
+DEVICE = """
+import contextlib
+import json
+import pathlib
+
+import clock
+from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import Environment
+
+HERE = pathlib.Path(__file__).parent
+
+
+class Scripted(CpuDevice):
+    '''Steps take the script's seconds, a figure for each sample that is taken, of which the last holds from then on.'''
+
+    name = "scripted"
+
+    def __init__(self):
+        super().__init__()
+        self.script = json.loads((HERE / "script.json").read_text())
+        self.now, self.samples, self.retried, self.rounds = 0.0, 0, 0, 0
+
+    def environment(self):
+        return Environment("scripted", "Scripted 1", {"torch": "2", "machine": self.script["machine"]})
+
+    @contextlib.contextmanager
+    def alone(self):
+        self.samples += 1
+        self.log("sample")
+        yield None
+
+    def time(self, run):
+        before = clock.steps
+        run()
+        seconds = self.script["seconds"]
+        took = (clock.steps - before) * seconds[min(self.samples, len(seconds)) - 1]
+        self.rounds += 1
+        took *= 1 + self.script["jitter"] * (self.rounds % 2)
+        self.now += took
+        self.retried += self.script["retries"]
+        self.log(took)
+        return took
+
+    def conditions(self):
+        return Conditions(self.now, retries=self.retried)
+
+    def pace(self):
+        return self.script["pace"]
+
+    def log(self, what):
+        with (HERE / "log.txt").open("a") as file:
+            file.write(f"{what}\\n")
+
+
+def pytest_gpumem_devices(config):
+    return {"scripted": Scripted}
+"""
+STEP = "from clock import step\n\n\n"
+SIMPLE = "def test_it(gpumem):\n    gpumem.measure(step)\n"
+
+
+class Timed:
+    """A project whose steps take 10 ms unless `script` says otherwise."""
+
+    def __init__(self, project) -> None:
+        self._project = project
+        project.write(CLOCK, "clock.py")
+        project.write(DEVICE, "conftest.py")
+        self.path = project.path
+        self.script()
+
+    def script(self, *seconds: float, pace: float = 1e9, retries: int = 0, machine="Xeon", jitter: float = 0.0) -> None:
+        """``seconds`` of a step in each sample; ``retries`` of the allocator in each round."""
+        said = {"seconds": seconds or (0.010,), "pace": pace, "retries": retries, "machine": machine, "jitter": jitter}
+        (self.path / "script.json").write_text(json.dumps(said))
+
+    def write(self, source: str = SIMPLE) -> None:
+        self._project.write(STEP + source)
+
+    def settings(self, text: str) -> None:
+        self._project.settings(text)
+
+    def run(self, *args: str, timed: bool = True, separate: bool = False) -> pytest.RunResult:
+        (self.path / "log.txt").unlink(missing_ok=True)
+        return self._project.run(*args, "--junitxml=report.xml", device="scripted", timed=timed, separate=separate)
+
+    def record(self, source: str = SIMPLE, runs: int = MOST_RUNS) -> None:
+        """Record baselines, and let their one run have been accepted so often: few tell only large slowdowns."""
+        self.write(source)
+        assert self.run("--gpumem-update=new").ret == 0
+        (store,) = (self.path / "gpumem-baselines").rglob("*.toml")
+        text = store.read_text()
+        for line in ("    0.01,\n", "    10000000.0,\n"):
+            text = text.replace(line, line * runs)
+        store.write_text(text)
+
+    @property
+    def log(self) -> list[str]:
+        log = self.path / "log.txt"
+        return log.read_text().splitlines() if log.exists() else []
+
+    @property
+    def samples(self) -> int:
+        """How many samples the last run took."""
+        return self.log.count("sample")
+
+    @property
+    def seconds(self) -> float:
+        """The script's seconds that the last run spent on timing."""
+        return sum(float(line) for line in self.log if line != "sample")
+
+    def verdict_on(self, metric: str, test: str = "test_it") -> dict | None:
+        (verdict,) = self._project.verdicts()[test]["verdicts"]
+        return next((one for one in verdict["metrics"] if one["metric"] == metric), None)
+
+    def stored(self) -> str:
+        (text,) = self._project.stored().values()
+        return text
+
+
+@pytest.fixture
+def timed(project) -> Timed:
+    return Timed(project)
+
+
+# Against the baseline
+
+
+def test_a_time_that_was_recorded_is_compared_with_one_sample(timed):
+    timed.record(runs=1)
+    assert "step_times = [\n    0.01,\n]\nstep_cycles = [\n    10000000.0,\n]" in timed.stored()
+    result = timed.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: 1 gated"])
+    assert timed.verdict_on("step_time")["outcome"] == "ok"
+    assert timed.samples == 1
+
+
+def test_a_slowdown_that_a_second_sample_confirms_fails_the_test(timed):
+    timed.record()
+    timed.script(0.012)
+    result = timed.run("--gpumem-baseline")
+    result.assert_outcomes(failed=1)
+    headline = "Time regressed: step time 12.00 ms, baseline 10.00 ms: +20.0 % (?? % between +1?.? % and +2?.? %), allowed +5.0 %"
+    result.stdout.fnmatch_lines(
+        [
+            headline,
+            "  step time *10.00 ms *12.00 ms *+20.0 % *+5.0 % *regressed",
+            "  accept:   pytest test_it.py::test_it --gpumem-update=all --gpumem-device=scripted",
+            "gpumem: 1 gated, 1 regressed",
+        ]
+    )
+    assert timed.samples == 2
+    (failure,) = ElementTree.parse(timed.path / "report.xml").iter("failure")
+    assert failure.get("message").startswith("Time regressed: step time 12.00 ms, baseline 10.00 ms: +20.0 % (")
+
+
+def test_a_slowdown_that_a_second_sample_does_not_show_passes(timed):
+    timed.record()
+    timed.script(0.012, 0.010)
+    assert timed.run("--gpumem-baseline").ret == 0
+    assert timed.samples == 2
+    verdict = timed.verdict_on("step_time")
+    assert (verdict["outcome"], verdict["value"]) == ("ok", 0.010)
+
+
+def test_a_slowdown_in_samples_that_stay_disturbed_is_uncertain_and_says_by_what(timed):
+    timed.record()
+    timed.script(0.012, retries=1)
+    result = timed.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "test_it.py::test_it *12.00 ms *uncertain",
+            "uncertain: the allocator retried once",
+            "gpumem: 1 gated, 1 uncertain",
+        ]
+    )
+    assert timed.samples == 2
+    timed.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(failed=1)
+
+
+def test_a_slowdown_of_the_clock_is_uncertain(timed):
+    timed.record()
+    timed.script(0.010 / 0.8, pace=0.8e9)
+    result = timed.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["uncertain: *slower than it did*", "gpumem: 1 gated, 1 uncertain"])
+
+
+@pytest.mark.parametrize(
+    ("marker", "settings"),
+    [
+        ('@pytest.mark.gpumem(max_slowdown="30 %")\n', ""),
+        ("", '[[tool.gpumem.budget]]\ntests = "test_it.py"\nmax_slowdown = "30 %"\n'),
+        ("", '[tool.gpumem.tolerance]\nstep_time = "30 %"\n'),
+        # The closest one is what counts.
+        ('@pytest.mark.gpumem(max_slowdown="30 %")\n', '[tool.gpumem.tolerance]\nstep_time = "1 %"\n'),
+    ],
+    ids=["marker", "pattern", "tolerance", "marker over tolerance"],
+)
+def test_a_slowdown_within_the_limit_that_was_set_is_ok(timed, marker, settings):
+    timed.settings(settings)
+    timed.record(marker + SIMPLE)
+    timed.script(0.012)
+    assert timed.run("--gpumem-baseline").ret == 0
+    verdict = timed.verdict_on("step_time")
+    assert (verdict["outcome"], verdict["allowed"]) == ("ok", pytest.approx(0.003))
+    assert timed.samples == 1
+
+
+def test_a_slowdown_that_is_accepted_is_the_baseline_of_the_next_run(timed):
+    timed.record()
+    timed.script(0.012)
+    timed.run("--gpumem-baseline", "--gpumem-update=all").assert_outcomes(passed=1)
+    assert "step_times = [\n    0.012,\n]" in timed.stored()
+    timed.run("--gpumem-baseline").assert_outcomes(passed=1)
+    assert timed.verdict_on("step_time")["outcome"] == "ok"
+
+
+@pytest.mark.parametrize("seconds", [(0.012, 0.010), (0.008, 0.010)], ids=["slower", "faster"])
+def test_a_speed_that_a_second_sample_does_not_show_is_not_accepted_in_its_place(timed, seconds):
+    timed.record()
+    before = timed.stored()
+    timed.script(*seconds)
+    timed.run("--gpumem-update=all").assert_outcomes(passed=1)
+    assert timed.samples == 2
+    assert timed.stored() == before
+
+
+def test_on_another_machine_time_is_recorded_and_memory_gated(timed):
+    timed.record()
+    timed.script(0.050, machine="EPYC")
+    for strict in ((), ("--gpumem-strict",)):
+        result = timed.run("--gpumem-baseline", *strict)
+        assert result.ret == 0
+        reason = "time is not compared: the baseline's was taken on Xeon, this is EPYC"
+        result.stdout.fnmatch_lines([f"recorded: {reason}", "gpumem: 1 gated"])
+        verdict = timed.verdict_on("step_time")
+        assert (verdict["outcome"], verdict["reason"]) == ("recorded", reason)
+
+
+def test_who_set_a_limit_is_told_that_another_machine_cannot_hold_it(timed):
+    timed.record('@pytest.mark.gpumem(max_slowdown="30 %")\n' + SIMPLE)
+    timed.script(0.050, machine="EPYC")
+    result = timed.run("--gpumem-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["foreign: time is not compared: *", "gpumem: 1 gated, 1 foreign"])
+    timed.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(failed=1)
+
+
+def test_a_step_that_could_only_be_timed_disturbed_is_recorded_without_times_and_the_next_run_says_so(timed):
+    timed.script(retries=1)
+    timed.record()
+    assert timed.samples == 2
+    assert "step_times" not in timed.stored()
+    timed.script()
+    result = timed.run("--gpumem-baseline")
+    result.stdout.fnmatch_lines(["recorded: time is not compared: the baseline has no times", "gpumem: 1 gated"])
+
+
+# Throughput
+
+
+THROUGHPUT = """
+def measured(gpumem):
+    gpumem.infer_step(Model(), torch.zeros(4, 8, dtype=torch.int64))
+
+
+class Model(torch.nn.Module):
+    def forward(self, ids):
+        return step()
+
+
+@pytest.mark.gpumem(min_throughput="{samples} samples/s")
+def test_samples(gpumem):
+    measured(gpumem)
+
+
+@pytest.mark.gpumem(min_throughput="{tokens} tokens/s")
+def test_tokens(gpumem):
+    measured(gpumem)
+
+
+@pytest.mark.gpumem(min_throughput="{steps} steps/s")
+def test_steps(gpumem):
+    gpumem.measure(step)
+"""
+
+
+def test_a_budget_of_throughput_needs_no_baseline(timed):
+    timed.write(THROUGHPUT.format(samples=400, tokens=3200, steps=100))
+    timed.run().assert_outcomes(passed=3)
+    assert timed.samples == 3
+    timed.script(0.012)
+    result = timed.run()
+    result.assert_outcomes(failed=3)
+    result.stdout.fnmatch_lines(
+        [
+            "Throughput below budget: throughput 333 samples/s, budget 400 samples/s: -16.7 %",
+            "Throughput below budget: throughput 2667 tokens/s, budget 3200 tokens/s: -16.7 %",
+            "Throughput below budget: throughput 83.3 steps/s, budget 100 steps/s: -16.7 %",
+            "gpumem: 3 gated, 3 over budget",
+        ]
+    )
+    assert timed.samples == 6
+
+
+def test_a_budget_of_throughput_that_a_call_cannot_hold_is_a_mistake(timed):
+    timed.write('@pytest.mark.gpumem(min_throughput="8 steps/s")\ndef test_it():\n    step()\n')
+    result = timed.run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["*test_it.py::test_it: min_throughput holds the time of a step, and this test has none: *"]
+    )
+
+
+def test_a_budget_of_throughput_that_holds_nothing_fails(timed):
+    timed.write('@pytest.mark.gpumem(min_throughput="8 tokens/s")\n' + SIMPLE)
+    result = timed.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["min_throughput='8 tokens/s' holds nothing: nothing is known of what its steps work on; *"]
+    )
+
+
+# How much time it takes
+
+
+def test_without_time_nothing_is_timed_and_nothing_of_it_judged(timed):
+    timed.record(
+        '@pytest.mark.gpumem(max_slowdown="1 %", min_throughput="8 tokens/s")\n'
+        + SIMPLE.replace("step", "step, items=1")
+    )
+    assert timed.log
+    timed.script(99.0)
+    assert timed.run("--gpumem-baseline", timed=False).ret == 0
+    assert timed.log == []
+    assert timed.verdict_on("step_time") is timed.verdict_on("throughput") is None
+
+
+MANY = "def test_it(gpumem):\n    for _ in range(6):\n        gpumem.measure(step)\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [("", DEFAULT_SECONDS), ('[tool.gpumem]\ntime_budget = "500 ms"\n', 0.5)],
+    ids=["default", "set"],
+)
+def test_timing_adds_no_more_than_its_seconds_to_a_test_and_a_round_of_each_step(timed, settings, most):
+    timed.settings(settings)
+    timed.script(0.010, jitter=0.1)
+    timed.write(MANY)
+    assert timed.run().ret == 0
+    assert timed.samples == 6
+    assert 0.8 * most < timed.seconds < most + 6 * 2 * SECONDS_A_ROUND
+
+
+def test_a_steady_step_takes_no_more_than_it_needs(timed):
+    timed.write()
+    timed.run()
+    assert timed.seconds == pytest.approx(0.010 + ROUNDS_BEFORE_A_STOP * SECONDS_A_ROUND)
+
+
+# Workers
+
+
+def test_workers_judge_time_as_one_process_does(timed):
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    source = SIMPLE + "\n\ndef test_other(gpumem):\n    gpumem.measure(step)\n"
+    timed.record(source)
+    timed.script(0.012)
+    result = timed.run("--gpumem-baseline", "-n2", separate=True)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["Time regressed: step time 12.00 ms, *", "gpumem: 2 gated, 2 regressed"])
+    assert timed.samples == 4
