@@ -27,7 +27,7 @@ class Cost:
     """Of one run of a step: seconds, and half the width of the 95 % interval as a ratio. ``None``: never in this series."""
 
     ours: float
-    """Until the verdict: rounds, readings and the re-measurement where one was asked for."""
+    """Until the verdict: rounds, readings, and the pause and the re-measurement where one was asked for."""
     theirs: float
     our_width: float
     their_width: float

@@ -23,11 +23,11 @@ from claims import Claim, claim_of, conclude, parser_of, print_table, ratio_of_m
 from time_cost import cost_of
 from time_faithful import faithful_claims
 from time_peers import ASV_FACTOR, MEAN_LIMIT, asv_rule, missing, pytest_benchmark_rule
-from time_rules import counted, ours, ours_in_turns, tolerance
+from time_rules import counted, ours, ours_in_turns, tolerance, tolerance_in_turns
 from time_samples import NAME, machine
-from time_simulated import SCENARIOS, UNSEEN
+from time_simulated import SCENARIOS, SCENARIOS_IN_TURNS, UNSEEN
 from time_steps import SLOWDOWNS
-from time_trials import in_turns, planted, same_step
+from time_trials import ANY_LOAD, QUIET, in_turns, planted, same_in_turns, same_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
     from time_cost import Cost
     from time_file import Recording
-    from time_rules import Outcome, Score, Trial
+    from time_rules import Outcome, PairedTrial, Score, Trial
 
 RULES = ("ours", f"pytest-benchmark {MEAN_LIMIT}", f"asv {ASV_FACTOR}")
 RECORDED = "recorded here, any load against any"
+RECORDED_IN_TURNS = {"recorded here, quiet": QUIET, "recorded here, any load": ANY_LOAD}
 MOST_FALSE_ALARMS = 1
 """Of a thousand comparisons of a step with itself."""
 POWER = 0.95
 BASELINE_RUNS = (1, 3, 10)
 PAIRS = (4, 8)
+"""At most, which is ``gpumem ab --rounds``; 8 is its default."""
 CLAIMED_STORED, CLAIMED_IN_TURNS = (10, 10), (5, 8)
 """Percent planted, and runs of the baseline or pairs, that power is claimed for."""
-TOLERATED_IN_TURNS = 0.02
-"""The default of ``gpumem ab --max-slowdown``."""
 CHUNK = 50
 """Trials of one task of a worker process."""
 
@@ -70,6 +70,16 @@ class Kind:
         make = {**SCENARIOS, **UNSEEN}[self.name]
         return (make(chance) for _ in range(count))
 
+    def drawn_in_turns(self, recording: Recording, seed: int, count: int) -> Iterable[PairedTrial]:
+        """As `drawn`, of runs that take turns; ``runs`` is the number of pairs."""
+        chance = random.Random(f"{self} {seed}")  # noqa: S311 - the same command draws the same
+        if self.name == "planted":
+            return in_turns(recording, chance, self.percent, self.runs, count)
+        if self.name in RECORDED_IN_TURNS:
+            return same_in_turns(recording, chance, RECORDED_IN_TURNS[self.name], self.runs, count)
+        make = SCENARIOS_IN_TURNS[self.name]
+        return (make(chance, self.runs) for _ in range(count))
+
 
 def judge(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, ...]]:
     """What each of `RULES` says of each trial."""
@@ -78,9 +88,9 @@ def judge(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, 
 
 
 def judge_in_turns(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, ...]]:
-    """What ours says of blocks ABBA."""
-    trials = in_turns(_read(path), random.Random(f"{kind} {seed}"), kind.percent, kind.runs, count)  # noqa: S311
-    return [(ours_in_turns(trial, TOLERATED_IN_TURNS),) for trial in trials]
+    """What `gpumem ab` says of each trial."""
+    trials = kind.drawn_in_turns(_read(path), seed, count)
+    return [(ours_in_turns(trial, tolerance_in_turns()),) for trial in trials]
 
 
 def costs(path: Path, kind: Kind, seed: int, count: int) -> list[Cost]:
@@ -120,7 +130,11 @@ class Crew:
 def show_alarms(crew: Crew, trials: int) -> list[Claim]:
     """Print the table of false alarms. Returns what is claimed of them."""
     jobs = {name: crew.start(judge, Kind(name), trials) for name in (RECORDED, *SCENARIOS, *UNSEEN)}
-    scores = {name: crew.scores(started) for name, started in jobs.items()}
+    turns = {
+        f"A/B, {name}": crew.start(judge_in_turns, Kind(name, runs=CLAIMED_IN_TURNS[1]), trials)
+        for name in (*RECORDED_IN_TURNS, *SCENARIOS_IN_TURNS)
+    }
+    scores = {name: crew.scores(started) for name, started in {**jobs, **turns}.items()}
     print(f"False alarms: a step is compared with itself, {trials} times a row\n")
     _show(scores)
     return [_alarms_claim(name, found) for name, found in scores.items() if name not in UNSEEN]
@@ -142,18 +156,18 @@ def show_power(crew: Crew, trials: int) -> list[Claim]:
         for percent in percents
     }
     turns = {
-        (percent, pairs): crew.start(judge_in_turns, Kind("in turns", percent, pairs), trials // 2)
+        (percent, pairs): crew.start(judge_in_turns, Kind("planted", percent, pairs), trials // 2)
         for pairs in PAIRS
-        for percent in percents
+        for percent in SLOWDOWNS
     }
     claims = []
-    print(f"Power, stored baseline: quiet runs with a planted slowdown, tolerance {tolerance():.0%}\n")
+    print(f"Power, stored baseline: quiet runs with a planted slowdown, tolerance {tolerance():.1%}\n")
     found = {key: crew.scores(started) for key, started in stored.items()}
     _show({f"{percent} % planted, baseline of {runs}": scores for (percent, runs), scores in found.items()})
     claims += _power_claims(found, CLAIMED_STORED, "quiet, against a stored baseline")
-    print(f"Power, A/B: quiet runs in turns, tolerance {TOLERATED_IN_TURNS:.0%}\n")
+    print(f"Power, A/B: quiet runs in turns, tolerance {tolerance_in_turns():.1%}\n")
     found = {key: crew.scores(started) for key, started in turns.items()}
-    _show({f"{percent} % planted, {pairs} pairs": scores for (percent, pairs), scores in found.items()})
+    _show({f"{percent} % planted, at most {pairs} pairs": scores for (percent, pairs), scores in found.items()})
     return claims + _power_claims(found, CLAIMED_IN_TURNS, "quiet, A/B")
 
 

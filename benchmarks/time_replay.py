@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, cast
 
 from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.steps.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
 from pytest_gpumem.timing.allowance import TimeAllowance
 from pytest_gpumem.timing.sampling import SECONDS_A_ROUND, sample_step
 
@@ -57,9 +58,9 @@ class Replay:
         """What is timed: time passes by the recording."""
         self._steps += 1
 
-    def sample(self, seconds: float) -> Sample:
+    def sample(self, seconds: float, fewest: int = 1) -> Sample:
         """The next sample, for which ``seconds`` may be spent; a shorter one where the series ends before."""
-        return sample_step(self.step, cast("Device", self), min(seconds, self.left))
+        return sample_step(self.step, cast("Device", self), min(seconds, self.left), fewest)
 
 
 class Timed:
@@ -75,12 +76,12 @@ class Timed:
 
     @property
     def again(self) -> Sample:
-        """The re-measurement, taken behind the first sample."""
+        """The re-measurement, from the rounds behind the first sample: without the gate's pause, so that bursts are in both."""
         if self._again is None:
-            self._again = self._replay.sample(self._second_look)
+            self._again = self._replay.sample(self._second_look, ROUNDS_TO_DECIDE)
         return self._again
 
     @property
     def seconds(self) -> float:
-        """Seconds that timing has taken so far, with its readings."""
-        return self._replay.spent
+        """Seconds that timing has taken so far, with its readings, and with the pause before the re-measurement."""
+        return self._replay.spent + (0 if self._again is None else SECONDS_BETWEEN_SAMPLES)

@@ -5,21 +5,39 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from time_replay import Timed
 
+from pytest_gpumem.ab.experiment import Experiment
+from pytest_gpumem.ab.report import Report, Revision
+from pytest_gpumem.ab.runs import Run as AbRun
+from pytest_gpumem.ab.schedule import BASE, order_of_pair
+from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.cli.ab import ab
+from pytest_gpumem.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.timing.comparison import MOST_RUNS, Comparison, Runs, compare, compare_pairs
+from pytest_gpumem.timing.comparison import MOST_RUNS, Comparison, Runs, compare
+from pytest_gpumem.timing.samples import Times
+from pytest_gpumem.units import parse_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from time_file import Series
 
+    from pytest_gpumem.ab.schedule import Side
     from pytest_gpumem.timing.samples import Sample
 
 Outcome = Literal["fails", "passes", "uncertain"]
+_OUTCOMES: dict[str, Outcome] = {
+    "slower": "fails",
+    "not slower": "passes",
+    "faster": "passes",
+    "uncertain": "uncertain",
+}
+"""By the words of the gate and of `gpumem ab`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +55,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class PairedTrial:
-    """Two versions of a step that ran in turns: pairs (base, head) of neighbouring runs."""
+    """Two versions of a step that run in turns: pairs (base, head) of neighbouring runs, as many as may be taken."""
 
     pairs: tuple[tuple[Series, Series], ...]
     cores: int
+
+
+def in_order(number: int, runs: tuple[Series, Series]) -> tuple[Series, Series]:
+    """The pair (base, head) of two ``runs`` that followed one another; pairs count from 0, and every other one is mirrored."""
+    first, second = runs
+    return (first, second) if order_of_pair(number)[0] == BASE else (second, first)
 
 
 def tolerance() -> float:
@@ -50,14 +74,26 @@ def tolerance() -> float:
     return judged.relative
 
 
+def tolerance_in_turns() -> float:
+    """The default of `gpumem ab --max-slowdown`, as a ratio."""
+    (default,) = (option.default for option in ab.params if option.name == "max_slowdown")
+    return parse_ratio(cast("str", default))
+
+
 @lru_cache(maxsize=4096)
 def _first(series: Series, cores: int) -> Timed:
     return Timed(series, cores)
 
 
+def _recorded(series: Series, cores: int) -> Sample:
+    """The sample of a run that is to be accepted: measured again where something disturbed it."""
+    timed = _first(series, cores)
+    return timed.first if timed.first.invalid is None else Times((timed.first, timed.again)).best
+
+
 def runs_of(baseline: Sequence[Series], cores: int) -> Runs | None:
     """What the store keeps of accepted runs: the medians of those that nothing disturbed; ``None`` when there are none."""
-    samples = [_first(series, cores).first for series in baseline]
+    samples = [_recorded(series, cores) for series in baseline]
     valid = [sample for sample in samples if sample.invalid is None][-MOST_RUNS:]
     if not valid:
         return None
@@ -72,7 +108,7 @@ def judged(trial: Trial) -> tuple[Comparison | None, Sequence[Sample]]:
     if runs is None:
         return None, (timed.first,)
     comparison = compare([timed.first], runs, tolerance())
-    if comparison.outcome not in ("slower", "uncertain"):
+    if comparison.outcome == "not slower":
         return comparison, (timed.first,)
     samples = (timed.first, timed.again)
     return compare(samples, runs, tolerance()), samples
@@ -81,19 +117,38 @@ def judged(trial: Trial) -> tuple[Comparison | None, Sequence[Sample]]:
 def ours(trial: Trial) -> Outcome:
     """Our gate against a stored baseline. Without a baseline to go by it is uncertain."""
     comparison, _ = judged(trial)
-    return "uncertain" if comparison is None else _outcome(comparison)
+    return "uncertain" if comparison is None else _OUTCOMES[comparison.outcome]
 
 
 def ours_in_turns(trial: PairedTrial, tolerated: float) -> Outcome:
-    """`gpumem ab` over the pairs, all of them."""
-    pairs = [(_first(base, trial.cores).first, _first(head, trial.cores).first) for base, head in trial.pairs]
-    return _outcome(compare_pairs(pairs, tolerated))
+    """`gpumem ab`: it looks after each pair, and takes no more of them than it needs."""
+    (figure,) = compared_in_turns(trial, tolerated).speeds.values()
+    return _OUTCOMES[figure.word]
 
 
-def _outcome(comparison: Comparison) -> Outcome:
-    if comparison.outcome == "slower":
-        return "fails"
-    return "uncertain" if comparison.outcome == "uncertain" else "passes"
+def compared_in_turns(trial: PairedTrial, tolerated: float) -> Report:
+    """The report with which `gpumem ab` ends, of at most the trial's pairs."""
+
+    def take(side: Side, number: int) -> AbRun:
+        base, head = trial.pairs[(number - 1) // 2]
+        return _run_of_pytest(side, _first(base if side == BASE else head, trial.cores).first)
+
+    def compare_so_far(pairs: Sequence[tuple[AbRun, AbRun]]) -> Report:
+        return compare_runs(pairs, _NOWHERE, _NOWHERE, tolerated, {})
+
+    experiment = Experiment(take, compare_so_far, len(trial.pairs))
+    experiment.run()
+    assert experiment.report is not None, "there is a pair"
+    return experiment.report
+
+
+_NOWHERE = Revision("HEAD", "0" * 40)
+
+
+def _run_of_pytest(side: Side, sample: Sample) -> AbRun:
+    """A run with one test, which timed one step."""
+    measurement = Measurement("step", Workload("call"), Environment("cpu", "CPU"), {}, times=Times((sample,)))
+    return AbRun(side, {("test", "step"): TestVerdict("test", "step", (Verdict(measurement, ()),))}, root="")
 
 
 @dataclass(frozen=True, slots=True)

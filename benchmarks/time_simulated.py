@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from time_file import Reading, Series
-from time_rules import Trial
+from time_rules import PairedTrial, Trial, in_order
 
 if TYPE_CHECKING:
     import random
@@ -71,8 +72,26 @@ def _trial(chance: random.Random, before: Machine, after: Machine, apart: float 
     return Trial(baseline, now, following, CORES)
 
 
+def _in_turns(chance: random.Random, machine: Machine, pairs: int) -> PairedTrial:
+    """A step in pairs of runs on one machine, 5 to 30 seconds from run to run."""
+    step_seconds, apart = math.exp(chance.uniform(math.log(0.003), math.log(0.06))), chance.uniform(5, 30)
+    runs = [machine.run(step_seconds, apart * number) for number in range(2 * pairs)]
+    neighbours = zip(runs[::2], runs[1::2], strict=True)
+    return PairedTrial(tuple(in_order(number, both) for number, both in enumerate(neighbours)), CORES)
+
+
 def drift(chance: random.Random) -> Trial:
     """The clock rises and falls by 2 to 10 %, once in 2 to 60 minutes."""
+    machine = _drifting(chance)
+    return _trial(chance, machine, machine, apart=chance.uniform(60, 3600))
+
+
+def drift_in_turns(chance: random.Random, pairs: int) -> PairedTrial:
+    """As `drift`, while the runs take turns."""
+    return _in_turns(chance, _drifting(chance), pairs)
+
+
+def _drifting(chance: random.Random) -> Machine:
     depth, period = chance.uniform(0.02, 0.10), chance.uniform(120, 3600)
     phase = chance.uniform(0, 2 * math.pi)
 
@@ -80,8 +99,7 @@ def drift(chance: random.Random) -> Trial:
         clock = math.exp(depth * math.sin(2 * math.pi * seconds / period + phase))
         return Moment(1 / clock, clock)
 
-    machine = Machine(chance, moment)
-    return _trial(chance, machine, machine, apart=chance.uniform(60, 3600))
+    return Machine(chance, moment)
 
 
 def bursts(chance: random.Random) -> Trial:
@@ -89,31 +107,43 @@ def bursts(chance: random.Random) -> Trial:
 
     The yardstick is as often hit as not, since it takes the best of a few.
     """
+    return _trial(chance, _disturbed(chance), _disturbed(chance), apart=97.3)
 
-    def disturbed() -> Machine:
-        takes_the_core = chance.random() < 0.5
-        by = chance.uniform(1.2, 2.5) if takes_the_core else chance.uniform(1.03, 1.3)
-        borders, working = [0.0], chance.random() < 0.5
-        while borders[-1] < 60:
-            borders.append(borders[-1] + chance.uniform(0.2, 3.0))
 
-        def moment(seconds: float) -> Moment:
-            place = sum(border <= seconds % 60 for border in borders)
-            if (place % 2 == 0) == working:
-                return Moment()
-            if takes_the_core:
-                return Moment(by, waited=1 - 1 / by, others=1.0)
-            return Moment(by, pace=by**-0.5, others=1.0)
+def bursts_in_turns(chance: random.Random, pairs: int) -> PairedTrial:
+    """As `bursts`, while the runs take turns."""
+    return _in_turns(chance, _disturbed(chance), pairs)
 
-        return Machine(chance, moment)
 
-    return _trial(chance, disturbed(), disturbed(), apart=97.3)
+def _disturbed(chance: random.Random) -> Machine:
+    takes_the_core = chance.random() < 0.5
+    by = chance.uniform(1.2, 2.5) if takes_the_core else chance.uniform(1.03, 1.3)
+    borders, working = [0.0], chance.random() < 0.5
+    while borders[-1] < 60:
+        borders.append(borders[-1] + chance.uniform(0.2, 3.0))
+
+    def moment(seconds: float) -> Moment:
+        place = bisect.bisect_right(borders, seconds % 60)
+        if (place % 2 == 0) == working:
+            return Moment()
+        if takes_the_core:
+            return Moment(by, waited=1 - 1 / by, others=1.0)
+        return Moment(by, pace=by**-0.5, others=1.0)
+
+    return Machine(chance, moment)
 
 
 def frequency_step(chance: random.Random) -> Trial:
     """The clock is 10 to 30 % lower in the whole of the run that is judged, and the pace tells."""
     clock = 1 - chance.uniform(0.10, 0.30)
     return _trial(chance, Machine(chance), Machine(chance, lambda _: Moment(1 / clock, clock)))
+
+
+def frequency_step_in_turns(chance: random.Random, pairs: int) -> PairedTrial:
+    """As `frequency_step`, with the clock falling at some moment while the runs take turns."""
+    clock, since = 1 - chance.uniform(0.10, 0.30), chance.uniform(0, 240)
+    machine = Machine(chance, lambda seconds: Moment(1 / clock, clock) if seconds > since else Moment())
+    return _in_turns(chance, machine, pairs)
 
 
 def unseen_frequency_step(chance: random.Random) -> Trial:
@@ -140,6 +170,12 @@ SCENARIOS: dict[str, Callable[[random.Random], Trial]] = {
     "frequency steps": frequency_step,
     "heavy tails": heavy_tails,
 }
+SCENARIOS_IN_TURNS: dict[str, Callable[[random.Random, int], PairedTrial]] = {
+    "drift": drift_in_turns,
+    "bursts": bursts_in_turns,
+    "frequency steps": frequency_step_in_turns,
+}
+"""Those in which a machine changes from run to run."""
 UNSEEN: dict[str, Callable[[random.Random], Trial]] = {
     "frequency steps that the pace does not follow": unseen_frequency_step
 }

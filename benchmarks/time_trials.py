@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from time_rules import PairedTrial, Trial
+from time_rules import PairedTrial, Trial, in_order
 
 if TYPE_CHECKING:
     import random
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 MOST_BASELINE_RUNS = 10
 QUIET = "quiet"
+ANY_LOAD = "any load"
+SECONDS_OF_NEIGHBOURS = 60
+"""From the beginning of a run to that of the next one."""
 
 
 def same_step(recording: Recording, chance: random.Random, count: int) -> Iterator[Trial]:
@@ -65,6 +69,33 @@ def in_turns(
         chosen = chance.sample(whole, pairs // 2)
         neighbours = ((runs[base], runs[head]) for runs in chosen for base, head in ((0, 1), (3, 2)))
         yield PairedTrial(tuple((base.series[step], head.series[step]) for base, head in neighbours), recording.cores)
+
+
+def same_in_turns(
+    recording: Recording, chance: random.Random, loads: str, pairs: int, count: int
+) -> Iterator[PairedTrial]:
+    """Pairs of neighbouring runs of the same step, quiet or, with `ANY_LOAD`, whatever ran beside them."""
+    runs = [run for run in recording.runs if loads in (run.load, ANY_LOAD)]
+    neighbours = [
+        (before, after)
+        for before, after in itertools.pairwise(runs)
+        if before.percent == after.percent and after.began - before.began < SECONDS_OF_NEIGHBOURS
+    ]
+    for _ in range(count):
+        chosen: list[tuple[Run, Run]] = []
+        for pair in chance.sample(neighbours, len(neighbours)):
+            if len(chosen) < pairs and not any(run in one for run in pair for one in chosen):
+                chosen.append(pair)
+        if len(chosen) < pairs:
+            return
+        step = chance.choice(sorted(chosen[0][0].series))
+        yield PairedTrial(
+            tuple(
+                in_order(number, (first.series[step], second.series[step]))
+                for number, (first, second) in enumerate(chosen)
+            ),
+            recording.cores,
+        )
 
 
 def _trial(

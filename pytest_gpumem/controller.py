@@ -14,7 +14,7 @@ from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.provenance import commit_of, today
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused
-from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
+from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
 from pytest_gpumem.reports.explanation import compositions
 from pytest_gpumem.reports.matrix import matrices, matrix_table
 from pytest_gpumem.reports.summary import table
@@ -115,6 +115,9 @@ class Controller:
             return
         kept_out = len(results) - len(passed)
         note = f"; {kept_out} not written, because the test did not pass" if kept_out else ""
+        refused = times_left_out(mode, measured, stored)
+        if refused:
+            note += f"; {len(refused)} without {'its' if len(refused) == 1 else 'their'} times: {refused[0]}"
         self._closing.append(
             f"store: {len(wanted)} baseline{'' if len(wanted) == 1 else 's'} written ({mode}), "
             f"{len(measured) - len(wanted)} left as they were{note}"
@@ -177,7 +180,7 @@ class Controller:
             reporter.write_sep("=", "gpumem")
         for line in lines:
             reporter.write_line(line)
-        for warning in [*map(_idle_budget, idle), *(recording_notes(results) if not quiet else ())]:
+        for warning in [*idle, *(recording_notes(results) if not quiet else ())]:
             reporter.write_line(f"gpumem: {warning}", yellow=True)
         for line in self._closing:
             reporter.write_line(f"gpumem {line}")
@@ -188,10 +191,3 @@ class Controller:
             reporter.write_line(accounting(results, not_run))
         elif self._settings.baseline and not self._errors:
             reporter.write_line("gpumem: nothing to gate: no measured test was selected")
-
-
-def _idle_budget(pattern: str) -> str:
-    return (
-        f"the budget for tests = {pattern!r} holds nothing: none of the tests that it matches is measured; "
-        "give them @pytest.mark.gpumem"
-    )

@@ -14,8 +14,9 @@ from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.gate.judge import failing_outcomes, judge
-from pytest_gpumem.gate.speed import idle_throughput
+from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.marker import sets_itself
 from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
@@ -105,18 +106,25 @@ class Judging:
         entry = replace(entry_of(measurement, "", None), runs=None)
         return bool(entries_to_write(mode, {key: (verdict.verdicts[0], entry)}, {key: earlier}))
 
-    def doubts_time(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
-        """Whether a step is to be timed once more: its speed has changed, or what was taken is no baseline to be kept."""
+    def doubts_time(
+        self, item: pytest.Item, measured: Measured, measurement: Measurement, *, decides_only: bool = False
+    ) -> bool:
+        """Whether a step is to be timed once more: its speed has changed, or what was taken is no baseline to be kept.
+
+        ``decides_only``: only where the test fails otherwise.
+        """
         assert measurement.times is not None, "only asked for what was timed"
         compares = self._settings.baseline or self._settings.update is not None
-        if self._settings.update is not None and measurement.times.best.invalid is not None:
-            return True
-        (verdict,) = self.verdict(item, measured, [measurement]).verdicts
+        verdict = self.verdict(item, measured, [measurement])
         doubted = {
             "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if compares else set(),
             "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
         }
-        return any(metric.outcome in doubted.get(metric.metric, ()) for metric in verdict.metrics)
+        metrics = verdict.verdicts[0].metrics
+        changed = {one.outcome for one in metrics if one.outcome in doubted.get(one.metric, ())}
+        if decides_only:
+            return not changed.isdisjoint(self._failing(verdict))
+        return bool(changed) or (self._settings.update is not None and measurement.times.best.invalid is not None)
 
     def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
         return failing_outcomes(
@@ -130,15 +138,8 @@ class Judging:
         """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure."""
         tell(item, verdict)
         failing = self._failing(verdict)
-        minimum = measured.budget.min_throughput
-        if (
-            not failing
-            and minimum is not None
-            and not self._settings.no_time
-            and verdict.verdicts
-            and measured.has_fixture
-        ):
-            idle = idle_throughput(minimum, [one.measurement for one in verdict.verdicts])
+        if not failing and not verdict.unmeasured and not self._settings.no_time and measured.has_fixture:
+            idle = self._idle(item, measured.budget, [one.measurement for one in verdict.verdicts])
             if idle is not None:
                 pytest.fail(idle, pytrace=False)
         if failing:
@@ -151,6 +152,17 @@ class Judging:
             )
             item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
             raise failure
+
+    def _idle(self, item: pytest.Item, budget: Budget, measurements: list[Measurement]) -> str | None:
+        """Which limit on times holds nothing in a test that measured ``measurements``, as a sentence."""
+        if budget.min_throughput is not None:
+            idle = idle_throughput(budget.min_throughput, measurements)
+            if idle is not None:
+                return idle
+        # As a limit of many tests it is a tolerance, which some of them may have no use for.
+        if budget.max_slowdown is not None and self._settings.baseline and sets_itself(item, "max_slowdown"):
+            return idle_slowdown(budget.max_slowdown, measurements)
+        return None
 
     def _baseline(self, measured: Measured, measurement: Measurement) -> Entry | Absent | None:
         if not self._settings.baseline and self._settings.update is None:

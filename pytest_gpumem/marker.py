@@ -68,13 +68,22 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
     return Budget(**values)
 
 
+TIMED_LIMITS = ("max_slowdown", "min_throughput")
+"""The arguments that hold the time of a step."""
+
+
+def sets_itself(item: pytest.Item, limit: str) -> bool:
+    """Whether a test's own marker, and not that of its class or module, gives the argument ``limit``."""
+    own = [mark for node, mark in item.iter_markers_with_node(MARKER) if node is item]
+    return any(mark.kwargs.get(limit) for mark in own)
+
+
 def check_of_a_call(item: pytest.Item) -> None:
     """Raises `BudgetError` for limits in a test's own marker that cannot hold its call, which is run once and cold.
 
     Those of its class or module are for the other tests there.
     """
-    own = [mark for node, mark in item.iter_markers_with_node(MARKER) if node is item]
-    idle = [name for name in ("max_slowdown", "min_throughput") if any(mark.kwargs.get(name) for mark in own)]
+    idle = [name for name in TIMED_LIMITS if sets_itself(item, name)]
     if idle:
         raise BudgetError(
             f"{idle[0]} holds the time of a step, and this test has none: a call runs once, and is not timed; "

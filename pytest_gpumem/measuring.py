@@ -126,18 +126,21 @@ class Measuring:
         try:
             self._residency(device).clear_left_gradients(item)
             device.settle()
+            allowance = None if self._settings.no_time else TimeAllowance(self._settings.time_budget)
             run = TestRun(
                 item,
                 device,
                 self._residency(device),
                 self._environment(device),
-                allowance=None if self._settings.no_time else TimeAllowance(self._settings.time_budget),
+                allowance=allowance,
                 seen=lambda measurement: self._config.hook.pytest_gpumem_measurement(
                     item=item, measurement=measurement
                 ),
                 explaining=self._explaining.of(item, device),
                 wants=lambda measurement: self._explaining.wants(item, measured, measurement),
-                doubts=lambda measurement: self._judging.doubts_time(item, measured, measurement),
+                doubts=lambda measurement: self._judging.doubts_time(
+                    item, measured, measurement, decides_only=allowance is not None and not allowance.may_look_again
+                ),
             )
         except BaseException:
             device.close()

@@ -10,7 +10,7 @@ from pytest_gpumem.config_matrix import cell_of
 from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Cell, TestVerdict
-from pytest_gpumem.marker import BudgetError, budget_of_marks, check_of_a_call
+from pytest_gpumem.marker import TIMED_LIMITS, BudgetError, budget_of_marks, check_of_a_call
 from pytest_gpumem.options import FIXTURE, is_measured
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def without_group(item: pytest.Item) -> str:
 class Selection:
     """What a process that collects tests knows and the one that reports needs.
 
-    ``files`` are the test files that were collected whole; ``idle_budgets`` the patterns of ``[[tool.gpumem.budget]]``
-    that match tests, none of which is measured. ``error`` is a usage error that stopped the collection.
+    ``files`` are the test files that were collected whole; ``idle_budgets`` what ``[[tool.gpumem.budget]]`` says that holds
+    nothing, each as a sentence. ``error`` is a usage error that stopped the collection.
     """
 
     measured: frozenset[tuple[str, str]] = frozenset()
@@ -105,13 +105,27 @@ class Selection:
 
 
 def idle_budgets(
-    budgets: Iterable[PatternBudget], items: Iterable[pytest.Item], measured: Mapping[Any, Any]
+    budgets: Iterable[PatternBudget], items: Iterable[pytest.Item], measured: Mapping[pytest.Item, Measured]
 ) -> tuple[str, ...]:
-    """The patterns that match some of ``items`` but none that is measured: budgets that nothing is held to."""
+    """Budgets that nothing is held to, each as a sentence.
+
+    Their patterns match some of ``items``, but none that is measured; or, for limits on times, none that measures a step.
+    """
     idle = []
     everything = list(items)
     for entry in budgets:
         matching = [item for item in everything if entry.matches(without_group(item))]
-        if matching and not any(item in measured for item in matching):
-            idle.append(entry.tests)
+        held = [measured[item] for item in matching if item in measured]
+        if matching and not held:
+            idle.append(
+                f"the budget for tests = {entry.tests!r} holds nothing: none of the tests that it matches is measured; "
+                "give them @pytest.mark.gpumem"
+            )
+        elif held and not any(one.has_fixture for one in held):
+            idle += [
+                f"{limit} of the budget for tests = {entry.tests!r} holds nothing: no step is timed in the tests that it "
+                "matches; measure one with the gpumem fixture"
+                for limit in TIMED_LIMITS
+                if getattr(entry.budget, limit) is not None
+            ]
     return tuple(idle)

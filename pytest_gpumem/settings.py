@@ -113,6 +113,9 @@ def settings_of(config: pytest.Config) -> Settings:
     said = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
     if not said:
         return settings
+    if "update" in said:
+        # `gpumem ab` switches updating off where the table asks for it, which no mode does.
+        said["update"] = said["update"] or None
     if "store" in said:
         settings = replace(settings, store_base=config.invocation_params.dir)
     if "artifacts" in said:

@@ -384,7 +384,7 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
     )
     (repository.path / "pytest.ini").unlink()
     repository.write(
-        "pyproject.toml", '[tool.gpumem]\ndevice = "clock"\nbaseline = true\nupdate = "improved"\nstrict = true\n'
+        "pyproject.toml", '[tool.gpumem]\ndevice = "clock"\nbaseline = true\nupdate = "all"\nstrict = true\n'
     )
     repository.commit("before", seconds=0.25)
     folder = repository.path.parent / "runs"
@@ -397,7 +397,8 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
     # With the baseline and strictness that are switched off it would be missing one.
     assert "1 passed" in (folder / "run-1" / "log.txt").read_text()
     assert (taken.root, taken.measured) == (str(repository.path), 1)
-    assert not (repository.path / "gpumem-baselines").exists()
+    stores = [repository.path / "gpumem-baselines", folder / "run-1" / "store"]
+    assert not any(store.exists() for store in stores)
 
 
 def test_the_command_does_not_load_torch():

@@ -106,6 +106,25 @@ def test_a_budget_that_matches_only_unmeasured_tests_is_pointed_out(project):
     )
 
 
+def test_a_budget_of_times_that_matches_only_tests_without_a_step_is_pointed_out(project):
+    project.settings(
+        "[[tool.gpumem.budget]]\ntests = 'test_it.py'\nmax_gb = 1\nmin_throughput = '8 steps/s'\nmax_slowdown = '5 %'\n"
+    )
+    project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n")
+    result = project.run()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            f"gpumem: {limit} of the budget for tests = 'test_it.py' holds nothing: no step is timed in the tests that it "
+            "matches; measure one with the gpumem fixture"
+            for limit in ("max_slowdown", "min_throughput")
+        ]
+    )
+    project.write("def test_step(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n", "test_it.py")
+    result = project.run()
+    result.stdout.no_fnmatch_line("*holds nothing*")
+
+
 def test_a_gate_without_any_measured_test_says_so_and_strict_ends_red(project):
     project.write("def test_it(): ...\n")
     result = project.run("--gpumem-baseline")

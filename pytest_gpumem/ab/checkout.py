@@ -153,13 +153,15 @@ def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
 
 
 def _remove(checkout: Checkout, worktree: Path) -> None:
+    # Forced twice: git locks a worktree while it checks it out, and one that was killed meanwhile stays locked.
+    remove = ("worktree", "remove", "--force", "--force", str(worktree))
     try:
-        git(checkout.top, "worktree", "remove", "--force", str(worktree))
+        git(checkout.top, *remove)
     except GitError:
-        # It was not finished, or is in use: git forgets a worktree whose folder is gone.
+        # It is damaged, or in use: a worktree whose folder is gone can be removed. `prune` would forget others, too.
         shutil.rmtree(worktree, ignore_errors=True)
         with suppress(GitError):
-            git(checkout.top, "worktree", "prune")
+            git(checkout.top, *remove)
 
 
 def _end_of(log: Path) -> str:

@@ -18,7 +18,8 @@ VARIABLE = "GPUMEM_AB_RUN"
 """The environment variable that says, as JSON, where to write (``file``), whose code is to run (``home``) and whose is not
 (``others``): folders without symbolic links."""
 PROPERTY = "gpumem"
-SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict")
+SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
+"""Options of the plugin that are said to be off: unsaid, what ``[tool.gpumem]`` says of them would hold."""
 
 
 class Collector:
@@ -37,8 +38,6 @@ class Collector:
         for option in SWITCHED_OFF:
             if hasattr(config.option, option):
                 setattr(config.option, option, False)
-        if hasattr(config.option, "gpumem_update"):
-            config.option.gpumem_update = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)

@@ -64,9 +64,9 @@ class Absent:
 
 
 def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Entry:
-    """The baseline that accepting a measurement makes. Times keep the four digits that mean something."""
+    """The baseline that accepting a measurement makes. Times keep four digits, and five as one of the runs."""
     metrics = {
-        name: int(value) if METRICS[name].unit in WHOLE else float(f"{value:.4g}")
+        name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
     }
     explanation = measurement.explanation
@@ -83,11 +83,17 @@ def _runs(measurement: Measurement) -> Runs | None:
     if measurement.times is None or measurement.times.best.invalid is not None:
         return None
     sample = measurement.times.best
-    cycles = () if sample.cycles is None else (_rounded(sample.cycles),)
-    return Runs((_rounded(sample.median),), cycles)
+    cycles = () if sample.cycles is None else (_finer(sample.cycles),)
+    return Runs((_finer(sample.median),), cycles)
 
 
-def _rounded(value: float) -> float:
+def rounded(time: float) -> float:
+    """A time, or a throughput, to the four digits that are shown."""
+    return float(f"{time:.4g}")
+
+
+def _finer(value: float) -> float:
+    """To five digits, since medians and ratios are made of it."""
     return float(f"{value:.5g}")
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.entry import Absent, Entry, Key
+from pytest_gpumem.baselines.entry import Absent, Entry, Key, rounded
 from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.timing.comparison import MOST_RUNS
+from pytest_gpumem.timing.comparison import slower_machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.baselines.update_modes import UpdateMode
+    from pytest_gpumem.timing.comparison import Runs
 
 ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
     None: frozenset(),
@@ -31,7 +32,7 @@ def entries_to_write(
     """Those of ``measured`` (of tests that passed) that ``mode`` wants in the store and that would change it.
 
     ``new`` adds what is missing, also to a stored entry, whose other figures stay; ``improved`` lowers, metric by metric,
-    what got better and leaves the rest; ``all`` accepts everything.
+    what got better and leaves the rest; ``all`` accepts everything. Times go along with one another.
     """
     wanted: dict[Key, Entry] = {}
     for key, (verdict, entry) in measured.items():
@@ -44,37 +45,93 @@ def entries_to_write(
             if added != earlier:
                 wanted[key] = added
         elif mode == "all":
-            merged = _with_runs(earlier, _with_what_is_kept_of(earlier, entry), verdict)
-            if not entry.says_the_same(earlier) or _brings_a_run(merged, earlier, verdict):
+            merged = _accepted(earlier, entry, verdict)
+            another_run = merged.runs != earlier.runs or not _same_machine(merged, earlier)
+            if (entry.runs is not None and another_run) or not entry.says_the_same(earlier):
                 wanted[key] = merged
         elif mode == "improved":
             better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
             if better:
                 kept = {name: value for name, value in earlier.metrics.items() if name not in better}
-                metrics = {**entry.metrics, **kept}
                 # A composition belongs to its peak.
                 composition = entry.composition if "peak_allocated" in better else earlier.composition
-                runs = entry.runs if "step_time" in better else earlier.runs if _same_machine(entry, earlier) else None
-                wanted[key] = replace(entry, metrics=metrics, composition=composition, runs=runs)
+                lowered = replace(entry, metrics={**entry.metrics, **kept}, composition=composition)
+                wanted[key] = _with_times_of(entry if "step_time" in better else earlier, lowered)
     return wanted
 
 
-def _with_runs(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
-    """``entry`` as the latest of the runs of ``earlier``, or as the first one of a new speed, work or machine."""
-    if entry.workload != earlier.workload or earlier.runs is None or not _same_machine(entry, earlier):
-        return entry
-    if entry.runs is not None and _has_another_speed(verdict):
-        return entry
-    runs = earlier.runs if entry.runs is None else earlier.runs.and_then(entry.runs)
-    return replace(entry, runs=runs, metrics={**entry.metrics, "step_time": runs.median})
+def times_left_out(
+    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Entry]], stored: Mapping[Key, Entry | Absent]
+) -> list[str]:
+    """Why times that were taken are not in the store though ``mode`` wants them there: a clause for each measurement."""
+    reasons = [
+        _refusal(verdict, entry, stored[key])
+        for key, (verdict, entry) in measured.items()
+        if mode == "all" or (mode == "new" and _lacks_times(stored[key], entry))
+    ]
+    return [reason for reason in reasons if reason is not None]
 
 
-def _brings_a_run(entry: Entry, earlier: Entry, verdict: Verdict) -> bool:
-    """Whether the store knows more of a step's times with ``entry``; once it knows enough, the latest one is no news."""
-    if entry.runs is None or entry.runs == earlier.runs:
-        return False
-    known = earlier.runs is not None and len(earlier.runs.seconds) == MOST_RUNS
-    return not known or _has_another_speed(verdict) or not _same_machine(entry, earlier)
+def _refusal(verdict: Verdict, entry: Entry, stored: Entry | Absent) -> str | None:
+    """Why this run is no measure for later ones, or none beside those in the store, as a clause."""
+    times = verdict.measurement.times
+    if times is None:
+        return None
+    if entry.runs is None:
+        return times.best.invalid
+    if isinstance(stored, Absent) or not _goes_on(entry, stored) or stored.runs is None:
+        return None
+    # Runs that only lie apart from the others stay: without them the others would seem to vary less than runs do.
+    slower = slower_machine(entry.runs, stored.runs)
+    if slower is not None:
+        return slower
+    if stored.runs.cycles and not entry.runs.cycles and not _has_another_speed(verdict):
+        return "the clock that steps run by could not be read"
+    return None
+
+
+def _accepted(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
+    """``entry`` in the place of ``earlier``, with what this session did not take and is of the same work.
+
+    That is the composition of the same peak (``--gpumem-explain=never``), and times: those of ``earlier`` where this run
+    took none (``--gpumem-no-time``) or is not to be gone by, and otherwise this run as the latest of its runs.
+    """
+    if entry.workload != earlier.workload:
+        return entry
+    if entry.composition is None and entry.metrics["peak_allocated"] == earlier.metrics["peak_allocated"]:
+        entry = replace(entry, composition=earlier.composition)
+    if earlier.runs is None:
+        # What is not compared may be of a run that was disturbed, but is of the latest.
+        return entry if "step_time" in entry.metrics else _with_times_of(earlier, entry)
+    if "step_time" in entry.metrics and not _goes_on(entry, earlier):
+        return entry
+    if entry.runs is None or _refusal(verdict, entry, earlier) is not None:
+        return _with_times_of(earlier, entry)
+    if _has_another_speed(verdict):
+        return entry
+    return _with_runs(earlier.runs.and_then(entry.runs), entry)
+
+
+def _with_runs(runs: Runs, entry: Entry) -> Entry:
+    """``entry`` with ``runs``, of which it is the latest: its step time is their median, and its throughput that of it."""
+    step_time = rounded(runs.median)
+    times = {"step_time": step_time}
+    if "throughput" in entry.metrics:
+        times["throughput"] = rounded(entry.metrics["throughput"] * entry.metrics["step_time"] / step_time)
+    return replace(entry, runs=runs, metrics={**entry.metrics, **times})
+
+
+def _with_times_of(source: Entry, entry: Entry) -> Entry:
+    """``entry`` with the runs and times of ``source``, all of them, or with none where that is of another machine."""
+    metrics = {name: value for name, value in entry.metrics.items() if not _is_time(name)}
+    if not _same_machine(source, entry):
+        return replace(entry, metrics=metrics, runs=None)
+    times = {name: value for name, value in source.metrics.items() if _is_time(name)}
+    return replace(entry, metrics={**metrics, **times}, runs=source.runs)
+
+
+def _is_time(metric: str) -> bool:
+    return METRICS[metric].unit not in WHOLE
 
 
 def _has_another_speed(verdict: Verdict) -> bool:
@@ -82,12 +139,30 @@ def _has_another_speed(verdict: Verdict) -> bool:
     return speed is not None and speed.outcome in (Outcome.REGRESSED, Outcome.IMPROVED)
 
 
+def _goes_on(entry: Entry, earlier: Entry) -> bool:
+    """Whether the times of ``entry`` are of the work and the machine that those of ``earlier`` are of."""
+    return entry.workload == earlier.workload and _same_machine(entry, earlier)
+
+
 def _same_machine(entry: Entry, earlier: Entry) -> bool:
     return entry.environment.details.get(MACHINE) == earlier.environment.details.get(MACHINE)
 
 
+def _lacks_times(stored: Entry | Absent, entry: Entry) -> bool:
+    """Whether the times of ``entry`` are missing in the store, and may go there."""
+    if isinstance(stored, Absent):
+        return True
+    machine = stored.environment.details.get(MACHINE)
+    return (
+        stored.runs is None
+        and stored.workload == entry.workload
+        and MACHINE in entry.environment.details
+        and machine in (None, entry.environment.details[MACHINE])
+    )
+
+
 def _with_added(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
-    """``earlier``, with those of the metrics that it lacks that are what its environment gives, too."""
+    """``earlier``, with those of the metrics that it lacks that are what its environment gives, too, and with times."""
     here, there = entry.environment.details, earlier.environment.details
     missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
     metrics = {
@@ -95,17 +170,9 @@ def _with_added(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
         for metric in missing
         if metric.unit in WHOLE and all(here.get(detail) == there.get(detail) for detail in metric.depends_on)
     }
-    return replace(earlier, metrics={**earlier.metrics, **metrics})
-
-
-def _with_what_is_kept_of(earlier: Entry, entry: Entry) -> Entry:
-    """``entry``, with what this session did not take and is of the same work.
-
-    Times (``--gpumem-no-time``), and the composition of the same peak (``--gpumem-explain=never``).
-    """
-    if entry.workload != earlier.workload:
-        return entry
-    if entry.composition is None and entry.metrics["peak_allocated"] == earlier.metrics["peak_allocated"]:
-        entry = replace(entry, composition=earlier.composition)
-    times = {name: value for name, value in earlier.metrics.items() if METRICS[name].unit not in WHOLE}
-    return replace(entry, metrics={**times, **entry.metrics})
+    added = replace(earlier, metrics={**earlier.metrics, **metrics})
+    if entry.runs is None or not _lacks_times(earlier, entry):
+        return added
+    # An older version did not say on which machine an entry was recorded; that of its times is known now.
+    environment = replace(earlier.environment, details={**there, MACHINE: here[MACHINE]})
+    return _with_times_of(entry, replace(added, environment=environment))

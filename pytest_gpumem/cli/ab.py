@@ -51,7 +51,11 @@ def _file(_context: click.Context, _parameter: click.Parameter, value: Path | No
 @click.argument("base")
 @click.argument("head", default="HEAD")
 @click.option(
-    "--max-slowdown", default="2 %", show_default=True, callback=_ratio, help="How much longer a step of HEAD may take."
+    "--max-slowdown",
+    default="1.5 %",
+    show_default=True,
+    callback=_ratio,
+    help="How much longer a step of HEAD may take.",
 )
 @click.option(
     "--rounds",

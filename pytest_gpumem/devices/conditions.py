@@ -25,7 +25,7 @@ class Conditions:
     stolen: float | None = None
     """Seconds that the hypervisor gave this machine's cores to others, all cores together; counted in ticks."""
     others: float | None = None
-    """CPU seconds of all other processes, all cores together; counted in ticks."""
+    """CPU seconds of all processes but this one and those that it started, all cores together; counted in ticks."""
     cores: int | None = None
     """Cores of the machine, which ``stolen`` and ``others`` are counted on."""
     tick: float = 0.01

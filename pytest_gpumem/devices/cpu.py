@@ -64,7 +64,7 @@ class CpuDevice:
 
     def __init__(self, lock: DeviceLock | None = None) -> None:
         self._lock = lock
-        self._share = ExitStack()
+        self._leases = ExitStack()
         self._ledger = Ledger()
         self._obituaries = Obituaries()
         self._profiler: profile | None = None
@@ -102,10 +102,11 @@ class CpuDevice:
 
         if self._threads is not None:
             raise RuntimeError("the cpu device is already open")
-        if self._lock is not None:
-            self._share.enter_context(self._lock.shared())
-        self._threads = torch.get_num_threads()
         try:
+            if self._lock is not None:
+                self._leases.enter_context(self._lock.shared())
+            self._threads = torch.get_num_threads()
+            self._leases.callback(self._give_back_threads)
             torch.set_num_threads(1)
             self._ledger = Ledger()
             self._obituaries = Obituaries()
@@ -116,17 +117,15 @@ class CpuDevice:
             raise DeviceUnavailable(
                 f"torch {torch.__version__} does not report host allocations to a profiler here ({error})"
             ) from None
+        except BaseException:  # Ctrl-C while waiting for the lock, say
+            self.close()
+            raise
 
     def close(self) -> None:
-        import torch
-
-        if self._profiler is not None:
-            with suppress(MeasuringError):
-                self._stop()
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-            self._threads = None
-        self._share.close()
+        with self._leases:
+            if self._profiler is not None:
+                with suppress(MeasuringError):
+                    self._stop()
 
     def settle(self) -> None:
         gc.collect()
@@ -223,7 +222,7 @@ class CpuDevice:
             graphs=compiled_graphs_so_far(),
             waited=proc.waited_seconds(),
             stolen=times.stolen if times is not None else None,
-            others=times.busy - time.process_time() if times is not None else None,
+            others=times.busy - time.process_time() - proc.seconds_of_children() if times is not None else None,
             cores=times.cores if times is not None else None,
             tick=proc.tick_seconds(),
         )
@@ -239,6 +238,13 @@ class CpuDevice:
             raise RuntimeError("the cpu device is not open")
         with nullcontext() if self._lock is None else self._lock.alone() as refused:
             yield refused
+
+    def _give_back_threads(self) -> None:
+        import torch
+
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            torch.set_num_threads(threads)
 
     def _start(self, *, operators: bool = False) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -15,6 +15,7 @@ from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.cuda_history import history_of, numbered_by_thread
 from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
 from pytest_gpumem.devices.events import Open
+from pytest_gpumem.devices.launches import launches_of
 from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.devices.proc import is_of_session, workers_of_session
 from pytest_gpumem.devices.torch_internals import (
@@ -33,30 +34,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
-    from torch.profiler import profile
 
     from pytest_gpumem.devices.cuda_history import HistoryEntry
     from pytest_gpumem.devices.events import Token
     from pytest_gpumem.devices.nvml import GpuNow
 
-_NO_KERNELS = (
-    "Memcpy",
-    "Memset",
-    "Unknown",
-    "Driver Compiler",
-    "Buffer Flush",
-    "Instrumentation",
-    "Resource",
-    "Runtime Triggered Module Loading",
-    "Lazy Function Loading",
-    "Command Buffer Full",
-    "Activity Buffer Request",
-    "UVM Activity Init",
-)
-"""How the names of what else CUPTI tells begin: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
-
-Such as ``Memcpy DtoH (Device -> Pageable)``. Which of them come depends on what the driver happens to do.
-"""
 _END = -1
 """The mark at the end of every recording: a recording that lacks it has lost what came before, too."""
 _CUT_SHORT = (
@@ -194,25 +176,7 @@ class TorchCuda:
         return [float(start.elapsed_time(end)) / 1e3 for start, end in itertools.pairwise(borders)]
 
     def launches(self, run: Callable[[], object]) -> int | None:
-        """Kernels that ``run`` put on the GPU, as CUPTI tells them; ``None`` where there is no CUPTI, or it tells nothing.
-
-        Only one profiler can run at a time: where ``run`` starts one of its own there is no telling, either.
-        """
-        from torch.profiler import ProfilerActivity, profile, supported_activities
-
-        if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
-            return None
-        profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
-        with quiet_kineto():
-            profiler.start()
-        try:
-            run()
-            self.synchronize()
-        finally:
-            # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
-            with suppress(RuntimeError):
-                profiler.stop()
-        return kernels_in(profiler)
+        return launches_of(run, self.synchronize)
 
     def gpu(self) -> GpuNow:
         return self._seen_by_nvml().now(is_of_session, workers_of_session())
@@ -296,19 +260,3 @@ def profiled(stretch: Stretch, device: torch.device) -> Iterator[None]:
         raise MeasuringError(_CUT_SHORT)
     (end,) = ends
     stretch.tokens = tokens[:end] + tokens[end + 2 :]
-
-
-def kernels_in(profiler: profile) -> int | None:
-    """How many kernels ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
-    try:
-        events = list(profiler.events() or ())  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError):  # somebody else has stopped it
-        return None
-    on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-    return sum(map(_is_kernel, on_gpu)) if on_gpu else None
-
-
-def _is_kernel(event: Any) -> bool:
-    # Older releases of torch do not tell.
-    kind = getattr(event, "activity_type", None)
-    return bool(kind == "kernel") if kind else not event.name.startswith(_NO_KERNELS)

@@ -10,6 +10,10 @@ import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _BUSY = (0, 1, 2, 5, 6)
 """Of the counters of a cpu line: user, nice, system, irq, softirq; guests are in user and nice (proc_stat(5))."""
@@ -41,6 +45,22 @@ def waited_seconds(path: Path = Path("/proc/thread-self/schedstat")) -> float | 
 def cpu_times(path: Path = Path("/proc/stat")) -> CpuTimes | None:
     """What the machine's cores have done since it started."""
     return cpu_times_of(_text(path), tick_seconds())
+
+
+def seconds_of_children(proc: Path = Path("/proc")) -> float:
+    """CPU seconds of the processes that this one has started, and of those that they have: its DataLoaders' workers, say.
+
+    Of those that have ended, the ones that were waited for; of live ones, those that a main thread started.
+    """
+    ended = os.times()
+    return ended.children_user + ended.children_system + sum(_seconds_of_live(proc, os.getpid(), tick_seconds()))
+
+
+def _seconds_of_live(proc: Path, pid: int, tick: float) -> Iterator[float]:
+    # The kernel lists them by the thread that started them, of which there may be hundreds.
+    for word in (_text(proc / f"{pid}/task/{pid}/children") or "").split():
+        yield seconds_in(_text(proc / f"{word}/stat"), tick)
+        yield from _seconds_of_live(proc, int(word), tick)
 
 
 def parent_of(pid: int) -> int | None:
@@ -100,6 +120,13 @@ def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
     if len(total) <= _STEAL or not cores:
         return None
     return CpuTimes(sum(total[place] for place in _BUSY) * tick, total[_STEAL] * tick, cores)
+
+
+def seconds_in(stat: str | None, tick: float) -> float:
+    """The CPU time in a process's ``stat``, with that of its children that it has waited for."""
+    # From the third field on: the second is a name in parentheses that may have any character.
+    fields = (stat or "").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) * tick
 
 
 def parent_in(stat: str | None) -> int | None:

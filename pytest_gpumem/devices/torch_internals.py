@@ -106,6 +106,28 @@ def span(name: str) -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", _RecordFunctionFast(name))
 
 
+def watched_operators(
+    told: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any],
+) -> AbstractContextManager[object]:
+    """Within, ``told(operator, args, kwargs, run)`` takes the place of every operator below autograd, and ``run()`` is it.
+
+    Private: the module of the mode, by which its own documentation tells people to do this.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            return told(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    mode: AbstractContextManager[object] = Watch()  # type: ignore[no-untyped-call]
+    return mode
+
+
 def outside_torch_function() -> AbstractContextManager[object]:
     """Within, torch functions are called straight: by no `TorchFunctionMode`, and by no subclass of a tensor."""
     import torch

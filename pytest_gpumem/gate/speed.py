@@ -47,14 +47,15 @@ def judge_step_time(
         there, this = (machine or "an unknown machine" for machine in (there, here))
         reason = f"time is not compared: the baseline's was taken on {there}, this is {this}"
         return MetricVerdict("step_time", Outcome.FOREIGN if asked else Outcome.RECORDED, value, reason=reason)
-    comparison = compare(times.samples, baseline.runs, tolerance.relative)
     earlier = baseline.runs.median
+    allowed = tolerance.allowed(earlier)
+    comparison = compare(times.samples, baseline.runs, allowed / earlier)
     return MetricVerdict(
         "step_time",
         _OUTCOMES[comparison.outcome],
         value,
         earlier,
-        allowed=tolerance.relative * earlier,
+        allowed=allowed,
         reason=comparison.reason,
         interval=(comparison.low, comparison.high),
     )
@@ -100,14 +101,18 @@ def work_of(measurement: Measurement, minimum: Rate | None) -> tuple[str, float]
     return next(iter(work.items()), None)
 
 
+def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
+    """Why ``max_slowdown`` holds nothing in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
+    if any(one.times is not None for one in measurements):
+        return None
+    return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
+
+
 def idle_throughput(minimum: Rate, measurements: list[Measurement]) -> str | None:
     """Why ``min_throughput`` holds nothing in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
     timed = [one for one in measurements if one.times is not None]
     if not timed:
-        return (
-            f"min_throughput={str(minimum)!r} holds nothing: no step of this test was timed; measure one with "
-            "gpumem.measure, train_step or infer_step"
-        )
+        return _nothing_timed(f"min_throughput={str(minimum)!r}")
     if any((work := work_of(one, minimum)) is not None and work[0] == minimum.of for one in timed):
         return None
     known = sorted({name for one in timed for name in one.work})
@@ -115,4 +120,11 @@ def idle_throughput(minimum: Rate, measurements: list[Measurement]) -> str | Non
     return (
         f"min_throughput={str(minimum)!r} holds nothing: {has} of what its steps work on; "
         f"say items=, the number of {minimum.of} of a step"
+    )
+
+
+def _nothing_timed(limit: str) -> str:
+    return (
+        f"{limit} holds nothing: no step of this test was timed; measure one with "
+        "gpumem.measure, train_step or infer_step"
     )

@@ -58,7 +58,11 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     lines += ["", *(f"  {line}" for line in _metric_table(verdict, failing, units))]
     for block in explanation_blocks(verdict, guilty_metrics(verdict, failing), units):
         lines += ["", *(f"  {line}" for line in block)]
-    reasons = [f"{METRICS[metric.metric].title}: {metric.reason}" for metric in verdict.metrics if metric.reason]
+    reasons = [
+        f"{METRICS[metric.metric].title}: {metric.reason}"
+        for metric in verdict.metrics
+        if metric.reason and _bears_on(metric, _units_of(verdict, failing))
+    ]
     notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
     if notes:
         lines += ["", *(f"  note: {note}" for note in notes)]
@@ -107,7 +111,7 @@ def _against(verdict: MetricVerdict, other: float | None, what: str, units: Unit
 
 
 def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> list[str]:
-    guilty = {METRICS[metric.metric].unit for metric in verdict.metrics if metric.outcome in failing}
+    guilty = _units_of(verdict, failing)
     rows = [
         (
             METRICS[metric.metric].title,
@@ -127,6 +131,11 @@ def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSyst
     return columns(
         [header[number] for number in used], [[row[number] for number in used] for row in rows], left=(0, last)
     )
+
+
+def _units_of(verdict: Verdict, failing: frozenset[Outcome]) -> set[Unit]:
+    """The units of the metrics for which a measurement fails."""
+    return {METRICS[metric.metric].unit for metric in verdict.metrics if metric.outcome in failing}
 
 
 def _bears_on(metric: MetricVerdict, guilty: Collection[Unit]) -> bool:

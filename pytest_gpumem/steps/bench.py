@@ -11,7 +11,7 @@ from pytest_gpumem.explain.recording import Subject, explain, explain_out_of_mem
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import measure_step, sample_again
+from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +93,9 @@ class Bench:
         """Time a step that has been measured once more; ``held`` as in `measure`."""
         assert self.allowance is not None, "only a step that was timed is timed again"
         seconds = self.allowance.second_look
-        return sample_again(phases, self.device, self.windows, lambda: self.storages(held()), seconds)
+        sample = sample_again(phases, self.device, self.windows, lambda: self.storages(held()), seconds)
+        self.allowance.look(SECONDS_BETWEEN_SAMPLES + sample.spent)
+        return sample
 
     def born(self, found: dict[int, Site]) -> AbstractContextManager[None]:
         """Within, the lines that make tensors are entered in ``found``, by address; not where nothing is explained."""

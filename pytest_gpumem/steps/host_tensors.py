@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.steps.batches import tensors_in
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -39,7 +41,7 @@ class HostTensors:
         """What tensors in ``result`` are from now on, where the CPU stands in."""
         if not self.stands_in:
             return
-        for tensor in tensors_among([result]):
+        for tensor in tensors_in([result]):
             storage = _storage(tensor)
             if storage is None:
                 continue
@@ -52,7 +54,7 @@ class HostTensors:
         """What comes from the host's tensors alone is the host's."""
         if not self._marked:
             return
-        tensors = tensors_among(inputs)
+        tensors = list(tensors_in(list(inputs)))
         if tensors and all(tensor in self for tensor in tensors):
             self.mark(result)
 
@@ -79,14 +81,6 @@ class HostTensors:
         finally:
             handle.remove()
             self._marked.clear()
-
-
-def tensors_among(values: Iterable[object]) -> list[torch.Tensor]:
-    """The tensors in arguments or results."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    return [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
 
 
 def _storage(tensor: torch.Tensor) -> Any:

@@ -95,6 +95,11 @@ def measure_function(
     bench: Bench, fn: Callable[[], object], items: float | None = None, asked: Asked = NOTHING
 ) -> MeasuredStep:
     """Measure ``fn()`` as a step that repeats. What it holds belongs to the step."""
+    with random_numbers_given_back(bench.device):
+        return _measured_function(bench, fn, items, asked)
+
+
+def _measured_function(bench: Bench, fn: Callable[[], object], items: float | None, asked: Asked) -> MeasuredStep:
     start = bench.begin(fn)
     phases = [Phase("step", fn)]
 

@@ -99,17 +99,18 @@ def measure_step(
             settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
         times = None
-        with device.paused():
-            # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
-            counted = count_step(lambda: [phase.run() for phase in phases], device, compiled=compiled)
-            if allowance is not None:
-                sample = _sample(phases, device, allowance.share)
-                allowance.spend(sample.spent)
-                laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, allowance)
-                times = Times((sample,), laps)
-        # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
-        one_step()
-        device.believe(since, own())
+        try:
+            with device.paused():
+                # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its
+                # weights.
+                counted = count_step(_whole(phases), device, compiled=compiled)
+                if allowance is not None:
+                    times = _times(phases, device, allowance)
+            # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
+            one_step()
+        finally:
+            # Also when a step raised: the test may go on, and measure another.
+            device.believe(since, own())
     return StepFigures(memory, settled, tuple(figures.peak.allocated for figures in seen), times, counted)
 
 
@@ -125,20 +126,43 @@ def sample_again(
     Taken after a pause of `SECONDS_BETWEEN_SAMPLES`, so that one burst of somebody else's work is not in both.
     """
     time.sleep(SECONDS_BETWEEN_SAMPLES)
-    since = device.known()
+    # What it holds may be replaced where nobody sees it: that is believed only as far as it is held in the end.
+    held = {storage.data_ptr() for storage in own()}
+    since = frozenset(block for block in device.known() if block[0] not in held)
     device.settle()
     with cyclic_collector_off():
-        with device.paused():
-            sample = _sample(phases, device, seconds, ROUNDS_TO_DECIDE)
-        _one_step(phases, device, windows, 0, 0)
-        device.believe(since, own())
-    return sample
+        try:
+            with device.paused(), device.alone() as crowded:
+                # Settling has emptied the caches, and of few rounds none may be one that fills them again.
+                _whole(phases)()
+                sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
+            _one_step(phases, device, windows, 0, 0)
+        finally:
+            device.believe(since, own())
+    return _unless(crowded, sample)
 
 
-def _sample(phases: Sequence[Phase], device: Device, seconds: float, fewest: int = 1) -> Sample:
+def _times(phases: Sequence[Phase], device: Device, allowance: TimeAllowance) -> Times:
+    """The first sample of a step's time and the times of its phases, both taken alone."""
     with device.alone() as crowded:
-        sample = sample_step(lambda: [phase.run() for phase in phases], device, seconds, fewest)
+        sample = sample_step(_whole(phases), device, allowance.share)
+        allowance.spend(sample.spent)
+        laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, allowance)
+    return Times((_unless(crowded, sample),), laps)
+
+
+def _unless(crowded: str | None, sample: Sample) -> Sample:
     return sample if crowded is None else replace(sample, invalid=crowded)
+
+
+def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
+    """The step that the phases make."""
+
+    def step() -> None:
+        for phase in phases:
+            phase.run()
+
+    return step
 
 
 def live_at_rest(device: Device, expected: int) -> int:

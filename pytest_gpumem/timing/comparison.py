@@ -1,8 +1,8 @@
 """Whether a step has become slower: a sample against the runs that were accepted, or two revisions against each other. Pure.
 
-Slower needs everything at once: the lower end of the interval of the ratio is beyond the tolerance, in seconds and in cycles
-of the clock that the step ran by, in every sample that was taken, and nothing else was at work. What looks slower and is not
-shown to be is *uncertain*.
+Slower needs everything at once, in every sample that was taken: the ratio is beyond the tolerance in seconds and in cycles of
+the clock that the step ran by, with its whole interval in the one of the two that is known better, and nothing else was at
+work. What looks slower and is not shown to be is *uncertain*.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.timing.bootstrap import resampled_medians
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pytest_gpumem.timing.samples import Sample
 
@@ -36,7 +39,6 @@ MOST_UNKNOWN = 0.25
 SLOWER_MACHINE = 0.05
 """By how much the clock may run slower than in the baseline's runs for a slowdown to be the code's."""
 FEWEST_PAIRS = 4
-WITHIN = "within what times vary by"
 MOST_RUNS = 10
 
 
@@ -57,11 +59,16 @@ class Runs:
         return statistics.median(self.seconds)
 
     def and_then(self, later: Runs) -> Runs:
-        """These runs and ``later`` ones, the last `MOST_RUNS` of them. Cycles are kept where all have them."""
-        cycles = (*self.cycles, *later.cycles)
-        seconds = (*self.seconds, *later.seconds)
-        whole = len(cycles) == len(seconds)
-        return Runs(seconds[-MOST_RUNS:], cycles[-MOST_RUNS:] if whole else ())
+        """These runs and ``later`` ones, the last `MOST_RUNS` of them. Either all of them have cycles or none.
+
+        A run without cycles is not taken among those that have them, and one with cycles begins anew where they were not
+        known: a single run would else leave all the others without the control that they are.
+        """
+        if not later.cycles and self.cycles:
+            return self
+        if later.cycles and not self.cycles:
+            return later
+        return Runs((*self.seconds, *later.seconds)[-MOST_RUNS:], (*self.cycles, *later.cycles)[-MOST_RUNS:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,51 +133,54 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     why_not = invalid[0] if len(invalid) > len(pairs) // 2 else None
     if why_not is None and len(pairs) < FEWEST_PAIRS:
         why_not = f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
-    return _judged(seconds, cycles, tolerance, why_not)
+    return _judged(seconds, cycles, tolerance, why_not, f"as far as {len(pairs)} pairs of runs tell")
 
 
 def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     seconds = _of_runs(sample.seconds, baseline.seconds)
     mine = _cycles(sample)
     cycles = _of_runs(mine, baseline.cycles) if mine is not None and baseline.cycles else None
-    judged = _judged(seconds, cycles, tolerance, sample.invalid or _slower_machine(sample, baseline))
-    if judged.reason is None or not judged.reason.startswith(WITHIN):
-        return judged
     runs = len(baseline.seconds)
-    return replace(judged, reason=f"{judged.reason}, as far as {f'{runs} runs tell' if runs > 1 else 'a single run tells'}")
+    known = "as far as a single run tells" if runs == 1 else f"as far as {runs} runs tell"
+    this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
+    return _judged(seconds, cycles, tolerance, sample.invalid or slower_machine(this, baseline), known)
 
 
-def _slower_machine(sample: Sample, baseline: Runs) -> str | None:
-    """That the clock runs slower than in the baseline, so that the machine is not in the state that it was in then.
+def slower_machine(this: Runs, baseline: Runs) -> str | None:
+    """That the clock runs slower in this run than in the baseline, as a clause: the machine is not as it was then.
 
     Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
     """
-    if sample.cycles is None or not baseline.cycles:
+    if not this.cycles or not baseline.cycles:
         return None
-    then = statistics.median(c / s for c, s in zip(baseline.cycles, baseline.seconds, strict=True))
-    change = sample.cycles / sample.median / then - 1
+    now, then = (
+        statistics.median(cycles / seconds for cycles, seconds in zip(runs.cycles, runs.seconds, strict=True))
+        for runs in (this, baseline)
+    )
+    change = now / then - 1
     return f"the machine runs {-change:.0%} slower than it did".replace("%", " %") if change < -SLOWER_MACHINE else None
 
 
-def _judged(seconds: Interval, cycles: Interval | None, tolerance: float, invalid: str | None) -> Comparison:
-    """``invalid`` says why the samples cannot show a slowdown."""
+def _judged(
+    seconds: Interval, cycles: Interval | None, tolerance: float, invalid: str | None, known: str
+) -> Comparison:
+    """``invalid`` says why the samples cannot show a slowdown, ``known`` from what it is known how far times vary."""
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]
-    if all(one.low > slower for one in intervals):
+    looks_slower = all(one.ratio > slower for one in intervals)
+    if looks_slower and any(one.low > slower for one in intervals):
         return Comparison("uncertain" if invalid else "slower", seconds, cycles, invalid)
     if seconds.ratio > slower:
-        return Comparison("uncertain", seconds, cycles, invalid or _doubt(seconds, cycles, slower))
+        reason = f"within what times vary by, {known}: {seconds}"
+        if cycles is not None and not looks_slower:
+            reason = f"the clock runs slower than it did: {seconds} in seconds is {cycles} in cycles"
+        return Comparison("uncertain", seconds, cycles, invalid or reason)
     if seconds.high > 1 + max(MOST_UNKNOWN, 2 * tolerance):
         return Comparison("uncertain", seconds, cycles, invalid or f"the times vary too much to tell: {seconds}")
-    if all(one.high < 1 / slower for one in intervals) and invalid is None:
+    looks_faster = all(one.ratio < 1 / slower for one in intervals)
+    if looks_faster and invalid is None and any(one.high < 1 / slower for one in intervals):
         return Comparison("faster", seconds, cycles)
     return Comparison("not slower", seconds, cycles)
-
-
-def _doubt(seconds: Interval, cycles: Interval | None, slower: float) -> str:
-    if cycles is not None and cycles.ratio <= slower:
-        return f"the clock ran slower than it did: {seconds} in seconds is {cycles} in cycles"
-    return f"{WITHIN}: {seconds}" if seconds.low <= slower else f"only in seconds: {cycles} in cycles"
 
 
 def _cycles(sample: Sample) -> tuple[float, ...] | None:
@@ -178,7 +188,9 @@ def _cycles(sample: Sample) -> tuple[float, ...] | None:
     return None if None in cycles else tuple(value for value in cycles if value is not None)
 
 
-def _of_runs(rounds: Sequence[float], runs: Sequence[float]) -> Interval:
+# A measurement is judged when its time is doubted, when it may be explained, and at the end: always by the same values.
+@lru_cache(maxsize=64)
+def _of_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
     """The ratio of this run's median to that of earlier runs: a bootstrap over rounds and runs.
 
     Rounds of one run are more alike than runs are, so both sides also vary as runs do: as Student's t, since that spread is
@@ -186,13 +198,10 @@ def _of_runs(rounds: Sequence[float], runs: Sequence[float]) -> Interval:
     """
     spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
     chance = random.Random(0)  # noqa: S311 - the same samples give the same verdict
-
-    def ratio() -> float:
-        now = statistics.median(chance.choices(rounds, k=len(rounds)))
-        then = statistics.median(chance.choices(runs, k=len(runs)))
-        return math.log(now / then) + chance.gauss(0, spread) + chance.gauss(0, spread / math.sqrt(len(runs)))
-
-    return _interval(statistics.median(rounds) / statistics.median(runs), ratio)
+    nows, thens = (resampled_medians(side, RESAMPLES, chance) for side in (rounds, runs))
+    both = spread * math.sqrt(1 + 1 / len(runs))
+    ratios = [math.log(now / then) + chance.gauss(0, both) for now, then in zip(nows, thens, strict=True)]
+    return _interval(statistics.median(rounds) / statistics.median(runs), ratios)
 
 
 def spread_of_runs(runs: Sequence[float]) -> float:
@@ -212,24 +221,21 @@ def _of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Inter
     # A bootstrap of n values has (n - 1) / n of their variance.
     wider = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
     middle = statistics.fmean(math.log(statistics.median(head) / statistics.median(base)) for base, head in pairs)
-
-    def ratio() -> float:
-        chosen = chance.choices(pairs, k=len(pairs))
-        one = statistics.fmean(
-            math.log(
-                statistics.median(chance.choices(head, k=len(head)))
-                / statistics.median(chance.choices(base, k=len(base)))
-            )
-            for base, head in chosen
-        )
-        return middle + (one - middle) * wider
-
-    return _interval(math.exp(middle), ratio)
+    # Each time that a pair is drawn, its rounds are resampled anew.
+    drawn = chance.choices(range(len(pairs)), k=len(pairs) * RESAMPLES)
+    times = Counter(drawn)
+    ratios = []
+    for number, (base, head) in enumerate(pairs):
+        bases, heads = (resampled_medians(side, times[number], chance) for side in (base, head))
+        ratios.append(iter([math.log(after / before) for before, after in zip(bases, heads, strict=True)]))
+    logarithms = [next(ratios[number]) for number in drawn]
+    means = [sum(logarithms[one : one + len(pairs)]) / len(pairs) for one in range(0, len(drawn), len(pairs))]
+    return _interval(math.exp(middle), [middle + (mean - middle) * wider for mean in means])
 
 
-def _interval(ratio: float, resampled: Callable[[], float]) -> Interval:
-    """``resampled`` draws logarithms of the ratio."""
-    logarithms = sorted(resampled() for _ in range(RESAMPLES))
+def _interval(ratio: float, resampled: Sequence[float]) -> Interval:
+    """``resampled`` are logarithms of the ratio."""
+    logarithms = sorted(resampled)
     lost = math.floor((1 - LEVEL) / 2 * RESAMPLES)
     return Interval(ratio, math.exp(logarithms[lost]), math.exp(logarithms[-1 - lost]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from typing import TYPE_CHECKING
@@ -22,44 +23,79 @@ PRECISION = 0.005
 ROUNDS_BEFORE_A_STOP = 12
 ROUNDS_OF_PHASES = 3
 _SHORTEST = 1e-9
-"""Seconds of a round for which the clock did not move: it has no ratio to another one otherwise."""
+"""Seconds of a step for which the clock did not move: it has no ratio to another one otherwise."""
 
 
 def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
     """A sample of ``step``, for which about ``seconds`` may be spent; at least ``fewest`` rounds are taken.
 
-    The first step of all finds out how many make a round, and counts only when it filled one by itself. A round that
+    The first step of all finds out how many make a round, and counts only when it filled one by itself. When it was slow
+    to start, so that the round after it is far too short, that one finds it out instead, and neither counts. A round that
     something disturbed is kept and does not count, and sampling goes on without it while there is time.
     """
-    begun = before = device.conditions()
-    first = device.time(step)
-    # Not before: the clock of a GPU at rest is another one.
-    paces = [device.pace()]
-    steps = max(1, math.ceil(SECONDS_A_ROUND / first)) if first > 0 else 1
-    rounds: list[Round] = []
-    spent, took = first, first
-
-    def keep() -> None:
-        nonlocal before
-        after = device.conditions()
-        paces.append(device.pace())
-        rounds.append(Round(max(took, _SHORTEST) / steps, _between(paces[-2:]), disturbance(before, after)))
-        before = after
-
+    rounds = _Rounds(device)
+    took = spent = device.time(step)
+    steps = _steps_a_round(took)
+    rounds.read_pace()
     if steps == 1:
-        keep()
+        rounds.keep(took)
     else:
-        before = device.conditions()
-    if first * steps < 2 * SECONDS_A_ROUND:
-        # However little time is left, short rounds are enough of them to say something.
-        fewest = max(fewest, FEWEST_ROUNDS)
-    while len(rounds) < fewest or (spent < seconds and not _is_known(rounds)):
-        took = device.time(lambda: _repeat(step, steps))
+        rounds.begin()
+    sized = False
+    while len(rounds.kept) < max(fewest, _needed(took)) or (spent < seconds and not _is_known(rounds.kept)):
+        took = device.time(functools.partial(_repeat, step, steps))
         spent += took
-        keep()
-    sample = Sample(tuple(rounds), steps)
-    few = sum(one.disturbed is None for one in rounds) < min(FEWEST_ROUNDS, len(rounds))
-    return Sample(sample.rounds, steps, (sample.most_disturbed_by if few else None) or load(begun, before))
+        if sized or took >= SECONDS_A_ROUND / 2:
+            rounds.keep(took / steps)
+        else:
+            steps = max(steps, _steps_a_round(took / steps))
+            rounds.read_pace()
+            rounds.begin()
+        sized = True
+    sample = Sample(tuple(rounds.kept), steps)
+    few = sum(one.disturbed is None for one in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
+    return Sample(sample.rounds, steps, (sample.most_disturbed_by if few else None) or rounds.load())
+
+
+class _Rounds:
+    """The rounds of a sample, each between two readings of the clock that steps run by and of what may disturb it."""
+
+    def __init__(self, device: Device) -> None:
+        self.kept: list[Round] = []
+        self._device = device
+        self._begun = self._before = device.conditions()
+        self._pace: float | None = None
+
+    def read_pace(self) -> None:
+        """Read how fast the clock runs. Not before the first step: the clock of a GPU at rest is another one."""
+        self._pace = self._device.pace()
+
+    def begin(self) -> None:
+        """What was timed so far counts for nothing."""
+        self.kept.clear()
+        self._before = self._device.conditions()
+
+    def keep(self, seconds: float) -> None:
+        """A round has ended, of so many seconds a step."""
+        # In this order: reading the conditions takes so long that a GPU may have come to rest.
+        pace = self._device.pace()
+        now = self._device.conditions()
+        disturbed = disturbance(self._before, now)
+        self.kept.append(Round(max(seconds, _SHORTEST), _between(self._pace, pace), disturbed))
+        self._before, self._pace = now, pace
+
+    def load(self) -> str | None:
+        """What kept the machine busy all the while, as a clause."""
+        return load(self._begun, self._before)
+
+
+def _steps_a_round(seconds: float) -> int:
+    return max(1, math.ceil(SECONDS_A_ROUND / seconds)) if seconds > 0 else 1
+
+
+def _needed(took: float) -> int:
+    """How many rounds there have to be, however little time is left, when the latest ``took`` so long."""
+    return FEWEST_ROUNDS if took < 2 * SECONDS_A_ROUND else 1
 
 
 def time_phases(
@@ -97,9 +133,8 @@ def _is_known(rounds: Sequence[Round]) -> bool:
     return high - low <= 2 * PRECISION * sample.median
 
 
-def _between(paces: Sequence[float | None]) -> float | None:
-    known = [pace for pace in paces if pace is not None]
-    return statistics.fmean(known) if len(known) == len(paces) else None
+def _between(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else (first + second) / 2
 
 
 def _repeat(step: Callable[[], object], times: int) -> None:

@@ -75,6 +75,25 @@ def test_a_worktree_that_is_damaged_meanwhile_is_removed_all_the_same(repository
     assert not any(path.exists() for path in made.values())
 
 
+def test_a_worktree_that_stayed_locked_when_git_was_killed_is_removed_all_the_same(repository, tmp_path):
+    checkout = Checkout.around(repository)
+    with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, _):
+        for path in made.values():
+            git(repository, "worktree", "lock", "--reason", "initializing", str(path))
+        (made["base"] / ".git").unlink()
+    assert checkout.checkouts() == [repository]
+    assert not any(path.exists() for path in made.values())
+
+
+def test_another_worktree_that_is_not_there_at_the_moment_is_not_forgotten(repository, tmp_path):
+    git(repository, "worktree", "add", "--quiet", "--detach", str(tmp_path / "on a disk"))
+    (tmp_path / "on a disk").rename(tmp_path / "in a drawer")
+    checkout = Checkout.around(repository)
+    with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, _):
+        (made["base"] / ".git").unlink()
+    assert checkout.checkouts() == [repository, tmp_path / "on a disk"]
+
+
 def test_where_git_cannot_check_out_it_says_why(repository, tmp_path):
     checkout = Checkout.around(repository)
     (tmp_path / "base").mkdir()

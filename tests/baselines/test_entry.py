@@ -158,6 +158,11 @@ def test_a_sample_that_something_disturbed_makes_no_run():
     assert runs_of() is None
 
 
-def test_of_two_samples_the_one_to_go_by_makes_the_run():
+def test_of_two_samples_the_faster_one_makes_the_run_if_it_is_valid():
+    assert runs_of(sample_of(0.6), sample_of(0.7)) == runs_of(sample_of(0.7), sample_of(0.6)) == Runs((0.6,))
+    assert runs_of(sample_of(0.6), sample_of(0.7, invalid="the GPU was throttled")) == Runs((0.6,))
+
+
+def test_the_slower_sample_makes_no_run_where_the_one_that_is_believed_was_disturbed():
     disturbed = sample_of(0.4, invalid="the GPU was throttled")
-    assert runs_of(disturbed, sample_of(0.6)) == runs_of(sample_of(0.6), sample_of(0.7)) == Runs((0.6,))
+    assert runs_of(disturbed, sample_of(0.6)) is runs_of(sample_of(0.6), disturbed) is None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import replace
 
 import pytest
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
-from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
+from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge
-from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
@@ -218,31 +219,45 @@ def timed_entry(*seconds: float, machine=XEON, **metrics) -> Entry:
     return Entry(TRAIN, machine, {"peak_allocated": GB, "step_time": 1.0, **metrics}, "2026-11-02", runs=runs)
 
 
-def written_times(
-    mode, stored, *seconds: float, machine=XEON, workload=TRAIN, invalid=None, peak_allocated=GB
-) -> Entry | None:
-    """What an update writes for a step with a steady sample of each of ``seconds``; of none, it was not timed."""
-    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid) for one in seconds)) if seconds else None
-    metrics = {"peak_allocated": peak_allocated} | ({} if times is None else {"step_time": times.median})
-    measurement = Measurement("train_step", workload, machine, metrics, times=times)
+def judged_times(
+    stored, *seconds: float, machine=XEON, workload=TRAIN, invalid=None, pace=None, peak_allocated=GB, **times_of
+) -> tuple[Verdict, Entry]:
+    """A step with a steady sample of each of ``seconds``; of none, it was not timed."""
+    times = Times(tuple(Sample((Round(one, pace),) * 12, 1, invalid) for one in seconds)) if seconds else None
+    metrics = {"peak_allocated": peak_allocated, **times_of}
+    measurement = Measurement(
+        "train_step", workload, machine, metrics | ({} if times is None else {"step_time": times.median}), times=times
+    )
     verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
-    entry = entry_of(measurement, "2026-12-24", "new1234")
-    return entries_to_write(mode, {KEY: (verdict, entry)}, {KEY: stored}).get(KEY)
+    return verdict, entry_of(measurement, "2026-12-24", "new1234")
 
 
-def test_the_runs_of_one_speed_are_gathered_until_enough_are_known():
+def written_times(mode, stored, *seconds: float, **more) -> Entry | None:
+    """What an update writes for the step that `judged_times` describes."""
+    return entries_to_write(mode, {KEY: judged_times(stored, *seconds, **more)}, {KEY: stored}).get(KEY)
+
+
+def left_out(mode, stored, *seconds: float, **more) -> list[str]:
+    """Why an update writes no times of the step that `judged_times` describes."""
+    return times_left_out(mode, {KEY: judged_times(stored, *seconds, **more)}, {KEY: stored})
+
+
+def test_each_accepted_run_is_the_latest_and_the_oldest_of_too_many_is_forgotten():
     entry = timed_entry(1.0)
-    for number in range(1, MOST_RUNS):
-        entry = written_times("all", entry, 1 + number / 1000)
-        assert entry.runs.seconds[-1] == 1 + number / 1000
-        assert entry.metrics["step_time"] == entry.runs.median
-    assert len(entry.runs.seconds) == MOST_RUNS
-    assert written_times("all", entry, 1.002) is None
+    seconds = [1.0]
+    for number in range(1, MOST_RUNS + 3):
+        seconds.append(1 + number / 1000)
+        entry = written_times("all", entry, seconds[-1])
+        assert entry.runs.seconds == tuple(seconds[-MOST_RUNS:])
 
 
-def test_once_enough_runs_are_known_the_latest_goes_with_what_else_is_news():
-    entry = written_times("all", timed_entry(*[1.0] * MOST_RUNS), 1.002, peak_allocated=2 * GB)
-    assert entry.runs == Runs((*[1.0] * (MOST_RUNS - 1), 1.002))
+def test_the_time_of_an_entry_is_the_median_of_its_runs_in_four_digits_and_its_throughput_is_of_that():
+    stored = timed_entry(1.2341, 1.2341, 1.2368)
+    entry = written_times("all", stored, 1.2357, throughput=8 / 1.2357, forward_time=0.4)
+    assert entry.runs.median == (1.2341 + 1.2357) / 2
+    assert entry.metrics["step_time"] == 1.235
+    assert entry.metrics["throughput"] == pytest.approx(8 / 1.235, rel=3e-4)
+    assert entry.metrics["forward_time"] == 0.4
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["faster", "slower"])
@@ -253,13 +268,51 @@ def test_runs_of_another_speed_that_is_accepted_begin_anew(seconds):
     assert entry.metrics["step_time"] == seconds
 
 
-def test_a_time_that_is_uncertain_is_one_of_the_runs():
-    assert written_times("all", timed_entry(*[1.0] * 9), 1.056).runs == Runs((*[1.0] * 9, 1.056))
+UNCERTAIN = 1.09
+"""Beyond the tolerance, and within what the times of a single run vary by."""
+
+
+def test_a_run_that_only_lies_apart_from_the_others_is_one_of_them():
+    # Left out, the others would seem to vary less than runs do, and the next one like it would be a false alarm.
+    stored = timed_entry(1.0, forward_time=0.4)
+    entry = written_times("all", stored, UNCERTAIN, forward_time=0.5)
+    assert entry.runs.seconds == (1.0, UNCERTAIN)
+
+
+def test_a_run_on_a_slower_machine_is_none_of_the_runs_and_what_else_is_news_is_written():
+    stored = replace(timed_entry(1.0, forward_time=0.4), runs=Runs((1.0,), (1e9,)))
+    entry = written_times("all", stored, 1.25, pace=0.8e9, forward_time=0.5, peak_allocated=2 * GB)
+    assert entry.runs == stored.runs
+    assert entry.metrics == {"peak_allocated": 2 * GB, "step_time": 1.0, "forward_time": 0.4}
+
+
+def test_a_slower_clock_is_no_measure_for_later_runs():
+    stored = replace(timed_entry(*[1.0] * 5), runs=Runs((1.0,) * 5, (1e9,) * 5))
+    assert written_times("all", stored, 1.25, pace=0.8e9) is None
+    assert written_times("all", stored, 1.01, pace=1e9).runs.cycles[-1] == 1.01e9
+
+
+def test_a_run_without_cycles_takes_none_from_the_others():
+    stored = replace(timed_entry(1.0, 1.0), runs=Runs((1.0, 1.0), (1e9, 1e9)))
+    assert written_times("all", stored, 1.01) is None
+    assert left_out("all", stored, 1.01) == ["the clock that steps run by could not be read"]
+
+
+def test_a_slower_sample_that_the_gate_did_not_believe_is_none_of_the_runs():
+    stored = timed_entry(*[1.0] * 5)
+    times = Times((Sample((Round(1.2),) * 12), Sample((Round(1.0),) * 12, invalid="the GPU was throttled")))
+    metrics = {"peak_allocated": GB, "step_time": times.median}
+    measurement = Measurement("train_step", TRAIN, XEON, metrics, times=times)
+    verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
+    assert verdict.outcome is Outcome.OK
+    assert entries_to_write("all", {KEY: (verdict, entry_of(measurement, "2026-12-24", None))}, {KEY: stored}) == {}
 
 
 def test_runs_of_another_machine_begin_anew():
-    entry = written_times("all", timed_entry(*[1.0] * MOST_RUNS), 1.0, machine=EPYC)
-    assert (entry.runs, entry.environment) == (Runs((1.0,)), EPYC)
+    for earlier in (1, MOST_RUNS):
+        entry = written_times("all", timed_entry(*[1.0] * earlier, forward_time=0.4), 1.0, machine=EPYC)
+        assert (entry.runs, entry.environment) == (Runs((1.0,)), EPYC)
+        assert entry.metrics == {"peak_allocated": GB, "step_time": 1.0}
 
 
 def test_runs_of_other_work_begin_anew():
@@ -282,29 +335,87 @@ def test_a_disturbed_sample_is_none_of_the_runs():
 def test_a_session_that_takes_no_time_keeps_the_runs_of_this_machine_only():
     stored = timed_entry(1.0, 1.0)
     assert written_times("all", stored, peak_allocated=2 * GB).runs == Runs((1.0, 1.0))
-    assert written_times("all", stored, peak_allocated=2 * GB, machine=EPYC).runs is None
+    entry = written_times("all", stored, peak_allocated=2 * GB, machine=EPYC)
+    assert (entry.runs, entry.metrics) == (None, {"peak_allocated": 2 * GB})
 
 
 def test_a_faster_step_begins_anew_where_improvements_are_wanted():
-    stored = timed_entry(*[1.0] * MOST_RUNS)
-    entry = written_times("improved", stored, 0.5, 0.5)
-    assert (entry.runs, entry.metrics["step_time"]) == (Runs((0.5,)), 0.5)
+    stored = timed_entry(*[1.0] * MOST_RUNS, forward_time=0.7, backward_time=0.3, throughput=8.0)
+    entry = written_times("improved", stored, 0.5, 0.5, forward_time=0.2, throughput=16.0)
+    assert entry.runs == Runs((0.5,))
+    assert entry.metrics == {"peak_allocated": GB, "forward_time": 0.2, "throughput": 16.0, "step_time": 0.5}
 
 
 @pytest.mark.parametrize("seconds", [0.99, 1.0, 2.0])
 def test_a_step_that_is_not_faster_is_left_alone_where_improvements_are_wanted(seconds):
     stored = timed_entry(*[1.0] * MOST_RUNS)
     assert written_times("improved", stored, seconds) is None
-    entry = written_times("improved", stored, seconds, peak_allocated=GB // 2)
-    assert (entry.runs, entry.metrics["step_time"]) == (stored.runs, 1.0)
+    entry = written_times("improved", stored, seconds, peak_allocated=GB // 2, forward_time=0.4)
+    assert (entry.runs, entry.metrics) == (stored.runs, {"peak_allocated": GB // 2, "step_time": 1.0})
 
 
 def test_an_improvement_seen_on_another_machine_does_not_make_its_times_those_of_this_one():
     entry = written_times("improved", timed_entry(1.0), 1.0, machine=EPYC, peak_allocated=GB // 2)
-    assert (entry.environment, entry.runs) == (EPYC, None)
+    assert (entry.environment, entry.runs, entry.metrics) == (EPYC, None, {"peak_allocated": GB // 2})
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
 def test_stored_times_stay_where_only_the_new_is_wanted(seconds):
     assert written_times("new", timed_entry(1.0), seconds) is None
     assert written_times("new", Absent(), seconds).runs == Runs((seconds,))
+
+
+@pytest.mark.parametrize("environment", [XEON, CPU], ids=["same machine", "no machine was told"])
+def test_times_that_an_entry_lacks_are_added_with_their_machine_and_all_else_of_it_stays(environment):
+    stored = timed_entry(machine=environment, retained=7, forward_time=0.7, backward_time=0.3)
+    entry = written_times("new", stored, 0.9, peak_allocated=2 * GB, forward_time=0.4)
+    metrics = {"peak_allocated": GB, "retained": 7, "forward_time": 0.4, "step_time": 0.9}
+    details = {**environment.details, "machine": "Xeon"}
+    there = replace(environment, details=details)
+    assert entry == replace(stored, metrics=metrics, environment=there, runs=Runs((0.9,)))
+
+
+def test_times_are_not_added_to_an_entry_of_another_machine_or_work():
+    assert written_times("new", timed_entry(), 1.0, machine=EPYC) is None
+    assert written_times("new", timed_entry(), 1.0, workload=replace(TRAIN, batch="int64[16]")) is None
+    assert written_times("new", timed_entry(machine=CPU), 1.0, machine=CPU) is None
+
+
+THROTTLED = "the GPU was throttled"
+
+
+@pytest.mark.parametrize(
+    ("mode", "stored", "seconds", "reasons"),
+    [
+        ("new", Absent(), [1.0], []),
+        ("new", timed_entry(), [1.0], []),
+        ("all", timed_entry(1.0), [1.0], []),
+        ("all", timed_entry(1.0), [2.0, 2.0], []),
+        ("all", timed_entry(1.0), [], []),
+        ("all", timed_entry(1.0), [UNCERTAIN], []),
+    ],
+)
+def test_times_that_were_taken_and_not_written_have_a_reason(mode, stored, seconds, reasons):
+    found = left_out(mode, stored, *seconds)
+    assert len(found) == len(reasons)
+    assert all(map(fnmatch.fnmatchcase, found, reasons))
+
+
+def test_the_time_of_a_slower_machine_is_left_out_and_said_to_be():
+    stored = replace(timed_entry(1.0), runs=Runs((1.0,), (1e9,)))
+    assert left_out("all", stored, 1.25, pace=0.8e9) == ["the machine runs 20 % slower than it did"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "stored", "told"),
+    [
+        ("new", Absent(), True),
+        ("new", timed_entry(), True),
+        ("new", timed_entry(1.0), False),
+        ("all", Absent(), True),
+        ("all", timed_entry(1.0), True),
+        ("improved", timed_entry(1.0), False),
+    ],
+)
+def test_disturbed_times_are_told_where_they_are_wanted(mode, stored, told):
+    assert left_out(mode, stored, 1.0, invalid=THROTTLED) == ([THROTTLED] if told else [])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,17 +19,39 @@ import time_file
 import time_gate
 import time_peers
 import time_samples
+from click.testing import CliRunner
 from time_cost import cost_of
 from time_file import Reading, Recording, Run, Series, run_from_plain
 from time_load import LOADS, neighbours
 from time_replay import Replay, Timed
-from time_rules import PairedTrial, Trial, exact_interval, judged, ours, ours_in_turns, runs_of, score, tolerance
-from time_simulated import SCENARIOS, Machine, Moment, frequency_step, unseen_frequency_step
+from time_rules import (
+    PairedTrial,
+    Trial,
+    compared_in_turns,
+    exact_interval,
+    judged,
+    ours,
+    ours_in_turns,
+    runs_of,
+    score,
+    tolerance,
+    tolerance_in_turns,
+)
+from time_simulated import (
+    SCENARIOS,
+    SCENARIOS_IN_TURNS,
+    Machine,
+    Moment,
+    frequency_step,
+    unseen_frequency_step,
+)
 from time_steps import SLOWDOWNS, SUB_STEPS, planted
-from time_trials import in_turns, same_step
+from time_trials import ANY_LOAD, QUIET, in_turns, same_in_turns, same_step
 from time_trials import planted as planted_trials
 
+from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.steps.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,13 +180,18 @@ def test_what_is_replayed_is_sampled_as_it_was_recorded() -> None:
     taken = len(timed.first.rounds)
     assert [one.seconds for one in timed.first.rounds] == list(series.seconds[:taken])
     assert [one.seconds for one in timed.again.rounds] == list(series.seconds[taken : taken + len(timed.again.rounds)])
-    assert timed.seconds == pytest.approx(sum(series.seconds[: taken + len(timed.again.rounds)]))
+    rounds = series.seconds[: taken + len(timed.again.rounds)]
+    assert timed.seconds == pytest.approx(sum(rounds) + SECONDS_BETWEEN_SAMPLES)
 
 
 def test_a_series_that_is_too_short_gives_a_shorter_sample() -> None:
-    timed = Timed(steady(rounds=5), CORES)
-    assert len(timed.first.rounds) == 5
-    assert len(timed.again.rounds) == 1
+    timed = Timed(steady(0.3, rounds=7), CORES)
+    assert (len(timed.first.rounds), len(timed.again.rounds)) == (4, 3)
+
+
+def test_a_re_measurement_has_as_many_rounds_as_the_gate_decides_by() -> None:
+    timed = Timed(steady(1.5), CORES)
+    assert (len(timed.first.rounds), len(timed.again.rounds)) == (1, ROUNDS_TO_DECIDE)
 
 
 def test_a_step_shorter_than_a_round_is_replayed_in_rounds_of_several() -> None:
@@ -171,6 +200,17 @@ def test_a_step_shorter_than_a_round_is_replayed_in_rounds_of_several() -> None:
     sample = Replay(series, CORES).sample(1.0)
     assert sample.steps == 3
     assert [one.seconds for one in sample.rounds] == pytest.approx(series.seconds[1 : 1 + len(sample.rounds)])
+
+
+def test_a_run_that_is_to_be_accepted_is_measured_again_where_it_was_disturbed() -> None:
+    disturbed, quiet = steady(2 * STEP, waited=0.5, rounds=17), steady(rounds=20)
+    end = disturbed.readings[-1]
+    later = [replace(one, at=end.at + one.at, waited=end.waited) for one in quiet.readings[1:]]
+    series = Series(1, disturbed.seconds + quiet.seconds, (*disturbed.readings, *later))
+    assert Timed(series, CORES).first.invalid is not None
+    runs = runs_of([series], CORES)
+    assert runs is not None
+    assert runs.seconds == pytest.approx([STEP], rel=0.01)
 
 
 def test_the_store_has_no_runs_that_were_disturbed() -> None:
@@ -187,9 +227,8 @@ def test_ours_passes_the_same_step_and_fails_one_that_is_twice_the_tolerance_lon
 
 
 def test_ours_measures_again_only_what_it_doubts() -> None:
-    _, once = judged(trial(steady()))
-    _, twice = judged(trial(steady(1.2 * STEP)))
-    assert (len(once), len(twice)) == (1, 2)
+    samples = [judged(trial(steady(ratio * STEP)))[1] for ratio in (1.0, 1.2, 0.8)]
+    assert [len(taken) for taken in samples] == [1, 2, 2]
 
 
 def test_ours_is_uncertain_where_the_thread_waited_or_there_is_no_baseline() -> None:
@@ -203,6 +242,25 @@ def test_ours_in_turns_fails_a_longer_head_and_passes_an_equal_one() -> None:
 
     assert ours_in_turns(pairs(1.10 * STEP), 0.02) == "fails"
     assert ours_in_turns(pairs(STEP), 0.02) == "passes"
+
+
+def test_what_is_tolerated_in_turns_is_what_the_command_tolerates() -> None:
+    (said,) = re.findall(
+        r"--max-slowdown .*?default:\s+([\d.]+) %", CliRunner().invoke(ab, ["--help"]).output, re.DOTALL
+    )
+    assert tolerance_in_turns() == pytest.approx(float(said) / 100)
+
+
+@pytest.mark.parametrize(
+    ("head", "pairs", "word"),
+    # The same step is decided by the first look that counts, a slower one by two looks that agree, and some never.
+    [(1.0, 4, "not slower"), (1.1, 5, "slower"), (1.021, 8, "uncertain")],
+)
+def test_ours_in_turns_looks_after_each_pair_and_ends_as_the_command_does(head: float, pairs: int, word: str) -> None:
+    drawn = tuple((steady(seed=number), steady(head * STEP, seed=50 + number)) for number in range(8))
+    report = compared_in_turns(PairedTrial(drawn, CORES), 0.02)
+    (figure,) = report.speeds.values()
+    assert (report.pairs, figure.word) == (pairs, word)
 
 
 @pytest.mark.parametrize(("always", "fails", "uncertain"), [("fails", 20, 0), ("passes", 0, 0), ("uncertain", 0, 20)])
@@ -261,7 +319,7 @@ def test_a_claim_that_too_few_runs_were_recorded_for_is_missed(capsys: pytest.Ca
             return []
 
     claims = [*time_gate.show_alarms(Nobody(), 10), *time_gate.show_power(Nobody(), 10)]
-    assert claims
+    assert sum(claim.text.startswith("A/B, ") for claim in claims) == 5
     assert all(claim.missed for claim in claims)
     assert "too few runs are recorded" in capsys.readouterr().out
 
@@ -271,6 +329,34 @@ def test_pairs_are_neighbours_of_one_block_with_the_base_first() -> None:
     assert len(drawn.pairs) == 6
     for base, head in drawn.pairs:
         assert statistics.median(head.seconds) / statistics.median(base.seconds) == pytest.approx(1.20, rel=0.01)
+
+
+def test_a_step_is_compared_with_itself_in_turns_by_neighbours_of_one_code_and_no_run_is_in_two_pairs() -> None:
+    recorded = replace(recording(), runs=tuple(replace(run, began=7.0 * n) for n, run in enumerate(recording().runs)))
+    run_of = {id(run.series["gpt"]): (number, run) for number, run in enumerate(recorded.runs)}
+    for drawn in same_in_turns(recorded, random.Random(0), QUIET, 8, 20):
+        numbers = [[run_of[id(series)][0] for series in pair] for pair in drawn.pairs]
+        # Every other pair is mirrored, as in the command.
+        assert [head - base for base, head in numbers] == [1, -1] * 4
+        assert len({number for pair in numbers for number in pair}) == 16
+        runs = [[recorded.runs[number] for number in pair] for pair in numbers]
+        assert all(base.percent == head.percent and base.load == head.load == QUIET for base, head in runs)
+
+
+def test_beside_any_load_neighbours_are_those_that_ran_one_after_the_other() -> None:
+    runs = [replace(run, began=7.0 * number) for number, run in enumerate(recording(2).runs)]
+    (drawn,) = same_in_turns(Recording({}, CORES, tuple(runs)), random.Random(0), ANY_LOAD, 15, 1)
+    assert max(series.seconds[0] for pair in drawn.pairs for series in pair) > 1.5 * STEP
+    apart = [replace(run, began=100.0 * number) for number, run in enumerate(runs)]
+    assert list(same_in_turns(Recording({}, CORES, tuple(apart)), random.Random(0), ANY_LOAD, 1, 1)) == []
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS_IN_TURNS)
+def test_simulated_runs_in_turns_repeat_and_pairs_have_two_runs_of_one_step(scenario: str) -> None:
+    first, second = (SCENARIOS_IN_TURNS[scenario](random.Random("1"), 3) for _ in range(2))
+    assert [[one.seconds for one in pair] for pair in first.pairs] == [[one.seconds for one in p] for p in second.pairs]
+    assert len({id(one) for pair in first.pairs for one in pair}) == 6
+    assert len({one.steps for pair in first.pairs for one in pair}) == 1
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -306,8 +392,9 @@ def test_a_simulated_wait_is_read_as_one() -> None:
 
 def test_a_cost_is_the_time_of_its_rounds_and_of_a_re_measurement_only_where_there_is_one() -> None:
     quiet, doubted = cost_of(trial(steady())), cost_of(trial(steady(1.2 * STEP)))
+    _, samples = judged(trial(steady(1.2 * STEP)))
     assert quiet.ours == pytest.approx(12 * STEP, rel=0.02)
-    assert doubted.ours > 1.9 * quiet.ours
+    assert doubted.ours == pytest.approx(sum(one.spent for one in samples) + SECONDS_BETWEEN_SAMPLES)
     assert quiet.theirs == pytest.approx(1.0, abs=2 * STEP)
 
 
@@ -316,7 +403,7 @@ def test_samples_and_plain_loops_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     clock, order = Clock(), []
 
     def step() -> None:
-        clock.now += 0.03
+        clock.now += 0.05
         order.append("sample")
 
     def loop(_: Callable[[], object]) -> float:
@@ -325,7 +412,7 @@ def test_samples_and_plain_loops_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
 
     ours_taken, theirs_taken = time_faithful.times_in_turns(step, clock, loop, turns=3)
     assert order == ["sample", "loop", "loop", "sample", "sample", "loop"]
-    assert (ours_taken, theirs_taken) == (pytest.approx([0.03] * 3), [0.04] * 3)
+    assert (ours_taken, theirs_taken) == (pytest.approx([0.05] * 3), [0.04] * 3)
 
 
 @peers

@@ -11,10 +11,12 @@ import torch
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.reach import blocks_of, storages_of
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
+from tests.locking import state_of
 
 KB = 1000
 
@@ -311,6 +313,30 @@ def test_threads_are_given_back_when_the_device_cannot_be_used(monkeypatch):
     device.close()
 
 
+@pytest.mark.parametrize("ends", ["open", "close"])
+def test_whatever_ends_opening_or_closing_threads_and_the_lock_are_given_back(monkeypatch, tmp_path, ends):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        device = CpuDevice(DeviceLock("cpu", folder=tmp_path))
+        if ends == "close":
+            device.open()
+        monkeypatch.setattr("pytest_gpumem.devices.cpu.allocation_events", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(device, ends)()
+        assert torch.get_num_threads() == 3
+        assert state_of(tmp_path) == "free"
+        monkeypatch.undo()
+        device.open()
+        assert (device.live(), state_of(tmp_path)) == (0, "shared")
+        device.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
 # Misuse
 
 
@@ -594,10 +620,11 @@ def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkey
     monkeypatch.setattr(proc, "waited_seconds", lambda: 0.25)
     monkeypatch.setattr(proc, "cpu_times", lambda: proc.CpuTimes(busy=30.0, stolen=0.5, cores=2))
     monkeypatch.setattr("time.process_time", lambda: 10.0)
+    monkeypatch.setattr(proc, "seconds_of_children", lambda: 4.0)
     monkeypatch.setattr("time.perf_counter", lambda: 7.0)
     conditions = device.conditions()
     assert (conditions.seconds, conditions.waited) == (7.0, 0.25)
-    assert (conditions.others, conditions.stolen, conditions.cores) == (20.0, 0.5, 2)
+    assert (conditions.others, conditions.stolen, conditions.cores) == (16.0, 0.5, 2)
 
 
 def test_conditions_can_be_read_where_there_is_no_proc(device, monkeypatch):

@@ -36,6 +36,14 @@ def lock(locks):
     return DeviceLock("GPU-0", folder=locks)
 
 
+@pytest.fixture(autouse=True)
+def in_a_worker():
+    """As in a worker of pytest-xdist, beside which others are at work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_XDIST_WORKER", "gw0")
+        yield
+
+
 def finished(*processes):
     codes = [process.wait(30) for process in processes]
     assert codes == [0] * len(codes)
@@ -384,6 +392,19 @@ def test_a_folder_that_cannot_be_made_is_told_and_fails_nothing(tmp_path):
     assert refused_by(DeviceLock("GPU-0", folder=folder)) == (
         f"{NO_LOCK}([Errno {errno.ENOENT}] No such file or directory: '{folder}')"
     )
+
+
+def test_where_no_lock_can_be_had_a_process_is_taken_to_be_alone_unless_it_is_a_worker(lock, locks, monkeypatch):
+    locks.touch()
+    assert str(refused_by(lock)).startswith(NO_LOCK)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    assert refused_by(lock) is None
+
+
+def test_a_process_that_others_keep_from_being_alone_is_told_so_worker_or_not(tmp_path, lock, clock, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    with lock.shared(), somebody("lock.shared()", tmp_path), lock.alone() as refused:
+        assert refused == "another measured test kept the GPU busy for 60 s"
 
 
 def test_a_file_in_the_folder_s_place_is_told(lock, locks):

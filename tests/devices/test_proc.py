@@ -51,6 +51,30 @@ def test_a_parent_is_found_behind_any_name():
     assert proc.parent_in("") is None
 
 
+def test_the_time_of_a_process_is_its_own_and_that_of_the_children_it_waited_for():
+    stat = "4711 (a) S 1 (b) R 99 4711 0 34816 0 4194304 5 6 7 8 100 20 3 4 20 0 1 0 555\n"
+    assert proc.seconds_in(stat, 0.01) == pytest.approx(1.27)
+    assert proc.seconds_in(None, 0.01) == proc.seconds_in("", 0.01) == 0.0
+
+
+def test_the_time_of_children_is_that_of_ended_ones_of_live_ones_and_of_their_children(monkeypatch, tmp_path):
+    def process(pid: int, ticks: int, *children: int) -> None:
+        (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
+        (tmp_path / f"{pid}/task/{pid}/children").write_text("".join(f"{child} " for child in children))
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (python) S 1 {pid} {pid} 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1\n")
+
+    # Of 13 there is nothing but its number: it has just ended.
+    process(10, 100_000, 11, 13)
+    process(11, 300, 12)
+    process(12, 50)
+    process(20, 7000)
+    monkeypatch.setattr("os.getpid", lambda: 10)
+    monkeypatch.setattr("os.times", lambda: os.times_result((9.0, 9.0, 2.0, 0.25, 99.0)))
+    monkeypatch.setattr(proc, "tick_seconds", lambda: 0.01)
+    assert proc.seconds_of_children(tmp_path) == pytest.approx(2.25 + 3.5)
+    assert proc.seconds_of_children(tmp_path / "none") == 2.25
+
+
 @pytest.mark.parametrize(("text", "model"), [(EPYC * 2, "AMD EPYC 9575F"), ("", None), (None, None)])
 def test_the_model_is_the_cpus_name(text, model):
     assert proc.model_of(text) == model

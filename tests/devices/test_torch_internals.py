@@ -19,6 +19,7 @@ from pytest_gpumem.devices.torch_internals import (
     compiled_graphs,
     load_compiler,
     parts_of_coo,
+    watched_operators,
 )
 
 
@@ -221,3 +222,20 @@ def test_the_compiler_is_loaded_and_nobody_is_warned(monkeypatch):
     monkeypatch.setattr("pytest_gpumem.devices.torch_internals.importlib", SimpleNamespace(import_module=load))
     load_compiler()
     assert loaded == ["torch._inductor.compile_fx"]
+
+
+def test_watched_operators_are_told_below_autograd_also_those_of_backward_and_run_when_asked():
+    seen = []
+
+    def told(operator, args, kwargs, run):
+        seen.append(str(operator.overloadpacket))
+        return run()
+
+    weight = torch.ones(2, 2, requires_grad=True)
+    with watched_operators(told):
+        (torch.ones(1, 2) @ weight).sum().backward()
+    assert seen.count("aten.mm") == 2
+    assert torch.equal(weight.grad, torch.ones(2, 2))
+    seen.clear()
+    torch.ones(1).exp()
+    assert seen == []

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpumem.baselines.entry import Entry
 from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.gate.speed import idle_throughput, judge_step_time, judge_throughput
+from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import Tolerance
@@ -63,6 +63,21 @@ def test_a_step_time_is_judged_by_all_samples_against_all_runs(now, outcome):
     assert (verdict.value, verdict.baseline, verdict.allowed) == (min(now), 1.0, 0.05)
     assert verdict.interval[0] < min(now) < verdict.interval[1]
     assert verdict.gated
+
+
+def test_the_value_is_of_the_sample_that_decides_and_not_of_a_slower_valid_one():
+    confirmed_by_none = measured(1.2, sample_of(*[1.0] * 12, invalid=THROTTLED))
+    verdict = judge_step_time(confirmed_by_none, Budget(), stored(*[1.0] * 10), TOLERANCE)
+    assert (verdict.outcome, verdict.value) == (Outcome.OK, 1.0)
+    assert verdict.interval[0] < verdict.value < verdict.interval[1]
+
+
+def test_of_a_relative_and_an_absolute_tolerance_the_larger_one_holds():
+    for tolerance, allowed in ((Tolerance(0.0, absolute=0.4), 0.4), (Tolerance(0.3, absolute=0.1), 0.6)):
+        verdict = judge_step_time(measured(2.3), Budget(), stored(*[2.0] * 10), tolerance)
+        assert (verdict.outcome, verdict.allowed) == (Outcome.OK, allowed)
+    verdict = judge_step_time(measured(2.3), Budget(), stored(*[2.0] * 10), Tolerance(0.0, absolute=0.1))
+    assert (verdict.outcome, verdict.allowed) == (Outcome.REGRESSED, 0.1)
 
 
 def test_what_is_uncertain_has_its_reason():
@@ -184,6 +199,18 @@ def test_a_budget_holds_something_where_one_of_several_measurements_can_be_held_
 def test_a_budget_of_a_test_that_times_no_step_holds_nothing(measurements):
     assert idle_throughput(Rate(5, "steps"), measurements) == (
         "min_throughput='5 steps/s' holds nothing: no step of this test was timed; measure one with "
+        "gpumem.measure, train_step or infer_step"
+    )
+
+
+def test_a_slowdown_is_held_to_its_limit_where_one_of_several_steps_is_timed():
+    assert idle_slowdown(0.05, [measured(), measured(1.0)]) is None
+
+
+@pytest.mark.parametrize("measurements", [[], [measured()]], ids=["nothing measured", "nothing timed"])
+def test_a_limit_on_slowdowns_of_a_test_that_times_no_step_holds_nothing(measurements):
+    assert idle_slowdown(0.05, measurements) == (
+        "max_slowdown='5 %' holds nothing: no step of this test was timed; measure one with "
         "gpumem.measure, train_step or infer_step"
     )
 

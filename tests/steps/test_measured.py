@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,6 +155,15 @@ def test_every_kind_of_step_is_timed_again_when_its_time_is_doubted(bench, measu
     given = (lambda: torch.ones(SAMPLES),) if measure is measure_function else (Model, batch)
     step = measure(bench, *given, asked=Asked(doubted=lambda _: True))
     assert len(step.figures.times.samples) == 2
+
+
+@timed
+def test_what_a_test_draws_after_a_function_was_measured_does_not_depend_on_how_often_it_was_timed(bench):
+    before = torch.get_rng_state()
+    measure_function(bench, lambda: torch.rand(8), asked=Asked(doubted=lambda _: True))
+    assert torch.equal(torch.get_rng_state(), before)
+    measure_function(replace(bench, allowance=None), lambda: torch.rand(8))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_step_that_is_not_timed_is_not_timed_again(bench):

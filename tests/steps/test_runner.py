@@ -12,6 +12,7 @@ import torch
 from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import Peak
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import FrozenHeap, collect_everything, cyclic_collector_off
@@ -30,6 +31,7 @@ from pytest_gpumem.steps.runner import (
 )
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.timing.allowance import TimeAllowance
+from tests.locking import state_of
 
 KB = 1000
 F32 = 4
@@ -48,6 +50,12 @@ def frozen():
     heap.freeze()
     yield heap
     heap.thaw()
+
+
+@pytest.fixture(autouse=True)
+def without_delay(monkeypatch):
+    """A second sample is not put off: nothing here depends on what else is at work."""
+    monkeypatch.setattr("pytest_gpumem.steps.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
 
 
 @pytest.fixture
@@ -525,7 +533,7 @@ class Scripted:
         return None
 
     def known(self):
-        return frozenset({7})
+        return frozenset({(5, 1), (7, 2)})
 
     def turnover(self):
         return 0
@@ -540,7 +548,7 @@ class Scripted:
         self.asked.append("go on")
 
     def believe(self, since, blocks):
-        self.asked.append(f"believe {blocks} besides {set(since)}")
+        self.asked.append(f"believe {blocks} besides {sorted(address for address, _ in since)}")
 
     def conditions(self):
         return Conditions(seconds=0.0)
@@ -581,7 +589,7 @@ def measured_by(device: Scripted, phases=("step",), allowance: TimeAllowance | N
         [Phase(name, lambda: device.asked.append("run")) for name in phases],
         device,
         Windows(device),
-        own=lambda: {1: 2},
+        own=lambda: ["held"],
         own_before=0,
         live_before=0,
         allowance=allowance,
@@ -590,7 +598,7 @@ def measured_by(device: Scripted, phases=("step",), allowance: TimeAllowance | N
 
 STEP = ["run", "release", "settle"]
 COUNTED = ["run", "launches", "run"]
-SET_RIGHT = ["go on", *STEP, "believe {1: 2} besides {7}"]
+SET_RIGHT = ["go on", *STEP, "believe ['held'] besides [5, 7]"]
 
 
 def test_a_step_is_counted_in_a_pause_after_the_memory_and_set_right_by_a_step_that_is_seen():
@@ -604,9 +612,11 @@ def test_times_are_taken_in_the_same_pause_when_the_step_has_been_counted():
     assert asked[same:] == ["alone", "time", "run", "shared", *SET_RIGHT]
 
 
-def test_the_phases_of_a_step_are_timed_when_the_whole_is():
+def test_the_phases_of_a_step_are_timed_when_the_whole_is_and_as_alone():
     asked = run_scripted(timed=True, phases=("forward", "backward"), seconds=1000.0)
-    assert asked[asked.index("shared") + 1 : -len(SET_RIGHT) - 1] == ["laps", "run", "run"] * 3
+    laps = asked.index("laps")
+    assert asked[laps : -len(SET_RIGHT) - 1] == [*["laps", "run", "run"] * 3, "shared"]
+    assert asked[:laps].count("alone") == asked.count("alone") == 1
     times = measured_by(Scripted(), ("forward", "backward"), TimeAllowance()).times
     assert times.phases == {"forward": 10.0, "backward": 10.0}
     assert measured_by(Scripted(), ("step",), TimeAllowance()).times.phases == {}
@@ -619,13 +629,69 @@ def test_what_timing_took_is_spent():
     assert 2 * allowance.share == 1000.0 - 12 * 10.0 - 3 * 20.0
 
 
+class Held:
+    """A storage that a step holds, at an address that a `Scripted` device knows."""
+
+    def data_ptr(self) -> int:
+        return 5
+
+    def __repr__(self) -> str:
+        return "'held'"
+
+
 def test_a_step_that_is_timed_again_is_alone_and_set_right_by_a_step_that_is_seen():
     device = Scripted()
     phases = [Phase("step", lambda: device.asked.append("run"))]
-    sample = sample_again(phases, device, Windows(device), lambda: {1: 2}, 25.0)
+    sample = sample_again(phases, device, Windows(device), lambda: [Held()], 25.0)
     assert [one.seconds for one in sample.rounds] == [10.0] * 3
-    timed = ["time", "run"] * 3
-    assert device.asked == ["settle", "pause", "alone", *timed, "shared", *SET_RIGHT]
+    # The first run is not timed: settling has emptied the caches. What the step held before, it may have replaced.
+    timed = ["run", *["time", "run"] * 3]
+    set_right = [*SET_RIGHT[:-1], "believe ['held'] besides [7]"]
+    assert device.asked == ["settle", "pause", "alone", *timed, "shared", *set_right]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at first", "again"])
+def test_a_step_that_raises_while_it_is_timed_leaves_everything_as_it_was(tmp_path, again):
+    held: list[torch.Tensor] = []
+    timing: list[bool] = []
+
+    class Timed(CpuDevice):
+        def time(self, run):
+            timing.append(True)
+            return super().time(run)
+
+    def run():
+        held[:] = [tensor(100 * KB)]
+        if timing:
+            held.clear()
+            raise ZeroDivisionError
+
+    def first() -> None:
+        measured(device, phases, held, timed=True)
+
+    def second() -> None:
+        sample_again(
+            phases, device, Windows(device), lambda: storages_of(reachable_tensors(held), device.torch_device), 0.1
+        )
+
+    phases = [Phase("step", run)]
+    device = Timed(DeviceLock("cpu", folder=tmp_path))
+    device.open()
+    try:
+        before = device.live()
+        if again:
+            measured(device, phases, held)
+        with pytest.raises(ZeroDivisionError):
+            (second if again else first)()
+        assert gc.isenabled()
+        assert state_of(tmp_path) == "shared"
+        # What the step freed in the pause, nobody saw.
+        assert device.live() == before
+        timing.clear()
+        assert measured(device, phases, [held]).memory.memory_metrics()["peak_allocated"] == 200 * KB
+    finally:
+        device.close()
+    assert state_of(tmp_path) == "free"
 
 
 def test_a_very_long_step_is_timed_often_enough_to_decide():

@@ -1,0 +1,185 @@
+"""How often the host waits for the device in a step: reads of values, and copies between the two."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.steps.batches import tensors_in
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    from pytest_gpumem.steps.host_tensors import HostTensors
+
+_READS_UNTAGGED = frozenset(("_linalg_check_errors",))
+_PUTS = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+
+
+class Syncs:
+    """Counts them, by the operators that are run and the functions that are called. ``host`` knows whose a tensor is."""
+
+    __slots__ = ("_host", "count")
+
+    def __init__(self, host: HostTensors) -> None:
+        self._host = host
+        self.count = 0
+
+    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is run."""
+        self.count += _waits(operator, args, kwargs, self._host)
+
+    def of_functions(self) -> AbstractContextManager[object]:
+        """Within, functions are watched for what no operator shows."""
+        return _watching_functions(self, self._host)
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
+    """Whether the host waits for the device in this call of an operator."""
+    import torch
+
+    if is_of_higher_order(func):
+        return False
+    name = name_of(func)
+    if name in ("copy_", "_to_copy"):
+        return _copies_across(name, args, kwargs, host)
+    if name == "index" or name in _PUTS:
+        return _waits_for_indices(name, args, kwargs, host)
+    reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    if not reads and name not in _READS_UNTAGGED:
+        return False
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        return False
+    return any(tensor not in host for tensor in tensors_in((args, kwargs)))
+
+
+def _copies_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
+    if name == "copy_":
+        destination, source = args[0], args[1]
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return not non_blocking and (destination in host) != (source in host)
+    device = kwargs.get("device")
+    if device is None or host.stands_in or kwargs.get("non_blocking", False):
+        return False
+    return bool((args[0].device.type == "cpu") != (device.type == "cpu"))
+
+
+def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
+    """A mask is turned into as many indices as it has ones, which the host has to know; those of the host are copied."""
+    import torch
+
+    subject = args[0]
+    indices = [index for index in args[1] if index is not None]
+    if subject in host:
+        return False
+    if any(index in host for index in indices):
+        return True
+    if name in _PUTS and len(indices) == 1:
+        value = args[2] if len(args) > 2 else kwargs["values"]
+        # x[mask] = 0 fills without knowing where.
+        if value.numel() == 1 and value.device.type == "cpu":
+            return False
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def is_of_higher_order(func: Any) -> bool:
+    """Whether an operator takes functions, such as ``cond``: it has neither tags nor overloads."""
+    return not hasattr(func, "overloadpacket")
+
+
+def name_of(func: Any) -> str:
+    return str(func.overloadpacket.__name__)
+
+
+def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
+    """Sees what no operator shows.
+
+    Text made of a tensor; tensors made of Python's values, whose copy to the device torch hides; and where the CPU stands
+    in, what would leave a GPU or reach one.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    moves = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to)
+    from_values = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            reads = func is torch.Tensor.__repr__ or (host.stands_in and func is torch.Tensor.tolist)
+            if reads and args[0] not in host:
+                syncs.count += 1
+            result = func(*args, **kwargs)
+            if not isinstance(result, torch.Tensor):
+                return result
+            if func in moves:
+                return _moved(func, args, kwargs, result, syncs, host)
+            if func in from_values:
+                likeness, data = args[:2] if func is torch.Tensor.new_tensor else (None, args[0])
+                _made_of_values(likeness, data, kwargs, result, syncs, host)
+            elif not any(True for _ in tensors_in((args, kwargs))):
+                host.mark(result, host=kwargs.get("device") in (None, "cpu"))
+            return result
+
+    return Watch()
+
+
+def _made_of_values(
+    likeness: Any, data: Any, kwargs: dict[str, Any], result: torch.Tensor, syncs: Syncs, host: HostTensors
+) -> None:
+    """A tensor was made of Python's values: on a device, ``likeness``'s if there is one, or on the host."""
+    import torch
+
+    if isinstance(data, torch.Tensor):
+        return  # a copy that operators show
+    device = kwargs.get("device")
+    at_home = likeness in host if likeness is not None and device is None else device in (None, "cpu")
+    host.mark(result, host=at_home)
+    # Tensors among the values are read one by one.
+    syncs.count += sum(tensor not in host for tensor in tensors_in([data]))
+    syncs.count += result not in host and (host.stands_in or not _is_array(data))
+
+
+def _moved(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, syncs: Syncs, host: HostTensors
+) -> torch.Tensor:
+    """A tensor was sent somewhere; where the CPU stands in, it is its own copy there."""
+    source, target = args[0], _target(func, args, kwargs, host)
+    if not host.stands_in or target is None or (source in host) == (target == "host"):
+        return result
+    non_blocking = kwargs.get("non_blocking", False) or any(argument is True for argument in args[1:3])
+    syncs.count += not non_blocking
+    # What is done to the one would not be done to the other.
+    copy = result.clone() if result is source else result
+    host.mark(copy, host=target == "host")
+    return copy
+
+
+def _is_array(data: object) -> bool:
+    """Whether it is an array of NumPy, whose copy to a device is an operator that shows."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(data, numpy.ndarray)
+
+
+def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> str | None:
+    """Where a tensor is to go: ``"host"``, ``"device"``, or ``None`` where it is to stay.
+
+    On the CPU the device that a test is given is ``cpu``, too: the host is meant by ``.cpu()`` and by the word.
+    """
+    import torch
+
+    if func is torch.Tensor.cpu:
+        return "host"
+    if func is torch.Tensor.cuda:
+        return "device"
+    wanted = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+    if isinstance(wanted, torch.Tensor):
+        return "host" if wanted in host else "device"
+    if isinstance(wanted, str):
+        return "host" if wanted == "cpu" else "device"
+    return "device" if isinstance(wanted, (torch.device, int)) and not isinstance(wanted, bool) else None
