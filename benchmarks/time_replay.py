@@ -58,6 +58,15 @@ class Replay:
         """What is timed: time passes by the recording."""
         self._steps += 1
 
+    def rest(self, seconds: float, leaving: float) -> bool:
+        """Let ``seconds`` of the series pass, if at least ``leaving`` are left of it then, and tell whether they are."""
+        readings = self._series.readings
+        until = readings[self.played].at + seconds
+        if readings[-1].at - until < leaving:
+            return False
+        self.played = next(number for number, one in enumerate(readings) if one.at >= until)
+        return True
+
     def sample(self, seconds: float, fewest: int = 1) -> Sample:
         """The next sample, for which ``seconds`` may be spent; a shorter one where the series ends before."""
         return sample_step(self.step, cast("Device", self), min(seconds, self.left), fewest)
@@ -73,15 +82,17 @@ class Timed:
         self.seconds_of_first = self._replay.spent
         self._second_look = allowance.second_look
         self._again: Sample | None = None
+        self._rested = False
 
     @property
     def again(self) -> Sample:
-        """The re-measurement, from the rounds behind the first sample: without the gate's pause, so that bursts are in both."""
+        """The re-measurement, from rounds behind the first sample: after the gate's pause, where the series is that long."""
         if self._again is None:
+            self._rested = self._replay.rest(SECONDS_BETWEEN_SAMPLES, leaving=self._second_look)
             self._again = self._replay.sample(self._second_look, ROUNDS_TO_DECIDE)
         return self._again
 
     @property
     def seconds(self) -> float:
         """Seconds that timing has taken so far, with its readings, and with the pause before the re-measurement."""
-        return self._replay.spent + (0 if self._again is None else SECONDS_BETWEEN_SAMPLES)
+        return self._replay.spent + (0 if self._again is None or self._rested else SECONDS_BETWEEN_SAMPLES)

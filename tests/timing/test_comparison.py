@@ -113,14 +113,19 @@ def test_the_tolerance_is_what_a_step_may_be_slower(tolerance, outcome):
 @few_examples
 @given(st.lists(SOME, min_size=1, max_size=2), BASELINES, TOLERANCES)
 def test_slower_is_what_every_sample_shows_in_seconds_and_in_cycles_and_undisturbed(samples, baseline, tolerance):
+    # Just at the limit, rounding decides.
+    assume(all(abs((one.rounds[0].pace or 1.0) - (1 - SLOWER_MACHINE)) > 1e-9 for one in samples))
     found = compare(samples, baseline, tolerance)
     alone = [compare([one], baseline, tolerance) for one in samples]
-    shown = [
-        one.low > 1 + tolerance
-        and (one.cycles is None or (one.cycles.low > 1 + tolerance and sample.rounds[0].pace >= 1 - SLOWER_MACHINE))
-        and sample.invalid is None
-        for one, sample in zip(alone, samples, strict=True)
-    ]
+    shown = []
+    for one, sample in zip(alone, samples, strict=True):
+        intervals = [one.seconds] if one.cycles is None else [one.seconds, one.cycles]
+        shown.append(
+            all(interval.ratio > 1 + tolerance for interval in intervals)
+            and any(interval.low > 1 + tolerance for interval in intervals)
+            and (one.cycles is None or sample.rounds[0].pace >= 1 - SLOWER_MACHINE)
+            and sample.invalid is None
+        )
     assert (found.outcome == "slower") == all(shown)
 
 
@@ -164,10 +169,10 @@ def test_only_what_is_uncertain_has_a_reason(sample, baseline, tolerance):
 
 
 def test_a_step_that_took_longer_by_a_slower_clock_is_uncertain():
-    found = compare([noisy(1.08, pace=0.96)], stable(cycles=1.0), TOLERANCE)
+    found = compare([noisy(1.06, pace=0.975)], stable(cycles=1.0), TOLERANCE)
     assert found.outcome == "uncertain"
     assert found.reason == f"the clock runs slower than it did: {found.seconds} in seconds is {found.cycles} in cycles"
-    assert str(found.cycles).startswith("+3.7 % (")
+    assert str(found.cycles).startswith("+3.")
 
 
 @pytest.mark.parametrize("slowdown", [1.2, 1.0], ids=["slower by itself, too", "not slower by itself"])
@@ -392,10 +397,19 @@ def test_pairs_of_which_most_are_disturbed_say_nothing():
 
 
 def test_pairs_are_judged_in_cycles_where_the_clock_was_read_in_all_of_them():
-    slower = [(noisy(1.0, pace=1.0), noisy(1.25, pace=0.8)) for _ in range(5)]
+    slower = [(noisy(1.0, pace=1.0), noisy(1.06, pace=0.985)) for _ in range(5)]
     assert compare_pairs(slower, TOLERANCE).reason.startswith("the clock runs slower than it did")
-    unread = [(noisy(1.0), noisy(1.25, pace=0.8)), *slower[1:]]
+    unread = [(noisy(1.0), noisy(1.06, pace=0.985)), *slower[1:]]
     assert (compare_pairs(unread, TOLERANCE).outcome, compare_pairs(unread, TOLERANCE).cycles) == ("slower", None)
+
+
+def test_where_the_slower_moments_of_the_machine_fell_to_one_side_nothing_is_slower():
+    by_chance = [(noisy(1.0, pace=1.0), noisy(1.25, pace=0.9)) for _ in range(5)]
+    found = compare_pairs(by_chance, TOLERANCE)
+    assert (found.outcome, found.reason) == ("uncertain", "the machine ran 10 % slower in the runs of the head")
+    assert (
+        compare_pairs([(noisy(1.0, pace=1.0), noisy(1.25, pace=1.0)) for _ in range(5)], TOLERANCE).outcome == "slower"
+    )
 
 
 @pytest.mark.parametrize("number", [4, 10])
