@@ -142,6 +142,8 @@ def test_a_revision_against_itself_is_not_slower_also_with_workers(repository):
 
 
 def test_code_that_is_imported_from_the_checkout_ends_it(repository, monkeypatch):
+    # Importing code leaves its bytecode beside it.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     repository.commit("before")
     # What an editable install does, by other means.
     trap = f"import sys\nsys.path.insert(0, {str(repository.path / 'src')!r})\n"

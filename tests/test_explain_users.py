@@ -72,7 +72,7 @@ def test_a_model_that_is_built_with_vmap_is_measured_and_explained(project):
 def test_a_step_that_fails_when_it_is_recorded_is_measured_and_says_so(project, raised):
     project.write(
         "CALLS = []\n\n\ndef test_it(gpumem):\n    def step():\n        CALLS.append(1)\n"
-        f"        if len(CALLS) > 3:\n            raise {raised}\n        torch.ones(1000)\n\n    gpumem.measure(step)\n"
+        f"        if len(CALLS) > 4:\n            raise {raised}\n        torch.ones(1000)\n\n    gpumem.measure(step)\n"
     )
     project.run(*ALWAYS).assert_outcomes(passed=1)
     found = measured(project)

@@ -99,19 +99,26 @@ def measure_step(
             settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
         times = None
-        try:
-            with device.paused():
-                # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its
-                # weights.
-                counted = count_step(_whole(phases), device, compiled=compiled)
-                if allowance is not None:
+        # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
+        counted = _counted(phases, device, windows, compiled=compiled)
+        if allowance is not None:
+            try:
+                with device.paused():
                     times = _times(phases, device, allowance)
-            # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
-            one_step()
-        finally:
-            # Also when a step raised: the test may go on, and measure another.
-            device.believe(since, own())
+                # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
+                one_step()
+            finally:
+                # Also when a step raised: the test may go on, and measure another.
+                device.believe(since, own())
     return StepFigures(memory, settled, tuple(figures.peak.allocated for figures in seen), times, counted)
+
+
+def _counted(phases: Sequence[Phase], device: Device, windows: Windows, *, compiled: bool) -> Counted:
+    """The counts of one more step, whose peak is no window's."""
+    windows.border()
+    counted = count_step(_whole(phases), device, compiled=compiled)
+    device.take_peak()
+    return counted
 
 
 def sample_again(

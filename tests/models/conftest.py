@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.timing.samples import Round, Sample
 
 
@@ -15,6 +16,7 @@ def _the_same_weights_and_data() -> None:
 
 @pytest.fixture
 def _without_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with ``--gpumem-no-time``: steps are not repeated for their time, where a test says nothing about it."""
+    """As with ``--gpumem-no-time``, and not counted either: where a test says nothing about it, steps are not repeated."""
+    monkeypatch.setattr("pytest_gpumem.steps.runner.count_step", lambda *_, **__: NOTHING_COUNTED)
     monkeypatch.setattr("pytest_gpumem.steps.runner.sample_step", lambda *_: Sample((Round(1.0),)))
     monkeypatch.setattr("pytest_gpumem.steps.runner.time_phases", lambda *_: {})

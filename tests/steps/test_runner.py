@@ -17,6 +17,7 @@ from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import FrozenHeap, collect_everything, cyclic_collector_off
 from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.runner import (
@@ -35,8 +36,8 @@ from tests.locking import state_of
 
 KB = 1000
 F32 = 4
-AFTERWARDS = 2
-"""Steps after the measured one: one is counted, and one is seen."""
+AFTERWARDS = 1
+"""Steps after the measured one: it is counted."""
 
 
 def tensor(nbytes: int) -> torch.Tensor:
@@ -601,15 +602,37 @@ COUNTED = ["run", "launches", "run"]
 SET_RIGHT = ["go on", *STEP, "believe ['held'] besides [5, 7]"]
 
 
-def test_a_step_is_counted_in_a_pause_after_the_memory_and_set_right_by_a_step_that_is_seen():
-    assert run_scripted(timed=False) == ["settle", *STEP, *STEP, *STEP, "pause", *COUNTED, *SET_RIGHT]
+def test_a_step_is_counted_after_its_memory_and_seen_meanwhile():
+    assert run_scripted(timed=False) == ["settle", *STEP, *STEP, *STEP, *COUNTED]
 
 
-def test_times_are_taken_in_the_same_pause_when_the_step_has_been_counted():
+def test_times_are_taken_in_a_pause_when_the_step_has_been_counted_and_set_right_by_a_step_that_is_seen():
     untimed, asked = run_scripted(timed=False), run_scripted(timed=True)
-    same = len(untimed) - len(SET_RIGHT)
-    assert asked[:same] == untimed[:same]
-    assert asked[same:] == ["alone", "time", "run", "shared", *SET_RIGHT]
+    assert asked[: len(untimed)] == untimed
+    assert asked[len(untimed) :] == ["pause", "alone", "time", "run", "shared", *SET_RIGHT]
+
+
+def test_what_counting_takes_is_in_no_window(device):
+    windows = Windows(device)
+    outer = windows.open()
+    counting = []
+
+    def step():
+        tensor(100 * KB if counting else KB)
+
+    def count(*_, **__):
+        counting.append(True)
+        step()
+        return NOTHING_COUNTED
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pytest_gpumem.steps.runner.count_step", count)
+        before = device.live()
+        measure_step(
+            [Phase("step", step)], device, windows, own=list, own_before=0, live_before=before, allowance=None
+        )
+    assert counting
+    assert windows.close(outer).allocated - before == KB
 
 
 def test_the_phases_of_a_step_are_timed_when_the_whole_is_and_as_alone():
