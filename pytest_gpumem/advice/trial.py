@@ -110,8 +110,12 @@ def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:
     return Tried(config, int(peak), metrics.get("step_time"))
 
 
+_SECONDS = 0.5
+"""For the time of a config, which is shown beside the others' and not judged."""
+
+
 def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
-    bench = Bench(device, Windows(device), TimeAllowance())
+    bench = Bench(device, Windows(device), TimeAllowance(_SECONDS))
     with ExitStack() as stack:
         device.open()
         # In this order, since a device that has failed may not settle any more.
