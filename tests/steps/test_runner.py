@@ -628,9 +628,7 @@ def test_what_counting_takes_is_in_no_window(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.steps.runner.count_step", count)
         before = device.live()
-        measure_step(
-            [Phase("step", step)], device, windows, own=list, own_before=0, live_before=before, allowance=None
-        )
+        measure_step([Phase("step", step)], device, windows, own=list, own_before=0, live_before=before, allowance=None)
     assert counting
     assert windows.close(outer).allocated - before == KB
 
