@@ -88,5 +88,5 @@ def _storage(tensor: torch.Tensor) -> Any:
     try:
         storage = tensor.untyped_storage()
         return storage if storage.data_ptr() else None
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         return None
