@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.over_time import OverTime, over_time_from_plain
 from pytest_gpumem.units import format_bytes, nearest
 
 if TYPE_CHECKING:
@@ -229,6 +230,8 @@ class Explanation:
     """The types in the reference cycles that held it: ``"Trainer -> dict -> function"``."""
     asked: int | None = None
     """The bytes that were asked for when memory ran out; ``None`` where it did not."""
+    over_time: OverTime | None = None
+    """The step's bytes from its beginning to its end, where a report shows them."""
 
     def kept(self) -> Explanation:
         """With the largest rows only, for the way out of this process."""
@@ -242,6 +245,7 @@ class Explanation:
             "garbage": self.garbage.to_plain(),
             "cycles": list(self.cycles),
             "asked": self.asked,
+            "over_time": None if self.over_time is None else self.over_time.to_plain(),
         }
 
 
@@ -253,4 +257,5 @@ def explanation_from_plain(plain: Mapping[str, Any]) -> Explanation:
         composition_from_plain(plain["garbage"]),
         tuple(plain["cycles"]),
         plain["asked"],
+        None if plain["over_time"] is None else over_time_from_plain(plain["over_time"]),
     )

@@ -1,4 +1,4 @@
-"""Collects what was measured, writes the store, and ends the session.
+"""Collects what was measured, writes the store and the reports, and ends the session.
 
 In the process that sees every report: pytest-xdist's controller, or the only one there is.
 """
@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem import __version__
 from pytest_gpumem.baselines.entry import Entry, Key, entry_of
 from pytest_gpumem.baselines.place import PlaceError
-from pytest_gpumem.baselines.provenance import commit_of, today
+from pytest_gpumem.baselines.provenance import commit_of, this_second, today
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused
-from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
+from pytest_gpumem.baselines.update import entries_to_write, times_left_out
 from pytest_gpumem.reports.explanation import compositions
+from pytest_gpumem.reports.files import write_report
 from pytest_gpumem.reports.matrix import matrices, matrix_table
 from pytest_gpumem.reports.summary import table
-from pytest_gpumem.results import Results, TestResult, accounting, nothing_gated, recording_notes
+from pytest_gpumem.results import Results, TestResult, recording_notes
 from pytest_gpumem.selection import Selection
+from pytest_gpumem.session_report import SessionReport, Stored, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -38,8 +41,10 @@ class Controller:
         self._results = Results()
         self._selection: Selection | None = None
         self._complete = True
+        self._not_collected: set[str] = set()
         self._closing: list[str] = []
         self._errors: list[str] = []
+        self._report: SessionReport | None = None
 
     def select(self, selection: Selection) -> None:
         """A process that collects tells what it selected; with several, each tells the same."""
@@ -56,6 +61,10 @@ class Controller:
     def pytest_deselected(self) -> None:
         self._complete = False
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._not_collected.add(report.nodeid)
+
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._results.add(report)
@@ -64,35 +73,67 @@ class Controller:
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         try:
             result = yield
-        except BaseException:
+        except BaseException as error:
             # Ctrl-C, --maxfail, a crash: what has been measured until now is kept.
             self._complete = False
-            self._finish(session)
+            self._finish(session, str(error) or type(error).__name__)
             raise
         if self._selection is not None and self._selection.error is not None:
             raise pytest.UsageError(self._selection.error)
         self._finish(session)
         return result
 
-    def _finish(self, session: pytest.Session) -> None:
+    def _finish(self, session: pytest.Session, ended_early: str | None = None) -> None:
         if self._config.option.collectonly:
             return
         results = self._results.all()
         if self._settings.update is not None:
             self._update(results)
-        if self._settings.baseline:
-            sentence = nothing_gated(results, ACCEPTS[self._settings.update])
-            if sentence is not None:
-                self._errors.append(sentence)
-        if self._settings.strict and self._settings.baseline and not results:
-            self._errors.append("nothing was gated: no measured test was selected")
         if self._complete and session.testsfailed == 0:
             try:
                 self._tell_unused(results)
             except (StoreError, PlaceError) as error:
                 self._errors.append(str(error))
-        if self._errors:
+        self._report = self._reported(results, ended_early)
+        for file in self._settings.report:
+            path = self._settings.report_base / file
+            try:
+                write_report(path, self._report)
+            except OSError as error:
+                self._errors.append(f"{path}: the report cannot be written: {error}")
+        if self._errors or self._report.nothing_gated is not None:
             session.testsfailed += 1
+
+    def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
+        settings, selection = self._settings, self._selection or Selection()
+        told = {(result.verdict.file, result.verdict.test) for result in results}
+        return SessionReport(
+            ended=this_second(),
+            version=__version__,
+            commit=commit_of(self._config.rootpath) if settings.report else None,
+            terms=Terms(settings.baseline, settings.strict, settings.update, settings.units),
+            results=tuple(results),
+            not_run=tuple(sorted(selection.measured - told)),
+            selection=selection,
+            stored=self._stored(results) if settings.report else Stored(),
+            said=tuple(self._closing),
+            errors=tuple(self._errors),
+            ended_early=ended_early,
+            not_collected=tuple(sorted(self._not_collected)),
+        )
+
+    def _stored(self, results: list[TestResult]) -> Stored:
+        """What a merged report needs to know of the store: a shard alone cannot tell what is unused."""
+        if not (self._settings.baseline or self._settings.update):
+            return Stored()
+        slugs = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        try:
+            keys = [entry for slug in sorted(slugs) for entry in self._store.keys(slug)]
+        except (StoreError, PlaceError) as error:
+            self._errors.append(str(error))
+            return Stored()
+        root = self._config.rootpath
+        return Stored(tuple(keys), frozenset(key.file for _, key in keys if not (root / key.file).exists()))
 
     def _update(self, results: list[TestResult]) -> None:
         mode = self._settings.update
@@ -173,6 +214,7 @@ class Controller:
         idle = self._selection.idle_budgets if self._selection is not None else ()
         if not results and not self._selected() and not self._errors and not idle and not self._settings.baseline:
             return
+        report = self._report or SessionReport("", __version__)
         reporter = terminalreporter
         quiet = self._config.get_verbosity() < 0
         lines = [] if quiet else self._tables(results)
@@ -184,10 +226,10 @@ class Controller:
             reporter.write_line(f"gpumem: {warning}", yellow=True)
         for line in self._closing:
             reporter.write_line(f"gpumem {line}")
-        for error in self._errors:
+        errors = [*self._errors, *([report.nothing_gated] if report.nothing_gated is not None else [])]
+        for error in errors:
             reporter.write_line(f"gpumem: {error}", red=True)
-        not_run = max(0, self._selected() - len(results))
-        if results or not_run:
-            reporter.write_line(accounting(results, not_run))
-        elif self._settings.baseline and not self._errors:
+        if results or report.not_run:
+            reporter.write_line(report.accounting)
+        elif self._settings.baseline and not errors:
             reporter.write_line("gpumem: nothing to gate: no measured test was selected")

@@ -48,7 +48,9 @@ class ExplainingTests:
             item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
 
         debugger = bool(self._config.getoption("usepdb", False))
-        return Explaining(self._sites, artifacts.keep, None if debugger else ran_out)
+        return Explaining(
+            self._sites, artifacts.keep, None if debugger else ran_out, over_time=bool(self._settings.report)
+        )
 
     def wants(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
         """Whether a measurement is to be explained: its test reads that, it fails by its bytes, or becomes a baseline."""

@@ -85,6 +85,7 @@ class Judging:
             tuple(judge(one, measured.budget, self._baseline(measured, one), tolerances) for one in measurements),
             relations=relations,
             cell=measured.cell,
+            location=measured.location,
         )
 
     def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
@@ -141,6 +142,7 @@ class Judging:
         if not failing and not verdict.unmeasured and not self._settings.no_time and measured.has_fixture:
             idle = self._idle(item, measured.budget, [one.measurement for one in verdict.verdicts])
             if idle is not None:
+                tell(item, replace(verdict, failure=idle))
                 pytest.fail(idle, pytrace=False)
         if failing:
             text = failure_text(
@@ -150,6 +152,7 @@ class Judging:
                 path=self._path_from_here(verdict),
                 options=options_given(self._config),
             )
+            tell(item, replace(verdict, failure=text))
             item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
             raise failure
 

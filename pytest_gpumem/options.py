@@ -25,8 +25,22 @@ CONFIG_MARKER_HELP = (
 )
 ExplainMode = Literal["on-failure", "always", "never"]
 EXPLAIN_MODES: tuple[ExplainMode, ...] = get_args(ExplainMode)
+REPORT_SUFFIXES = (".json", ".md", ".html")
+"""The formats of ``--gpumem-report``, told by a file's suffix."""
 OPTIONS = tuple(
-    f"gpumem_{name}" for name in ("baseline", "update", "store", "device", "strict", "no_time", "explain", "artifacts")
+    f"gpumem_{name}"
+    for name in (
+        "baseline",
+        "update",
+        "reason",
+        "store",
+        "device",
+        "strict",
+        "no_time",
+        "explain",
+        "artifacts",
+        "report",
+    )
 )
 
 
@@ -50,6 +64,12 @@ def add_options(parser: pytest.Parser) -> None:
         default=None,
         help="write measurements into the store: add what is missing (new), lower what got better (improved), "
         "or accept everything (all)",
+    )
+    group.addoption(
+        "--gpumem-reason",
+        metavar="TEXT",
+        default=None,
+        help="why what --gpumem-update writes is accepted; kept with each baseline and shown by `gpumem history`",
     )
     group.addoption(
         "--gpumem-store",
@@ -82,6 +102,14 @@ def add_options(parser: pytest.Parser) -> None:
         default=None,
         help="write the timeline of each step that is explained here (JSON), and on CUDA its snapshot for "
         "pytorch.org/memory_viz",
+    )
+    group.addoption(
+        "--gpumem-report",
+        action="append",
+        metavar="FILE",
+        default=None,
+        help="write a report, in the format that the suffix says: .html to look at, .md for a comment, .json for programs "
+        "and `gpumem merge`; may be repeated",
     )
     group.addoption(
         "--gpumem-no-time",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import pytest
 
@@ -20,12 +20,23 @@ PROPERTY = "gpumem"
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """A measured test after it has run. ``passed`` tells whether all its phases did."""
+    """A measured test after it has run. ``passed`` tells whether all its phases did, ``failed`` whether any of them failed.
+
+    Neither is true of a test that was skipped, or failed as expected.
+    """
 
     __test__ = False
 
     verdict: TestVerdict
     passed: bool
+    failed: bool = False
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"passed": self.passed, "failed": self.failed, "verdict": self.verdict.to_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> TestResult:
+        return cls(TestVerdict.from_plain(plain["verdict"]), plain["passed"], plain["failed"])
 
 
 @dataclass
@@ -56,6 +67,7 @@ class Results:
             TestResult(
                 verdict,
                 passed=outcomes.keys() >= {"call", "teardown"} and set(outcomes.values()) == {"passed"},
+                failed="failed" in outcomes.values(),
             )
             for nodeid, verdict in self._verdicts.items()
             if (outcomes := self._outcomes[nodeid])

@@ -9,7 +9,7 @@ from pytest_gpumem.baselines.entry import Key
 from pytest_gpumem.config_matrix import cell_of
 from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.gate.verdict import Cell, TestVerdict
+from pytest_gpumem.gate.verdict import Cell, Location, TestVerdict
 from pytest_gpumem.marker import TIMED_LIMITS, BudgetError, budget_of_marks, check_of_a_call
 from pytest_gpumem.options import FIXTURE, is_measured
 
@@ -30,6 +30,7 @@ class Measured:
     budget: Budget
     has_fixture: bool
     cell: Cell | None = None
+    location: Location | None = None
 
     def key(self, name: str) -> Key:
         """The key of its measurement called ``name``."""
@@ -37,7 +38,14 @@ class Measured:
 
     def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
         """The verdict on this test when there is no measurement of it; ``why`` is a clause."""
-        return TestVerdict(self.file, self.test, unmeasured=why, failed_by_itself=failed_by_itself, cell=self.cell)
+        return TestVerdict(
+            self.file,
+            self.test,
+            unmeasured=why,
+            failed_by_itself=failed_by_itself,
+            cell=self.cell,
+            location=self.location,
+        )
 
 
 def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> Measured | None:
@@ -61,7 +69,12 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
     except BudgetError as error:
         raise BudgetError(f"{item.nodeid}: {error}") from None
     file, _, test = nodeid.partition("::")
-    return Measured(file, test, budget, has_fixture, cell_of(item, nodeid))
+    return Measured(file, test, budget, has_fixture, cell_of(item, nodeid), _location_of(item))
+
+
+def _location_of(item: pytest.Item) -> Location | None:
+    file, line, _ = item.location
+    return None if line is None else Location(file.replace("\\", "/"), line + 1)
 
 
 def without_group(item: pytest.Item) -> str:
@@ -77,14 +90,19 @@ def without_group(item: pytest.Item) -> str:
 class Selection:
     """What a process that collects tests knows and the one that reports needs.
 
-    ``files`` are the test files that were collected whole; ``idle_budgets`` what ``[[tool.gpumem.budget]]`` says that holds
-    nothing, each as a sentence. ``error`` is a usage error that stopped the collection.
+    ``measured`` are the (file, test) that were selected to run, ``files`` the test files of which all tests were.
+    ``idle_budgets`` is what ``[[tool.gpumem.budget]]`` says that holds nothing, each as a sentence. ``error`` is a usage error
+    that stopped the collection.
     """
 
     measured: frozenset[tuple[str, str]] = frozenset()
     files: frozenset[str] = frozenset()
     idle_budgets: tuple[str, ...] = ()
     error: str | None = None
+    collected: frozenset[tuple[str, str]] = frozenset()
+    """The measured tests, also those that were deselected: another shard of the session may run them."""
+    collected_files: frozenset[str] = frozenset()
+    """The test files that were collected whole, whatever was deselected of them."""
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -92,6 +110,8 @@ class Selection:
             "files": sorted(self.files),
             "idle_budgets": list(self.idle_budgets),
             "error": self.error,
+            "collected": sorted(list(test) for test in self.collected),
+            "collected_files": sorted(self.collected_files),
         }
 
     @classmethod
@@ -101,6 +121,8 @@ class Selection:
             frozenset(plain["files"]),
             tuple(plain["idle_budgets"]),
             plain["error"],
+            frozenset((file, test) for file, test in plain["collected"]),
+            frozenset(plain["collected_files"]),
         )
 
 

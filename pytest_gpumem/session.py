@@ -49,7 +49,8 @@ class GpumemSession:
             self._register_controller()
 
     def _asks_for_a_gate(self) -> bool:
-        return self.settings.baseline or self.settings.strict or self.settings.update is not None
+        settings = self.settings
+        return settings.baseline or settings.strict or settings.update is not None or bool(settings.report)
 
     @property
     def root(self) -> Path:
@@ -81,8 +82,10 @@ class GpumemSession:
         kept = {item: self._measured[item] for item in items if item in self._measured}
         self.selection = Selection(
             measured=frozenset((measured.file, measured.test) for measured in kept.values()),
-            files=self._whole_files(items),
+            files=self._whole_files() if len(items) == self._collected else frozenset(),
             idle_budgets=self._idle if all(Path(argument).is_dir() for argument in self._config.args) else (),
+            collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
+            collected_files=self._whole_files(),
         )
         if kept:
             self._register_measuring(kept)
@@ -97,10 +100,10 @@ class GpumemSession:
         if self._worker is not None:
             self._config.workeroutput["gpumem"] = self.selection.to_plain()  # type: ignore[attr-defined]
 
-    def _whole_files(self, items: list[pytest.Item]) -> frozenset[str]:
-        """The test files of which every test was collected and kept."""
+    def _whole_files(self) -> frozenset[str]:
+        """The test files of which every test was collected."""
         option = self._config.option
-        if len(items) != self._collected or getattr(option, "lf", False) or getattr(option, "stepwise", False):
+        if getattr(option, "lf", False) or getattr(option, "stepwise", False):
             return frozenset()
         if any("::" in argument for argument in self._config.args):
             return frozenset()

@@ -15,7 +15,7 @@ from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.options import EXPLAIN_MODES, ExplainMode
+from pytest_gpumem.options import EXPLAIN_MODES, REPORT_SUFFIXES, ExplainMode
 from pytest_gpumem.timing.allowance import DEFAULT_SECONDS
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
 
@@ -58,6 +58,8 @@ class Settings:
 
     baseline: bool = False
     update: UpdateMode | None = None
+    reason: str | None = None
+    """Why what ``update`` writes is accepted, in one line."""
     store: str = DEFAULT_STORE
     store_base: Path = field(default_factory=Path)
     device: str = "cuda"
@@ -67,6 +69,9 @@ class Settings:
     artifacts: str | None = None
     """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
     artifacts_base: Path = field(default_factory=Path)
+    report: tuple[str, ...] = ()
+    """The files of reports; relative paths count from ``report_base``."""
+    report_base: Path = field(default_factory=Path)
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
     """Seconds that timing may add to a test."""
@@ -91,14 +96,24 @@ DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 _OPTIONS: dict[str, type] = {
     "baseline": bool,
     "update": str,
+    "reason": str,
     "store": str,
     "device": str,
     "strict": bool,
     "no_time": bool,
     "explain": str,
     "artifacts": str,
+    "report": list,
 }
-_KEYS: dict[str, type] = {**_OPTIONS, "units": str, "time_budget": str, "tolerance": dict, "budget": list}
+_ONLY_TYPED = frozenset({"reason"})
+"""What is said of one session, and so is no key of the table."""
+_KEYS: dict[str, type] = {
+    **{name: kind for name, kind in _OPTIONS.items() if name not in _ONLY_TYPED},
+    "units": str,
+    "time_budget": str,
+    "tolerance": dict,
+    "budget": list,
+}
 
 
 def settings_of(config: pytest.Config) -> Settings:
@@ -109,7 +124,8 @@ def settings_of(config: pytest.Config) -> Settings:
     path = config.rootpath / "pyproject.toml"
     table = read_table(path)
     settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
-    settings = replace(settings, store_base=config.rootpath, artifacts_base=config.rootpath, explicit=table is not None)
+    root = config.rootpath
+    settings = replace(settings, store_base=root, artifacts_base=root, report_base=root, explicit=table is not None)
     said = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
     if not said:
         return settings
@@ -122,7 +138,29 @@ def settings_of(config: pytest.Config) -> Settings:
         if not said["artifacts"]:
             raise SettingsError("--gpumem-artifacts is empty, expected a folder")
         settings = replace(settings, artifacts_base=config.invocation_params.dir)
-    return replace(settings, explicit=True, **said)
+    if "report" in said:
+        said["report"] = tuple(said["report"])
+        _check_reports(said["report"], "--gpumem-report")
+        settings = replace(settings, report_base=config.invocation_params.dir)
+    if "reason" in said:
+        said["reason"] = " ".join(said["reason"].split())
+        if not said["reason"]:
+            raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
+    settings = replace(settings, explicit=True, **said)
+    if settings.reason is not None and settings.update is None:
+        raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
+    return settings
+
+
+def _check_reports(files: tuple[str, ...], where: str) -> None:
+    for file in files:
+        suffix = Path(file).suffix
+        if suffix in REPORT_SUFFIXES:
+            continue
+        instead = "; JUnit XML is pytest's own: --junitxml=FILE" if suffix == ".xml" else ""
+        raise SettingsError(
+            f"{where}: {file!r} has to end with {', '.join(REPORT_SUFFIXES[:-1])} or {REPORT_SUFFIXES[-1]}{instead}"
+        )
 
 
 def read_table(path: Path) -> dict[str, Any] | None:
@@ -152,7 +190,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
         if key not in _KEYS:
             raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(_KEYS))}")
         if not isinstance(value, _KEYS[key]):
-            raise SettingsError(f"{where}: {key} is {value!r}, expected {_KIND_NAMES[_KEYS[key]]}")
+            raise SettingsError(f"{where}: {key} is {value!r}, expected {kind_name(key)}")
         values[key] = value
     if values.get("store") == "":
         raise SettingsError(f"{where}: store is empty, expected a folder or a URL")
@@ -161,6 +199,11 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     _one_of(values, "explain", list(EXPLAIN_MODES), where)
     if values.get("artifacts") == "":
         raise SettingsError(f"{where}: artifacts is empty, expected a folder")
+    if "report" in values:
+        if not all(isinstance(file, str) for file in values["report"]):
+            raise SettingsError(f"{where}: report is {values['report']!r}, expected {kind_name('report')}")
+        values["report"] = tuple(values["report"])
+        _check_reports(values["report"], f"{where}: report")
     if "time_budget" in values:
         try:
             values["time_budget"] = parse_seconds(values["time_budget"])
@@ -173,6 +216,11 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
         tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
         budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
     )
+
+
+def kind_name(key: str) -> str:
+    """What the value of a key of the table has to be."""
+    return "an array of file names" if key == "report" else _KIND_NAMES[_KEYS[key]]
 
 
 _KIND_NAMES = {bool: "true or false", str: "a string", dict: "a table", list: "an array of tables"}

@@ -31,7 +31,7 @@ from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.options import EXPLAIN_MODES, add_options
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.reports.explanation import growth_lines
-from pytest_gpumem.settings import _KEYS, _KIND_NAMES, Settings, read_table, settings_from_table
+from pytest_gpumem.settings import _KEYS, Settings, kind_name, read_table, settings_from_table
 from pytest_gpumem.steps.config import (
     _NOT_IN,
     AXES,
@@ -124,7 +124,8 @@ def options() -> list[str]:
 def test_the_reference_has_every_option_and_its_key():
     table = named_rows(section_of("docs/reference.md", "Options"))
     keys = {name.partition("=")[0]: cells[0] for name, cells in table.items() if name.startswith("--")}
-    assert keys == {option: f"`{option.removeprefix('--gpumem-').replace('-', '_')}`" for option in options()}
+    written = {option: option.removeprefix("--gpumem-").replace("-", "_") for option in options()}
+    assert keys == {option: f"`{key}`" if key in _KEYS else "-" for option, key in written.items()}
 
 
 def test_no_page_speaks_of_an_option_that_does_not_exist():
@@ -140,10 +141,13 @@ def test_the_reference_has_every_update_mode():
 def test_the_reference_has_every_setting_with_its_type_and_default():
     defaults = Settings()
     expected = {}
-    for key, kind in _KEYS.items():
-        default = getattr(defaults, key, None)
-        shown = {True: "`true`", False: "`false`", None: "none"}.get(default, f'`"{default}"`')
-        expected[key] = [_KIND_NAMES[kind].removeprefix("a ").removeprefix("an "), shown]
+    for key in _KEYS:
+        default = getattr(defaults, key, None) or None
+        nothing = "`false`" if getattr(defaults, key, None) is False else "none"
+        expected[key] = [
+            kind_name(key).removeprefix("a ").removeprefix("an "),
+            f'`"{default}"`' if default else nothing,
+        ]
     expected["time_budget"][1] = f'`"{defaults.time_budget:g} s"`'
     expected["tolerance"][1] = "see [Metrics](#metrics)"
     table = named_rows(section_of("docs/reference.md", "Settings"))

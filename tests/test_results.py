@@ -110,7 +110,7 @@ def test_a_test_that_fails_again_replaces_its_earlier_success():
         report(regressed, "call", "failed"),
         report(regressed, "teardown"),
     )
-    assert result == TestResult(regressed, passed=False)
+    assert result == TestResult(regressed, passed=False, failed=True)
 
 
 def test_a_test_that_is_run_again_and_does_not_get_to_its_end_did_not_pass():

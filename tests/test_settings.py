@@ -49,6 +49,7 @@ def test_every_key_of_a_table_is_taken():
             "no_time": True,
             "explain": "always",
             "artifacts": "timelines",
+            "report": ["gpumem.html", "gpumem.json"],
             "units": "iec",
             "time_budget": "500 ms",
             "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
@@ -65,6 +66,7 @@ def test_every_key_of_a_table_is_taken():
         no_time=True,
         explain="always",
         artifacts="timelines",
+        report=("gpumem.html", "gpumem.json"),
         units="iec",
         time_budget=0.5,
         tolerances={"peak_allocated": Tolerance(0.02), "retained": Tolerance(0.0)},
@@ -91,7 +93,7 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, store, device, strict, no_time, "
-                "explain, artifacts, units, time_budget, tolerance, budget"
+                "explain, artifacts, report, units, time_budget, tolerance, budget"
             ),
         ),
         ({"baseline": 1}, "here: baseline is 1, expected true or false"),
@@ -112,6 +114,14 @@ def test_settings_from_a_table_cannot_be_changed():
         ),
         ({"artifacts": 1}, "here: artifacts is 1, expected a string"),
         ({"artifacts": ""}, "here: artifacts is empty, expected a folder"),
+        ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
+        ({"report": [1]}, "here: report is [1], expected an array of file names"),
+        ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .json, .md or .html"),
+        (
+            {"report": ["a.json", "gpumem.xml"]},
+            "here: report: 'gpumem.xml' has to end with .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
+        ),
+        ({"reason": "why"}, "here: unknown key 'reason'"),
         ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
         ({"tolerance": {"peak": "2 %"}}, "here: tolerance: unknown metric 'peak'; "),
         (
@@ -303,7 +313,7 @@ def write_table(root: Path, text: str) -> None:
 
 def test_without_options_and_table_nothing_was_said(tmp_path):
     made = settings_of(config_of(tmp_path))
-    assert made == Settings(store_base=tmp_path, artifacts_base=tmp_path)
+    assert made == Settings(store_base=tmp_path, artifacts_base=tmp_path, report_base=tmp_path)
     assert not made.explicit
 
 
@@ -327,6 +337,7 @@ def test_options_go_before_the_table_and_leave_the_rest(tmp_path):
         units="iec",
         store_base=tmp_path,
         artifacts_base=tmp_path,
+        report_base=tmp_path,
         explicit=True,
     )
 
@@ -346,6 +357,32 @@ def test_artifacts_in_the_table_count_from_the_root_and_on_the_command_line_from
     assert (made.artifacts, made.artifacts_base) == ("in-table", tmp_path)
     typed = settings_of(config_of(tmp_path, below, artifacts="typed"))
     assert (typed.artifacts, typed.artifacts_base, typed.store_base) == ("typed", below, tmp_path)
+
+
+def test_reports_of_the_command_line_take_the_place_of_those_in_the_table(tmp_path):
+    write_table(tmp_path, 'report = ["in-table.html"]\n')
+    below = tmp_path / "below"
+    made = settings_of(config_of(tmp_path, below))
+    assert (made.report, made.report_base) == (("in-table.html",), tmp_path)
+    typed = settings_of(config_of(tmp_path, below, report=["a.md", "b.json"]))
+    assert (typed.report, typed.report_base) == (("a.md", "b.json"), below)
+
+
+def test_a_report_in_no_known_format_is_a_mistake_before_anything_runs(tmp_path):
+    with pytest.raises(SettingsError, match=r"^--gpumem-report: 'a.pdf' has to end with .json, .md or .html$"):
+        settings_of(config_of(tmp_path, report=["a.pdf"]))
+
+
+def test_a_reason_is_one_line(tmp_path):
+    made = settings_of(config_of(tmp_path, update="all", reason=" flash attention\n off until #12 "))
+    assert made.reason == "flash attention off until #12"
+
+
+def test_a_reason_needs_something_that_it_is_the_reason_of(tmp_path):
+    with pytest.raises(SettingsError, match="add --gpumem-update=all"):
+        settings_of(config_of(tmp_path, reason="flash attention off"))
+    with pytest.raises(SettingsError, match="--gpumem-reason is empty"):
+        settings_of(config_of(tmp_path, update="all", reason=" "))
 
 
 def test_how_steps_are_explained_is_a_matter_of_the_option_before_the_table(tmp_path):

@@ -15,6 +15,11 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
+def this_second() -> str:
+    """The time in UTC: ``"2026-11-02T16:20:05Z"``."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def commit_of(folder: Path) -> str | None:
     """The abbreviated hash of the commit checked out in ``folder``; ``None`` outside of a repository, or without git."""
     try:

@@ -7,9 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.composition import CATEGORIES
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open
-from pytest_gpumem.explain.compose import category_of
+from pytest_gpumem.explain.over_time import over_time_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,52 +62,4 @@ def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
     ``time_ns`` counts from the first event; the categories of each moment add up to ``total``, which is what the step held
     then, in bytes. ``phases`` have a name, a beginning and an end; ``peak`` is an index into ``time_ns``.
     """
-    timeline, tokens = recorded.timeline, recorded.trace.tokens
-    moments = [n for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
-    place = {moment: number for number, moment in enumerate(moments)}
-    began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
-    # One more place in front: what was there before the first event.
-    changes = {category: [0] * (len(moments) + 1) for category in CATEGORIES}
-    for life in timeline.lives:
-        if life.own:
-            series = changes[category_of(life, timeline)]
-            series[0 if life.born < 0 else place[life.born] + 1] += life.nbytes
-            if life.died is not None:
-                series[place[life.died] + 1] -= life.nbytes
-    totals = [recorded.own_bytes, *(recorded.own_bytes + timeline.live[moment] for moment in moments)]
-    categories = {name: _running(series) for name, series in changes.items() if any(series)}
-    unattributed = [total - sum(series[n] for series in categories.values()) for n, total in enumerate(totals)]
-    if any(unattributed):
-        categories["unattributed"] = unattributed
-    times = [0, *(tokens[moment].time_ns - began for moment in moments)]  # type: ignore[union-attr]
-    return {
-        "format": TIMELINE_FORMAT,
-        "test": nodeid,
-        "time_ns": times,
-        "total": totals,
-        "categories": categories,
-        "peak": place[timeline.peak] + 1 if timeline.peak >= 0 else 0,
-        "phases": _phases(recorded, began),
-    }
-
-
-def _running(changes: list[int]) -> list[int]:
-    sums, now = [], 0
-    for change in changes:
-        now += change
-        sums.append(now)
-    return sums
-
-
-def _phases(recorded: Recorded, began: int) -> list[dict[str, Any]]:
-    phases = []
-    open_spans: list[Open] = []
-    for token in recorded.trace.tokens:
-        if isinstance(token, Open):
-            open_spans.append(token)
-        elif isinstance(token, Close):
-            span = open_spans.pop()
-            mark = recorded.trace.marks[span.mark] if span.kind == "mark" else None
-            if mark is not None and mark.kind == "phase":
-                phases.append({"name": mark.path, "begin": span.time_ns - began, "end": token.time_ns - began})
-    return phases
+    return {"format": TIMELINE_FORMAT, "test": nodeid, **over_time_of(recorded).to_plain()}

@@ -64,7 +64,8 @@ def judge_step_time(
 def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVerdict | None:
     """The verdict on the throughput; ``None`` where it was not measured.
 
-    Over budget is what each sample shows: a throughput whose interval lies below ``minimum``.
+    Over budget is what each sample shows: a throughput whose interval lies below ``minimum``, with nothing else at work, or
+    one that no load could account for.
     """
     times, work = measurement.times, work_of(measurement, minimum)
     if times is None or work is None or times.median <= 0:
@@ -78,7 +79,8 @@ def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVe
     if value < minimum.amount:
         outcome = Outcome.OVER_BUDGET
         best = max(most for most, _ in samples)
-        if any(invalid is not None for _, invalid in samples):
+        doubted = [one for one in times.samples if one.invalid is not None]
+        if any(one.at_least is None or amount / one.at_least >= minimum.amount for one in doubted):
             outcome, reason = Outcome.UNCERTAIN, next(invalid for _, invalid in samples if invalid is not None)
         elif best >= minimum.amount:
             outcome, reason = Outcome.UNCERTAIN, f"within what times vary by: at most {best:.4g} {of}/s"

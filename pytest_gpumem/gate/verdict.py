@@ -146,6 +146,14 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Location:
+    """Where a test's function stands: the file from the root directory, and the line, the first being 1."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
 class TestVerdict:
     """What the gate says of a test: the verdicts on its measurements, or why there are none."""
 
@@ -162,6 +170,15 @@ class TestVerdict:
     """How many relations it asserted with the fixture, which held."""
     cell: Cell | None = None
     """Its place in a matrix of step configs."""
+    location: Location | None = None
+    """Where it is written; ``None`` where pytest does not know."""
+    failure: str | None = None
+    """What the gate failed it with, as it was told; ``None`` when the gate let it pass."""
+
+    @property
+    def nodeid(self) -> str:
+        """``tests/test_gpt.py::TestTrain::test_step[fp32]``."""
+        return f"{self.file}::{self.test}"
 
     @property
     def outcome(self) -> Outcome:
@@ -189,6 +206,8 @@ class TestVerdict:
             "failed_by_itself": self.failed_by_itself,
             "relations": self.relations,
             "cell": None if self.cell is None else asdict(self.cell),
+            "location": None if self.location is None else asdict(self.location),
+            "failure": self.failure,
         }
 
     @classmethod
@@ -201,4 +220,6 @@ class TestVerdict:
             plain["failed_by_itself"],
             plain["relations"],
             None if plain["cell"] is None else Cell(**plain["cell"]),
+            None if plain["location"] is None else Location(**plain["location"]),
+            plain["failure"],
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.births import births
+from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.explain.recording import Subject, explain, explain_out_of_memory, know_nothing, phase
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import cyclic_collector_off
@@ -43,12 +44,13 @@ class Explaining:
     returns a clause when it could not be kept.
 
     ``ran_out`` is told where memory went in a step that ran out of it; ``None`` where nobody may clear the frames of its
-    error, as with a debugger that is about to show them.
+    error, as with a debugger that is about to show them. ``over_time`` tells whether explanations show the whole step.
     """
 
     sites: Sites
     keep: Callable[[Recorded], str | None]
     ran_out: Callable[[Explanation], None] | None
+    over_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class Bench:
 
     def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
         assert self.explaining is not None, "only asked for where something is explained"
+        if self.explaining.over_time:
+            explanation = replace(explanation, over_time=over_time_of(recorded).thinned())
         trouble = self.explaining.keep(recorded)
         if trouble is None:
             return explanation

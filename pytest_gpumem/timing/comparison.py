@@ -2,7 +2,7 @@
 
 Slower needs everything at once, in every sample that was taken: the ratio is beyond the tolerance in seconds and in cycles of
 the clock that the step ran by, with its whole interval in the one of the two that is known better, and nothing else was at
-work. What looks slower and is not shown to be is *uncertain*.
+work. What looks slower and is not shown to be is *uncertain*. A slowdown that no load could account for is one all the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.timing.bootstrap import resampled_medians
+from pytest_gpumem.timing.validity import MOST_SLOWED
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ SLOWER_IN_TURNS = 0.02
 """The same of one side of an A/B, whose runs are neighbours: by the median over pairs."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
+_NO_LOAD = "which cannot account for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,9 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     why_not = _slower_in_turns(shown) if cycles is not None else None
     if len(undisturbed) < FEWEST_PAIRS:
         disturbed = [sample.invalid for pair in pairs for sample in pair if sample.invalid is not None]
+        slower = all((_at_least(head) or 0) > (1 + tolerance) * base.median for base, head in pairs)
+        if slower and len(pairs) >= FEWEST_PAIRS:
+            return Comparison("slower", seconds, cycles, f"{disturbed[0]}, {_NO_LOAD}")
         why_not = disturbed[0] if disturbed else f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
     return _judged(seconds, cycles, tolerance, why_not, f"as far as {len(shown)} pairs of runs tell")
 
@@ -163,7 +168,15 @@ def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     runs = len(baseline.seconds)
     known = "as far as a single run tells" if runs == 1 else f"as far as {runs} runs tell"
     this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
-    return _judged(seconds, cycles, tolerance, sample.invalid or slower_machine(this, baseline), known)
+    why_not = sample.invalid or slower_machine(this, baseline)
+    if why_not and (_at_least(sample) or 0) > (1 + tolerance) * max(baseline.seconds):
+        return Comparison("slower", seconds, cycles, f"{why_not}, {_NO_LOAD}")
+    return _judged(seconds, cycles, tolerance, why_not, known)
+
+
+def _at_least(sample: Sample) -> float | None:
+    """Seconds a step that it takes at the least on a machine that has nothing else to do and runs at its full pace."""
+    return sample.at_least if sample.invalid is not None else sample.median / MOST_SLOWED
 
 
 def slower_machine(this: Runs, baseline: Runs) -> str | None:

@@ -41,6 +41,8 @@ class Sample:
     rounds: tuple[Round, ...]
     steps: int = 1
     invalid: str | None = None
+    at_least: float | None = None
+    """Of an invalid sample: seconds a step that it takes at the least were nothing else at work, where that is known."""
 
     @property
     def counted(self) -> tuple[Round, ...]:
@@ -92,6 +94,7 @@ class Sample:
             "disturbed": {str(number): one.disturbed for number, one in enumerate(self.rounds) if one.disturbed},
             "steps": self.steps,
             "invalid": self.invalid,
+            "at_least": self.at_least,
         }
 
 
@@ -102,7 +105,7 @@ def sample_from_plain(plain: Mapping[str, Any]) -> Sample:
         Round(seconds, pace, disturbed.get(str(number)))
         for number, (seconds, pace) in enumerate(zip(plain["seconds"], plain["pace"], strict=True))
     )
-    return Sample(rounds, plain["steps"], plain["invalid"])
+    return Sample(rounds, plain["steps"], plain["invalid"], plain["at_least"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.timing.samples import FEWEST_ROUNDS, Round, Sample
-from pytest_gpumem.timing.validity import disturbance, load
+from pytest_gpumem.timing.validity import MOST_SLOWED, disturbance, load, own_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,8 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
         sized = True
     sample = Sample(tuple(rounds.kept), steps)
     few = sum(one.disturbed is None for one in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
-    return Sample(sample.rounds, steps, (sample.most_disturbed_by if few else None) or rounds.load())
+    invalid = (sample.most_disturbed_by if few else None) or rounds.load()
+    return Sample(sample.rounds, steps, invalid, None if invalid is None else rounds.at_least())
 
 
 class _Rounds:
@@ -62,6 +63,8 @@ class _Rounds:
 
     def __init__(self, device: Device) -> None:
         self.kept: list[Round] = []
+        self._own: list[float | None] = []
+        """Of each of them, seconds a step without waiting for a core, where nothing but load is known to have disturbed."""
         self._device = device
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
@@ -73,6 +76,7 @@ class _Rounds:
     def begin(self) -> None:
         """What was timed so far counts for nothing."""
         self.kept.clear()
+        self._own.clear()
         self._before = self._device.conditions()
 
     def keep(self, seconds: float) -> None:
@@ -82,11 +86,20 @@ class _Rounds:
         now = self._device.conditions()
         disturbed = disturbance(self._before, now)
         self.kept.append(Round(max(seconds, _SHORTEST), _between(self._pace, pace), disturbed))
+        share = own_share(self._before, now)
+        self._own.append(None if share is None else share * seconds)
         self._before, self._pace = now, pace
 
     def load(self) -> str | None:
         """What kept the machine busy all the while, as a clause."""
         return load(self._begun, self._before)
+
+    def at_least(self) -> float | None:
+        """Seconds that a step takes at the least without that load; ``None`` where something else disturbed the rounds."""
+        own = [seconds for seconds in self._own if seconds is not None]
+        if len(own) < len(self._own) or own_share(self._begun, self._before) is None:
+            return None
+        return statistics.median(own) / MOST_SLOWED
 
 
 def _steps_a_round(seconds: float) -> int:

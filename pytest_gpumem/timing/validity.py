@@ -17,6 +17,9 @@ OTHERS = 0.25
 """Share of the other cores that other processes may have used. On two cores with a common L3 cache, computing on the other
 one cost GPT-2 steps up to 8 %, and copying through memory up to 41 %; copying for a quarter of the time, up to 9 %. Steps
 of 3 ms moved by 15 %, 76 % and 11 %, and by up to 38 % where nobody was to be seen."""
+MOST_SLOWED = 5.0
+"""By what factor, at most, other processes slow a thread down while it has its core: what they share are caches, memory and
+a core's two halves. On two cores steps took up to 1.76 times as long; on many, their threads share the memory's bandwidth."""
 SLOWEST_CLOCK = 0.75
 """Of the default SM clock, as in NVIDIA's nvbench, which discards samples below."""
 
@@ -57,6 +60,18 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
 def load(before: Conditions, after: Conditions) -> str | None:
     """As `disturbance`, of only what is counted in ticks: for a whole sample, whose rounds were judged one by one."""
     return _clauses(_stolen(before, after), _others(before, after))
+
+
+def own_share(before: Conditions, after: Conditions) -> float | None:
+    """Share of the stretch in which the thread did not wait for a core; ``None`` where more than load disturbed it.
+
+    What a GPU's other users, its clock, or a compilation cost cannot be told from the outside.
+    """
+    unknown = (_retried, _compiled, _throttled, _strangers, _stolen)
+    waited = _share(before, after, before.waited, after.waited)
+    if waited is None or _slow_clock(after) or any(clause(before, after) for clause in unknown):
+        return None
+    return 1 - waited
 
 
 def _clauses(*found: str | None) -> str | None:

@@ -182,6 +182,15 @@ def test_a_throughput_that_misses_its_budget_in_a_disturbed_sample_is_uncertain(
         assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
 
 
+@pytest.mark.parametrize(
+    ("at_least", "outcome"), [(0.11, Outcome.OVER_BUDGET), (0.09, Outcome.UNCERTAIN), (None, Outcome.UNCERTAIN)]
+)
+def test_a_throughput_that_is_missed_by_more_than_load_accounts_for_is_over_budget(at_least, outcome):
+    busy = sample_of(*[0.5] * 12, invalid="other processes used 0.90 of 2 cores meanwhile", at_least=at_least)
+    judged = throughput("40 samples/s", busy)
+    assert judged.outcome is outcome
+
+
 def test_a_disturbed_sample_that_meets_the_budget_meets_it():
     assert throughput("2 steps/s", sample_of(*[0.4] * 12, invalid=THROTTLED)).outcome is Outcome.OK
 

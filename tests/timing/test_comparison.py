@@ -26,6 +26,7 @@ from pytest_gpumem.timing.comparison import (
     spread_of_runs,
 )
 from pytest_gpumem.timing.samples import Round, Sample
+from pytest_gpumem.timing.validity import MOST_SLOWED
 
 few_examples = settings(deadline=None, max_examples=40)
 TOLERANCE = 0.05
@@ -40,8 +41,10 @@ def fewer_resamples():
         yield
 
 
-def sample_of(*seconds: float, pace: float | None = None, invalid: str | None = None) -> Sample:
-    return Sample(tuple(Round(one, pace) for one in seconds), 1, invalid)
+def sample_of(
+    *seconds: float, pace: float | None = None, invalid: str | None = None, at_least: float | None = None
+) -> Sample:
+    return Sample(tuple(Round(one, pace) for one in seconds), 1, invalid, at_least)
 
 
 def noisy(seconds: float, spread: float = 0.002, rounds: int = 12, pace: float | None = None, **more) -> Sample:
@@ -153,6 +156,26 @@ def test_an_invalid_sample_says_neither_slower_nor_faster(sample, baseline, tole
     found = compare([invalid], baseline, tolerance)
     assert found.outcome in ("uncertain", "not slower")
     assert (found.reason == THROTTLED) == (found.outcome == "uncertain")
+
+
+@pytest.mark.parametrize(("at_least", "outcome"), [(1.06, "slower"), (1.04, "uncertain"), (None, "uncertain")])
+def test_a_slowdown_that_no_load_accounts_for_is_one_though_the_sample_is_invalid(at_least, outcome):
+    busy = noisy(8.0, invalid="other processes used 0.90 of 2 cores meanwhile", at_least=at_least)
+    said = compare([busy, busy], stable(), TOLERANCE)
+    assert said.outcome == outcome
+    assert said.reason.startswith("other processes used 0.90 of 2 cores meanwhile")
+    assert compare([busy, noisy(1.0)], stable(), TOLERANCE).outcome == "not slower"
+
+
+def test_it_has_to_be_slower_than_the_slowest_of_the_accepted_runs():
+    busy = noisy(8.0, invalid=THROTTLED, at_least=1.2)
+    assert compare([busy], Runs((1.0, 1.0, 1.15)), TOLERANCE).outcome == "uncertain"
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [(1.1 * MOST_SLOWED, "slower"), (0.9 * MOST_SLOWED, "uncertain")])
+def test_a_slowdown_that_a_slower_machine_does_not_account_for_is_one(factor, outcome):
+    on_half_the_pace = noisy(factor, pace=0.5)
+    assert compare([on_half_the_pace], stable(cycles=1.0), TOLERANCE).outcome == outcome
 
 
 def test_what_else_is_at_work_only_adds_time_so_a_disturbed_sample_can_show_that_nothing_is_slower():
@@ -406,6 +429,15 @@ def test_pairs_with_a_disturbed_run_do_not_count_and_without_enough_others_nothi
     found = compare_pairs([disturbed, *pairs[1:]], TOLERANCE)
     assert (found.outcome, found.reason) == ("uncertain", THROTTLED)
     assert compare_pairs([disturbed] * 5, TOLERANCE).outcome == "uncertain"
+
+
+@pytest.mark.parametrize(("at_least", "outcome"), [(1.06, "slower"), (1.04, "uncertain"), (None, "uncertain")])
+def test_pairs_that_all_show_what_no_load_accounts_for_are_slower(at_least, outcome):
+    pairs = [(noisy(1.0), noisy(8.0, invalid=THROTTLED, at_least=at_least))] * FEWEST_PAIRS
+    assert compare_pairs(pairs, TOLERANCE).outcome == outcome
+    assert compare_pairs(pairs[1:], TOLERANCE).outcome == "uncertain"
+    calm = (noisy(1.0), noisy(1.0))
+    assert compare_pairs([*pairs, calm], TOLERANCE).outcome == "not slower"
 
 
 def test_pairs_are_judged_in_cycles_where_the_clock_was_read_in_all_of_them():

@@ -19,6 +19,7 @@ from pytest_gpumem.timing.sampling import (
     sample_step,
     time_phases,
 )
+from pytest_gpumem.timing.validity import MOST_SLOWED
 
 unhurried = settings(deadline=None)
 
@@ -27,15 +28,18 @@ class Clock:
     """A device on which the steps of each stretch that is timed take the given seconds; the last ones hold from then on.
 
     ``retries`` are those of the allocator in each stretch, ``paces`` the readings of the clock; ``others`` is how many cores
-    other processes use all the time.
+    other processes use all the time, and ``waited`` the share of it in which the thread has no core.
     """
 
-    def __init__(self, *seconds_of_a_step: float, retries=(), paces=(None,), others: float = 0.0):
+    def __init__(
+        self, *seconds_of_a_step: float, retries=(), paces=(None,), others: float = 0.0, waited: float | None = None
+    ):
         self._seconds = seconds_of_a_step
         self._retries = list(retries)
         self._retried = 0
         self._paces = list(paces)
         self._others = others
+        self._waited = waited
         self.now = 0.0
         self.steps_run = 0
         self.rounds: list[int] = []
@@ -55,7 +59,8 @@ class Clock:
         return each * self.rounds[-1]
 
     def conditions(self) -> Conditions:
-        return Conditions(self.now, retries=self._retried, others=self._others * self.now, cores=2)
+        waited = None if self._waited is None else self._waited * self.now
+        return Conditions(self.now, retries=self._retried, waited=waited, others=self._others * self.now, cores=2)
 
     def pace(self) -> float | None:
         self.paces_read_after.append(len(self.rounds))
@@ -203,6 +208,23 @@ def test_other_processes_that_keep_the_machine_busy_make_a_sample_invalid_though
 
 
 # The clock that steps run by
+
+
+@pytest.mark.parametrize(("waited", "own"), [(0.0, 0.03), (0.5, 0.015)])
+def test_under_load_a_step_takes_at_least_what_no_load_accounts_for(waited, own):
+    sample = sampled(Clock(0.03, others=0.9, waited=waited))
+    assert sample.invalid
+    assert sample.at_least == pytest.approx(own / MOST_SLOWED)
+
+
+def test_what_a_step_takes_at_least_is_told_only_where_there_is_doubt_and_load_is_all_of_it():
+    assert sampled(Clock(0.03, waited=0.0)).at_least is None
+    retried = sampled(Clock(0.03, retries=[1] * 100, waited=0.0))
+    assert retried.invalid
+    assert retried.at_least is None
+    not_known_to_wait = sampled(Clock(0.03, others=0.9))
+    assert not_known_to_wait.invalid
+    assert not_known_to_wait.at_least is None
 
 
 def test_the_pace_of_a_round_is_that_between_its_two_ends():
