@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, cast
 
 from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
 from pytest_gpumem.timing.allowance import TimeAllowance
 from pytest_gpumem.timing.sampling import SECONDS_A_ROUND, sample_step
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 class Replay:
     """A device on which time passes as it did in a series, for what `sample_step` asks of one."""
+
+    seconds_between_paces = CpuDevice.seconds_between_paces
 
     def __init__(self, series: Series, cores: int) -> None:
         self._series = series

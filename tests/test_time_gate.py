@@ -71,6 +71,8 @@ class Scripted(CpuDevice):
     def pace(self):
         return self.script["pace"]
 
+    seconds_between_paces = 0.0
+
     def log(self, what):
         with (HERE / "log.txt").open("a") as file:
             file.write(f"{what}\\n")

@@ -140,6 +140,10 @@ class Device(Protocol):
         per second of a fixed piece of work, which is run for it, within `paused`. ``None`` where nobody can tell.
         """
 
+    @property
+    def seconds_between_paces(self) -> float:
+        """How far apart the pace is to be read: as far as reading it would show in the step that comes next."""
+
     def alone(self) -> AbstractContextManager[str | None]:
         """A stretch in which no measured test of another process of this user runs on this device, for taking times.
 

@@ -54,6 +54,8 @@ class CudaDevice:
     """
 
     name = "cuda"
+    seconds_between_paces = 0.0
+    """NVML is asked by the host."""
 
     def __init__(self, runtime: CudaRuntime, lock: DeviceLock | None = None) -> None:
         self._runtime = runtime

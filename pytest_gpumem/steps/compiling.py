@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import compiled_graphs, load_compiler
+from pytest_gpumem.steps.collector import collect_everything
 from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:
@@ -45,13 +46,16 @@ def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
 def compile_now(phases: Iterable[Phase], word: str) -> None:
     """Run a compiled step once, which compiles it; nothing with ``compile=none``.
 
-    Raises `ConfigError` when nothing was compiled.
+    Garbage of it is collected among all objects: a compiler ties what it made to what was there before, and tensors in such
+    a cycle would count as the step's own, or not, by what had been compiled before. Raises `ConfigError` when nothing was
+    compiled.
     """
     if word == "none":
         return
     with warnings_of_compiling(), something_compiled(word):
         for phase in phases:
             phase.run()
+    collect_everything()
 
 
 @contextmanager

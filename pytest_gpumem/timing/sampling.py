@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.timing.samples import FEWEST_ROUNDS, Round, Sample
@@ -46,12 +47,13 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
         took = device.time(functools.partial(_repeat, step, steps))
         spent += took
         if sized or took >= SECONDS_A_ROUND / 2:
-            rounds.keep(took / steps)
+            rounds.keep(took / steps, steps)
         else:
             steps = max(steps, _steps_a_round(took / steps))
             rounds.read_pace()
             rounds.begin()
         sized = True
+    rounds.end()
     sample = Sample(tuple(rounds.kept), steps)
     few = sum(one.disturbed is None for one in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
     invalid = (sample.most_disturbed_by if few else None) or rounds.load()
@@ -68,27 +70,45 @@ class _Rounds:
         self._device = device
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
+        self._paced = 0
+        """How many of the rounds have the pace that they ran at."""
+        self._since_pace = 0.0
+        """Seconds of the rounds behind them."""
 
     def read_pace(self) -> None:
         """Read how fast the clock runs. Not before the first step: the clock of a GPU at rest is another one."""
         self._pace = self._device.pace()
+        self._since_pace = 0.0
 
     def begin(self) -> None:
         """What was timed so far counts for nothing."""
         self.kept.clear()
         self._own.clear()
+        self._paced = 0
         self._before = self._device.conditions()
 
-    def keep(self, seconds: float) -> None:
-        """A round has ended, of so many seconds a step."""
+    def keep(self, seconds: float, steps: int = 1) -> None:
+        """A round of so many steps has ended, of so many seconds each."""
+        self._since_pace += seconds * steps
+        self.kept.append(Round(max(seconds, _SHORTEST)))
         # In this order: reading the conditions takes so long that a GPU may have come to rest.
-        pace = self._device.pace()
+        if self._since_pace >= self._device.seconds_between_paces:
+            self.end()
         now = self._device.conditions()
-        disturbed = disturbance(self._before, now)
-        self.kept.append(Round(max(seconds, _SHORTEST), _between(self._pace, pace), disturbed))
+        self.kept[-1] = replace(self.kept[-1], disturbed=disturbance(self._before, now))
         share = own_share(self._before, now)
         self._own.append(None if share is None else share * seconds)
-        self._before, self._pace = now, pace
+        self._before = now
+
+    def end(self) -> None:
+        """The rounds since the pace was last read ran at what it was then and is now."""
+        if self._paced == len(self.kept):
+            return
+        before = self._pace
+        self.read_pace()
+        pace = _between(before, self._pace)
+        self.kept[self._paced :] = [replace(one, pace=pace) for one in self.kept[self._paced :]]
+        self._paced = len(self.kept)
 
     def load(self) -> str | None:
         """What kept the machine busy all the while, as a clause."""

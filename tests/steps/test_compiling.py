@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
 
 from pytest_gpumem.devices.torch_internals import compiled_graphs
+from pytest_gpumem.steps.collector import FrozenHeap
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.runner import Phase
@@ -92,6 +94,30 @@ def test_what_was_compiled_before_does_not_decide_what_is_compiled_now():
     # Without a fresh start the second shape would have been compiled as a dynamic one.
     assert shapes == [(2, 4), (3, 4)]
     assert all(isinstance(size, int) for shape in shapes for size in shape)
+
+
+def test_what_compiling_ties_to_objects_of_earlier_tests_is_gone_before_anything_is_measured():
+    class Node:
+        pass
+
+    earlier = [Node()]
+    heap = FrozenHeap()
+    heap.freeze()
+    try:
+        with compiled(Model(), "eager") as run:
+            (step,) = step_of(run)
+            kept = []
+
+            def compiles() -> None:
+                step.run()
+                node = earlier.pop()
+                node.itself, node.kept = node, torch.ones(8)
+                kept.append(weakref.ref(node.kept))
+
+            compile_now([Phase("step", compiles)], "eager")
+            assert [one() for one in kept] == [None]
+    finally:
+        heap.thaw()
 
 
 def test_a_forward_that_torch_does_not_compile_is_told():

@@ -557,6 +557,8 @@ class Scripted:
     def pace(self):
         return None
 
+    seconds_between_paces = 0.0
+
     @contextmanager
     def alone(self):
         self.asked.append("alone")

@@ -31,6 +31,8 @@ class Clock:
     other processes use all the time, and ``waited`` the share of it in which the thread has no core.
     """
 
+    seconds_between_paces = 0.0
+
     def __init__(
         self, *seconds_of_a_step: float, retries=(), paces=(None,), others: float = 0.0, waited: float | None = None
     ):
@@ -230,6 +232,14 @@ def test_what_a_step_takes_at_least_is_told_only_where_there_is_doubt_and_load_i
 def test_the_pace_of_a_round_is_that_between_its_two_ends():
     sample = sampled(Clock(0.4, paces=[10.0, 20.0, 40.0]), 1.0)
     assert [one.pace for one in sample.rounds] == [15.0, 30.0, 40.0]
+
+
+def test_where_reading_the_pace_shows_in_the_next_step_it_is_read_seldom_and_holds_for_the_rounds_in_between():
+    clock = Clock(0.1, paces=[10.0, 20.0, 40.0, 80.0])
+    clock.seconds_between_paces = 0.25
+    sample = sampled(clock, 0.75)
+    assert [one.pace for one in sample.rounds] == [15.0, 15.0, 15.0, 30.0, 30.0, 30.0, 60.0, 60.0]
+    assert clock.paces_read_after == [1, 3, 6, 8]
 
 
 def test_the_pace_is_not_read_before_the_first_step():
