@@ -7,7 +7,7 @@ TEST_READY := $(VENV)/.test-installed
 DEV_READY := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help example test gpu gpu-tests truth cuda lint clean
+.PHONY: help example test gpu gpu-tests truth cuda lint browser screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines, and show the table"
@@ -15,11 +15,13 @@ help:
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make lint      check format, style and types"
+	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
+	@echo "make screenshots  take the pictures of the HTML report in the docs anew (needs Chromium)"
 	@echo "make clean     remove the virtual environment, caches and builds"
 	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest"
 
 example: $(TEST_READY)
-	$(BIN)/python -m pytest example_project --gpumem-baseline --gpumem-device=cpu $(ARGS)
+	$(BIN)/python -m pytest example_project --gpumem-baseline --gpumem-device=cpu -v $(ARGS)
 
 # The suite gates a copy of the example project, too: tests/test_example_project.py. On every core; a file's tests share
 # one process, as their fixtures are dear. In order: slow files have few tests, and would otherwise all come last.
@@ -49,6 +51,23 @@ lint: $(DEV_READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# The tests look for `chromium`, and are skipped without it. apt-get waits for another one to end.
+browser:
+	@if command -v chromium >/dev/null; then echo "there is a chromium: $$(command -v chromium)"; \
+	elif ! command -v apt-get >/dev/null; then \
+		echo "chromium is missing, and there is no apt-get to install it: install it with this system's package manager" >&2; exit 1; \
+	elif [ "$$(id -u)" != 0 ]; then \
+		echo "chromium is missing: run as root, 'apt-get install --no-install-recommends chromium'" >&2; exit 1; \
+	else \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get -o Acquire::Retries=3 update -q && \
+		apt-get -o Acquire::Retries=3 -o DPkg::Lock::Timeout=120 install -q -y --no-install-recommends chromium || { \
+			echo "chromium could not be installed (see above); the tests of the HTML report need it" >&2; exit 1; }; \
+	fi
+
+screenshots: $(TEST_READY)
+	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from claims import Claim, conclude, parser_of, print_table
 
 from pytest_gpumem.baselines.entry import Entry, Key, entry_of
-from pytest_gpumem.baselines.place import Folder
+from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge

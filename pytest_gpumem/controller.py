@@ -5,6 +5,9 @@ In the process that sees every report: pytest-xdist's controller, or the only on
 
 from __future__ import annotations
 
+import os
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,13 +17,13 @@ from pytest_gpumem.baselines.entry import Entry, Key, entry_of
 from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.provenance import commit_of, this_second, today
 from pytest_gpumem.baselines.store import Store, StoreError
-from pytest_gpumem.baselines.unused import unused
+from pytest_gpumem.baselines.unused import unused, unused_line
 from pytest_gpumem.baselines.update import entries_to_write, times_left_out
-from pytest_gpumem.reports.explanation import compositions
-from pytest_gpumem.reports.files import write_report
-from pytest_gpumem.reports.matrix import matrices, matrix_table
-from pytest_gpumem.reports.summary import table
-from pytest_gpumem.results import Results, TestResult, recording_notes
+from pytest_gpumem.report_files import ReportFiles
+from pytest_gpumem.reports.github import told_to_github
+from pytest_gpumem.reports.screen import Screen
+from pytest_gpumem.reports.terminal import MARKUP, terminal_text
+from pytest_gpumem.results import Results, TestResult
 from pytest_gpumem.selection import Selection
 from pytest_gpumem.session_report import SessionReport, Stored, Terms
 
@@ -43,12 +46,20 @@ class Controller:
         self._complete = True
         self._not_collected: set[str] = set()
         self._closing: list[str] = []
+        self._unused: tuple[str, ...] = ()
+        self._began = False
         self._errors: list[str] = []
         self._report: SessionReport | None = None
+        self._files = ReportFiles([settings.report_base / file for file in settings.report])
+        typed = config.getoption("gpumem_report") is not None
+        if (typed or settings.baseline) and not config.option.collectonly:
+            self._files.begin()
 
     def select(self, selection: Selection) -> None:
         """A process that collects tells what it selected; with several, each tells the same."""
         self._selection = selection
+        if self._selected():
+            self._files.begin()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
@@ -67,10 +78,12 @@ class Controller:
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._results.add(report)
+        if self._results.add(report):
+            self._files.begin()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        self._began = True
         try:
             result = yield
         except BaseException as error:
@@ -79,9 +92,19 @@ class Controller:
             self._finish(session, str(error) or type(error).__name__)
             raise
         if self._selection is not None and self._selection.error is not None:
+            self._began = False
             raise pytest.UsageError(self._selection.error)
         self._finish(session)
         return result
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
+        """Where no test was begun, the report says so: an earlier one in its place must not be taken for this session's."""
+        if self._began or not self._files.wanted:
+            return
+        error = self._selection.error if self._selection is not None else None
+        ended_early = error or f"pytest ended with exit status {int(exitstatus)} before any test ran"
+        self._errors += self._files.write(self._reported([], ended_early))
 
     def _finish(self, session: pytest.Session, ended_early: str | None = None) -> None:
         if self._config.option.collectonly:
@@ -95,12 +118,11 @@ class Controller:
             except (StoreError, PlaceError) as error:
                 self._errors.append(str(error))
         self._report = self._reported(results, ended_early)
-        for file in self._settings.report:
-            path = self._settings.report_base / file
-            try:
-                write_report(path, self._report)
-            except OSError as error:
-                self._errors.append(f"{path}: the report cannot be written: {error}")
+        if session.testsfailed and self._report.passed:
+            # A report is never greener than pytest: a coverage that is too low, say.
+            self._errors.append("another plugin made the session red, and no test did")
+            self._report = replace(self._report, errors=tuple(self._errors))
+        self._errors += self._files.write(self._report)
         if self._errors or self._report.nothing_gated is not None:
             session.testsfailed += 1
 
@@ -110,16 +132,17 @@ class Controller:
         return SessionReport(
             ended=this_second(),
             version=__version__,
-            commit=commit_of(self._config.rootpath) if settings.report else None,
+            commit=commit_of(self._config.rootpath) if self._files.wanted else None,
             terms=Terms(settings.baseline, settings.strict, settings.update, settings.units),
             results=tuple(results),
             not_run=tuple(sorted(selection.measured - told)),
             selection=selection,
-            stored=self._stored(results) if settings.report else Stored(),
+            stored=self._stored(results) if self._files.wanted else Stored(),
             said=tuple(self._closing),
             errors=tuple(self._errors),
             ended_early=ended_early,
             not_collected=tuple(sorted(self._not_collected)),
+            others_failed=self._results.others_failed(selection.measured),
         )
 
     def _stored(self, results: list[TestResult]) -> Stored:
@@ -144,13 +167,12 @@ class Controller:
         for result in passed:
             for verdict in result.verdict.verdicts:
                 key = Key(result.verdict.file, result.verdict.test, verdict.measurement.name)
-                measured[key] = verdict, entry_of(verdict.measurement, recorded, commit)
+                measured[key] = verdict, entry_of(verdict.measurement, recorded, commit, self._settings.reason)
         try:
             stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
             wanted = entries_to_write(mode, measured, stored)
             gone = self._renamed(measured) if mode == "all" else []
-            if wanted or gone:
-                self._store.change(wanted, gone)
+            unguarded = self._store.change(wanted, gone) if wanted or gone else None
         except (StoreError, PlaceError) as error:
             self._errors.append(f"baselines were not written: {error}")
             return
@@ -159,10 +181,15 @@ class Controller:
         refused = times_left_out(mode, measured, stored)
         if refused:
             note += f"; {len(refused)} without {'its' if len(refused) == 1 else 'their'} times: {refused[0]}"
+        reason = self._settings.reason
+        if reason is not None:
+            note += f"; the reason is kept with {sum(entry.reason == reason for entry in wanted.values())}"
         self._closing.append(
             f"store: {len(wanted)} baseline{'' if len(wanted) == 1 else 's'} written ({mode}), "
             f"{len(measured) - len(wanted)} left as they were{note}"
         )
+        if unguarded is not None:
+            self._closing.append(f"store: {unguarded}")
 
     def _renamed(self, measured: dict[Key, tuple[Verdict, Entry]]) -> list[tuple[str, Key]]:
         """Baselines of tests that passed, for measurements that these tests no longer take."""
@@ -185,23 +212,7 @@ class Controller:
             exists=lambda file: (self._config.rootpath / file).exists(),
         )
         if gone:
-            shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")
-            self._closing.append(
-                f"store: {len(gone)} unused baseline{'' if len(gone) == 1 else 's'}: {shown}; "
-                "`gpumem prune` removes them"
-            )
-
-    def _tables(self, results: list[TestResult]) -> list[str]:
-        """The tables of a session, with an empty line after each."""
-        units, everything = self._settings.units, self._config.get_verbosity() > 0
-        lines = table(results, units, everything=everything)
-        if lines:
-            lines += [""]
-        for title, rows in matrices(results).items():
-            lines += [*matrix_table(title, rows, units), ""]
-        if self._settings.explain == "always":
-            lines += compositions(results, units, everything=everything)
-        return lines
+            self._unused = (unused_line(gone),)
 
     def _selected(self) -> int:
         """How many measured tests were selected to run."""
@@ -214,22 +225,26 @@ class Controller:
         idle = self._selection.idle_budgets if self._selection is not None else ()
         if not results and not self._selected() and not self._errors and not idle and not self._settings.baseline:
             return
-        report = self._report or SessionReport("", __version__)
-        reporter = terminalreporter
-        quiet = self._config.get_verbosity() < 0
-        lines = [] if quiet else self._tables(results)
-        if lines:
-            reporter.write_sep("=", "gpumem")
-        for line in lines:
-            reporter.write_line(line)
-        for warning in [*idle, *(recording_notes(results) if not quiet else ())]:
-            reporter.write_line(f"gpumem: {warning}", yellow=True)
-        for line in self._closing:
-            reporter.write_line(f"gpumem {line}")
-        errors = [*self._errors, *([report.nothing_gated] if report.nothing_gated is not None else [])]
-        for error in errors:
-            reporter.write_line(f"gpumem: {error}", red=True)
-        if results or report.not_run:
-            reporter.write_line(report.accounting)
-        elif self._settings.baseline and not errors:
-            reporter.write_line("gpumem: nothing to gate: no measured test was selected")
+        report = self._report or SessionReport("", __version__, selection=self._selection or Selection())
+        said = terminal_text(
+            # A report's file that could not be written is told, too. What is unused, a report tells of the whole.
+            replace(report, errors=tuple(self._errors), said=(*self._closing, *self._unused)),
+            screen_of(terminalreporter),
+            self._config.get_verbosity(),
+            explain_all=self._settings.explain == "always",
+        )
+        if said.tables:
+            terminalreporter.write_sep("=", "gpumem")
+        for line in (*said.tables, *said.lines):
+            terminalreporter.ensure_newline()
+            for span in line:
+                terminalreporter.write(span.text, **MARKUP[span.style])
+            terminalreporter.write("\n")
+        for text in told_to_github(report, self._config.rootpath, os.environ):
+            terminalreporter.write_line(text)
+
+
+def screen_of(reporter: pytest.TerminalReporter) -> Screen:
+    """What pytest writes to. A file, or a CI's log, has lines of any length."""
+    width = reporter.config.get_terminal_writer().fullwidth if reporter.isatty else None
+    return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")

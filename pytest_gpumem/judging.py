@@ -18,6 +18,7 @@ from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.marker import sets_itself
 from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.results import PROPERTY
@@ -62,8 +63,15 @@ def tell(item: pytest.Item, verdict: TestVerdict) -> None:
     forget_properties(item)
     item.user_properties.append((PROPERTY, json.dumps(verdict.to_plain(), sort_keys=True)))
     for one in verdict.verdicts:
+        # pytest writes values so that XML can hold them, but not names.
+        name = visible(one.measurement.name)
         for metric in one.metrics:
-            item.user_properties.append((f"{PROPERTY}.{one.measurement.name}.{metric.metric}", metric.value))
+            item.user_properties.append((f"{PROPERTY}.{name}.{metric.metric}", metric.value))
+
+
+def is_told(item: pytest.Item) -> bool:
+    """Whether the test's properties have its verdict."""
+    return any(name == PROPERTY for name, _ in item.user_properties)
 
 
 class Judging:

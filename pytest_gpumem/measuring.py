@@ -8,7 +8,7 @@ import pytest
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explaining import ExplainingTests
-from pytest_gpumem.judging import Judging, forget_properties, shorten_summary, tell
+from pytest_gpumem.judging import Judging, forget_properties, is_told, shorten_summary, tell
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
@@ -245,6 +245,11 @@ class Measuring:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         shorten_summary(item, call, report)
+        measured = self._measured.get(item)
+        if measured is not None and call.excinfo is not None and not is_told(item):
+            # A hook of somebody else's ended it before ours saw anything of it.
+            tell(item, _not_measured(measured, call.excinfo.value))
+            report.user_properties = list(item.user_properties)
         return report
 
     # Teardown

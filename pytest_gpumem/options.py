@@ -69,7 +69,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--gpumem-reason",
         metavar="TEXT",
         default=None,
-        help="why what --gpumem-update writes is accepted; kept with each baseline and shown by `gpumem history`",
+        help="why the changes that --gpumem-update accepts are accepted; kept with each baseline that changes, and shown by "
+        "failures and `gpumem history`",
     )
     group.addoption(
         "--gpumem-store",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     import pytest
 
@@ -45,12 +45,20 @@ class Results:
 
     _verdicts: dict[str, TestVerdict] = field(default_factory=dict)
     _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
+    _failed: set[tuple[str, str]] = field(default_factory=set)
+    """Tests of which any report failed, measured or not, as (node id, pytest-xdist's worker)."""
 
-    def add(self, report: pytest.TestReport) -> None:
-        """Take what a report says of a measured test; others are passed over."""
+    def add(self, report: pytest.TestReport) -> bool:
+        """Take what a report says of a measured test; of others only whether they failed. Whether it was a measured one."""
+        place = (report.nodeid, getattr(report, "worker_id", ""))
+        if report.when == "setup":
+            # It may be run again.
+            self._failed.discard(place)
+        if report.outcome == "failed" and not hasattr(report, "wasxfail"):
+            self._failed.add(place)
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
-            return
+            return False
         outcomes = self._outcomes.setdefault(report.nodeid, {})
         if report.when != "teardown":
             # A test that ran through its set-up has nothing to tell until its call, and may be run again.
@@ -60,19 +68,41 @@ class Results:
                 verdict = replace(verdict, failed_by_itself=False, unmeasured="it failed as expected")
             self._verdicts[report.nodeid] = verdict
         outcomes[report.when or "call"] = "xfail" if hasattr(report, "wasxfail") else report.outcome
+        return True
 
     def all(self) -> list[TestResult]:
         """The results, sorted by file and test."""
+        # A subtest that failed, or a worker that crashed in a tear-down, has a report without a verdict.
+        failed = {nodeid for nodeid, _ in self._failed}
         results = [
             TestResult(
                 verdict,
-                passed=outcomes.keys() >= {"call", "teardown"} and set(outcomes.values()) == {"passed"},
-                failed="failed" in outcomes.values(),
+                passed=nodeid not in failed
+                and outcomes.keys() >= {"call", "teardown"}
+                and set(outcomes.values()) == {"passed"},
+                failed=nodeid in failed,
             )
             for nodeid, verdict in self._verdicts.items()
             if (outcomes := self._outcomes[nodeid])
         ]
         return sorted(results, key=lambda result: (result.verdict.file, result.verdict.test))
+
+    def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
+        """How many tests failed that are not among ``measured``, the (file, test) that were selected, and have no result."""
+        failed = {nodeid for nodeid, _ in self._failed} - self._verdicts.keys()
+        known = {f"{file}::{test}" for file, test in measured}
+        # `--dist loadgroup` appends a group to ids.
+        return sum(known.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
+
+
+def headline(result: TestResult) -> str:
+    """Why a test failed, in a line."""
+    verdict = result.verdict
+    if verdict.failure is not None:
+        return next((line for line in verdict.failure.split("\n") if line.strip()), "The gate failed it")
+    if verdict.unmeasured is not None:
+        return f"Not measured: {verdict.unmeasured}"
+    return "It failed by itself" if verdict.failed_by_itself else "It failed in its set-up or tear-down"
 
 
 def accounting(results: Iterable[TestResult], not_run: int = 0) -> str:

@@ -64,12 +64,16 @@ class SessionReport:
     said: tuple[str, ...] = ()
     """What became of the store, each as a line."""
     errors: tuple[str, ...] = ()
-    """Why the session is red, whatever became of its tests: but for that nothing was gated, which only the whole can tell."""
+    """Why the session is red, whatever became of its tests: but for what the fields below tell, and that nothing was gated."""
     ended_early: str | None = None
     """Why not every selected test was to run, as a clause: Ctrl-C, ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
     """The files that could not be collected, sorted."""
     shards: int = 1
+    others_failed: int = 0
+    """How many tests failed that are not measured, also in set-up or tear-down."""
+    merged: bool = False
+    """Whether shards were merged into it: it stands for all that was asked to be gated, and not for a part."""
 
     @property
     def accounting(self) -> str:
@@ -83,6 +87,9 @@ class SessionReport:
         if self.ended_early is not None:
             found.append(f"the session ended early: {self.ended_early}")
         found += [f"{file} could not be collected" for file in self.not_collected]
+        if self.others_failed:
+            count = "1 test that is" if self.others_failed == 1 else f"{self.others_failed} tests that are"
+            found.append(f"{count} not measured failed")
         return (*found, *([self.nothing_gated] if self.nothing_gated is not None else []))
 
     @property
@@ -92,11 +99,17 @@ class SessionReport:
             return None
         if self.terms.strict and not self.results:
             return "nothing was gated: no measured test was selected"
+        if self.merged and not self.results and self.selection.collected:
+            count = len(self.selection.collected)
+            return (
+                f"nothing was gated: {count} measured test{' was' if count == 1 else 's were'} collected, and none was run "
+                "in any shard"
+            )
         return nothing_gated(self.results, ACCEPTS[self.terms.update])
 
     @property
     def passed(self) -> bool:
-        """Whether the gate is green: every selected test ran, none failed, and nothing else speaks against it."""
+        """Whether the gate is green: every selected test ran, no test failed, measured or not, and all else is well."""
         return not self.problems and not self.not_run and not any(result.failed for result in self.results)
 
     @property
@@ -125,6 +138,8 @@ class SessionReport:
             "ended_early": self.ended_early,
             "not_collected": list(self.not_collected),
             "shards": self.shards,
+            "others_failed": self.others_failed,
+            "merged": self.merged,
         }
 
     @classmethod
@@ -143,4 +158,6 @@ class SessionReport:
             ended_early=plain["ended_early"],
             not_collected=tuple(plain["not_collected"]),
             shards=plain["shards"],
+            others_failed=plain["others_failed"],
+            merged=plain["merged"],
         )

@@ -16,6 +16,7 @@ from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.options import EXPLAIN_MODES, REPORT_SUFFIXES, ExplainMode
+from pytest_gpumem.reports.needs import lacking
 from pytest_gpumem.timing.allowance import DEFAULT_SECONDS
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
 
@@ -143,7 +144,8 @@ def settings_of(config: pytest.Config) -> Settings:
         _check_reports(said["report"], "--gpumem-report")
         settings = replace(settings, report_base=config.invocation_params.dir)
     if "reason" in said:
-        said["reason"] = " ".join(said["reason"].split())
+        # An argument may hold bytes that are no text, which no file of the store can.
+        said["reason"] = " ".join(said["reason"].encode("utf-8", "backslashreplace").decode("utf-8").split())
         if not said["reason"]:
             raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
     settings = replace(settings, explicit=True, **said)
@@ -156,6 +158,9 @@ def _check_reports(files: tuple[str, ...], where: str) -> None:
     for file in files:
         suffix = Path(file).suffix
         if suffix in REPORT_SUFFIXES:
+            problem = lacking(file)
+            if problem is not None:
+                raise SettingsError(f"{where}: {problem}")
             continue
         instead = "; JUnit XML is pytest's own: --junitxml=FILE" if suffix == ".xml" else ""
         raise SettingsError(
@@ -271,9 +276,11 @@ def check_device(settings: Settings, valid: list[str]) -> None:
 
 def options_given(config: pytest.Config) -> list[str]:
     """The options that decide what is measured, as they were typed, for a command that repeats this session's."""
+    from pytest_gpumem.baselines.url_errors import without_credentials
+
     given: list[str] = []
     for name in ("device", "store", "explain"):
         value = cast("str | None", config.getoption(f"gpumem_{name}"))
         if value is not None:
-            given.append(f"--gpumem-{name}={value}")
+            given.append(f"--gpumem-{name}={without_credentials(value)}")
     return given

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import pkgutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -13,18 +16,59 @@ import pytest
 
 import pytest_gpumem
 from pytest_gpumem.devices.cpu import CpuDevice
+from tests.heap import own_objects_out_of_sight
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 pytest_plugins = ["pytester"]
 
+LONGEST = (
+    "test_example_project.py",
+    "models/test_configs.py",
+    "test_explain.py",
+    "models/test_transformers.py",
+    "benchmarks/test_truth.py",
+    "test_faults.py",
+    "test_ab.py",
+    "test_bad_input.py",
+    "test_advise.py",
+    "test_vacuity.py",
+    "test_locks.py",
+    "test_docs.py",
+    "test_config_matrix.py",
+)
+"""Files that take longest, the longest first: one that a worker begins last is what the others would wait for."""
 
-def pytest_sessionstart() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker of pytest-xdist a temporary folder of its own, and with it locks on devices of its own.
+
+    With common ones, whoever times a step would wait for the other workers' tests to end, up to a minute. What torch
+    compiles stays common.
+    """
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor_gpumem_suite")))
+        folder = tempfile.TemporaryDirectory(prefix="gpumem-suite-")
+        config.add_cleanup(folder.cleanup)
+        tempfile.tempdir = os.environ["TMPDIR"] = folder.name
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest; the others stay in the order in which they are, which may be random."""
+    suite = Path(__file__).parent
+    places = {suite / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Load torch and the package whole, with what torch only loads when first used.
 
     A run within this process forgets every module that it was the first to import, and torch cannot be imported twice.
     """
+    if session.config.getoption("dist", default="no") != "no" and not hasattr(session.config, "workerinput"):
+        return  # pytest-xdist's controller runs no test, and its workers wait for it
     import torch
 
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
@@ -41,6 +85,15 @@ def pytest_sessionstart() -> None:
     parameter.sum().backward()
     optimizer.step()
     device.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_job_of_github() -> Iterator[None]:
+    """Under GitHub Actions, runs within a test are none of its jobs: they would annotate it, and write its summary."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 class Project:
@@ -71,9 +124,10 @@ class Project:
             command.append("--gpumem-no-time")
         if device is not None:
             command.append(f"--gpumem-device={device}")
-        return (
-            self._pytester.runpytest_subprocess(*command) if separate else self._pytester.runpytest_inprocess(*command)
-        )
+        if separate:
+            return self._pytester.runpytest_subprocess(*command)
+        with own_objects_out_of_sight():
+            return self._pytester.runpytest_inprocess(*command)
 
     def figures(self, *args: str, separate: bool = False) -> dict[str, dict[str, int]]:
         """Bytes of every measurement, by test: ``{"test_a": {"call.peak_allocated": 4096}}``."""

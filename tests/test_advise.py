@@ -12,6 +12,7 @@ from pytest_gpumem.advice import trial
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.config import StepConfig
+from tests.heap import own_objects_out_of_sight
 
 MODELS = """
 import torch
@@ -93,7 +94,8 @@ def advise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "advised_models", raising=False)
-    yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
+    with own_objects_out_of_sight():
+        yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
     for name in ("advised_models", "advised_few"):
         sys.modules.pop(name, None)
 

@@ -29,8 +29,10 @@ def usage_error(result: pytest.RunResult) -> str:
     ],
 )
 def test_a_wrong_marker_names_the_test_and_the_nearest_word(project, workers, arguments, said):
-    project.write(f"@pytest.mark.gpumem({arguments})\ndef test_it(): ...\n")
-    message = usage_error(project.run(*workers, separate=True))
+    # Without torch, which every worker would load only to collect it.
+    source = f"import pytest\n\n\n@pytest.mark.gpumem({arguments})\ndef test_it(): ...\n"
+    (project.path / "test_it.py").write_text(source, encoding="utf-8")
+    message = usage_error(project.run(*workers, separate=bool(workers)))
     assert "test_it.py::test_it: " in message
     assert said in message
 

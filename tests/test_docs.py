@@ -47,7 +47,7 @@ from pytest_gpumem.steps.config import (
 from pytest_gpumem.units import parse_ratio, parse_size
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/guide.md", "docs/reference.md", "docs/architecture.md", "CHANGELOG.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/ci.md", "docs/reference.md", "docs/architecture.md", "CHANGELOG.md"]
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -436,7 +436,7 @@ def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
 
 
 def test_there_are_examples_to_run():
-    assert {page for page, _ in TITLED} == {"README.md", "docs/guide.md", "docs/reference.md"}
+    assert {page for page, _ in TITLED} == {"README.md", "docs/guide.md", "docs/ci.md", "docs/reference.md"}
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)

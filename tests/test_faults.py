@@ -158,6 +158,28 @@ def test_two_sessions_that_update_one_store_at_once_lose_nothing(project):
     assert sum(line.startswith("[tests.") for line in path.read_text().splitlines()) == 10
 
 
+@pytest.mark.parametrize(
+    ("raised", "accounting"),
+    [
+        ("pytest.skip('not here')", "gpumem: 1 gated, 1 unmeasured (it was skipped)"),
+        ("pytest.fail('not ready')", "gpumem: 1 gated, 1 failed by itself"),
+    ],
+)
+def test_what_a_hook_of_somebody_elses_ends_before_ours_is_accounted_for(project, raised, accounting):
+    project.write(
+        f"""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    if item.name == "test_b":
+        {raised}
+    return (yield)
+""",
+        "conftest.py",
+    )
+    project.write(f"{GOOD.format(name='a')}{GOOD.format(name='b')}".replace("gpumem\n", "gpumem(max_gb=1)\n"))
+    project.run("-q").stdout.fnmatch_lines([accounting])
+
+
 def test_maxfail_keeps_what_was_measured(project):
     project.write(GOOD.format(name="first") + "def test_wrong():\n    assert False\n\n\n" + GOOD.format(name="never"))
     result = project.run("--gpumem-update=new", "-x")

@@ -15,13 +15,18 @@ def prune(project, *args):
     return subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
 
 
+def write(project, source, name):
+    """A file that is not run any more, only collected: without torch, which takes seconds to load."""
+    (project.path / name).write_text(f"import pytest\n\n\n{source}", encoding="utf-8")
+
+
 @pytest.fixture
 def shrunk(project):
     """A project that lost a test in one file, and a whole other file."""
     project.write(ONE.format(name="kept") + ONE.format(name="gone"), "test_one.py")
     project.write(ONE.format(name="moved"), "test_two.py")
     project.run("--gpumem-update=new")
-    project.write(ONE.format(name="kept"), "test_one.py")
+    write(project, ONE.format(name="kept"), "test_one.py")
     (project.path / "test_two.py").unlink()
     return project
 
@@ -51,9 +56,24 @@ def test_a_partial_collection_removes_nothing_from_existing_files(shrunk):
     assert "test_moved" in result.stdout
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["removing", "dry-run"])
+def test_a_store_none_of_whose_files_is_there_is_taken_for_another_projects(shrunk, options):
+    before = shrunk.stored()
+    folder = shrunk.path / "sub"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n", encoding="utf-8")
+    write(shrunk, ONE.format(name="other"), "sub/test_other.py")
+    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "prune", *options, f"--gpumem-store={shrunk.store}"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert f"none of its 2 test files is below {folder}; nothing was removed" in result.stderr
+    assert "would remove" not in result.stdout
+    assert shrunk.stored() == before
+
+
 def test_a_collection_error_removes_nothing(shrunk):
     before = shrunk.stored()
-    shrunk.write("raise RuntimeError\n", "test_three.py")
+    write(shrunk, "raise RuntimeError\n", "test_three.py")
     result = prune(shrunk)
     assert result.returncode == 1
     assert "nothing was removed" in result.stderr
@@ -71,7 +91,7 @@ def test_a_broken_file_is_named_and_nothing_is_removed(shrunk):
 
 
 def test_a_test_that_lost_its_marker_loses_its_baseline(shrunk):
-    shrunk.write("def test_kept(): ...\n", "test_one.py")
+    write(shrunk, "def test_kept(): ...\n", "test_one.py")
     assert "test_one.py::test_kept (call)" in prune(shrunk).stdout
     assert shrunk.stored() == {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.results import PROPERTY, Results, TestResult, accounting, nothing_gated
+from pytest_gpumem.results import PROPERTY, Results, TestResult, accounting, headline, nothing_gated
 
 unhurried = settings(deadline=None)
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -131,6 +132,77 @@ def test_results_are_sorted_by_file_and_test_and_not_by_when_they_ran():
         ("a.py", "test_b"),
         ("b.py", "test_a"),
     ]
+
+
+# Tests that are not measured, and failures that have no verdict
+
+
+def together(*reports) -> Results:
+    found = Results()
+    for one in reports:
+        found.add(one)
+    return found
+
+
+def others_failed(*reports, measured=()) -> int:
+    return together(*reports).others_failed(measured)
+
+
+@pytest.mark.parametrize("phase", ["setup", "call", "teardown", "???"])
+def test_a_test_that_is_not_measured_counts_once_in_whatever_phases_it_failed(phase):
+    assert others_failed(report(None, phase, "failed")) == 1
+    assert others_failed(report(None, phase, "failed"), report(None, "teardown", "failed")) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "more"),
+    [
+        ("passed", {}),
+        ("skipped", {}),
+        ("skipped", {"wasxfail": "reason"}),
+        ("failed", {"wasxfail": "reason"}),
+        ("rerun", {}),
+    ],
+)
+def test_what_pytest_does_not_count_as_a_failure_does_not_count(outcome, more):
+    assert others_failed(report(None, "setup"), report(None, "call", outcome, **more), report(None, "teardown")) == 0
+
+
+def test_a_rerun_that_passes_does_not_count():
+    first = [report(None, "setup"), report(None, "call", "failed"), report(None, "teardown")]
+    assert others_failed(*first, report(None, "setup"), report(None, "call")) == 0
+    elsewhere = [report(None, phase, worker_id="gw1") for phase in ("setup", "call", "teardown")]
+    assert others_failed(*first, *elsewhere) == 1
+
+
+def test_a_measured_test_that_failed_is_not_among_the_others_whether_it_has_a_result_or_not():
+    assert others_failed(report(OK, "setup"), report(OK, "call", "failed")) == 0
+    crashed = report(None, "???", "failed", "a.py::test_a@group")
+    assert others_failed(crashed, measured=[("a.py", "test_a")]) == 0
+    assert others_failed(crashed, measured=[("a.py", "test_b")]) == 1
+
+
+def test_a_failure_without_a_verdict_is_that_of_the_measured_test_it_is_of():
+    """As of a subtest, which reports before its test does, and of a worker that crashed in a tear-down."""
+    passed = [report(OK, "setup"), report(None, "call", "failed"), report(OK, "call"), report(OK, "teardown")]
+    assert collected(*passed) == [TestResult(OK, passed=False, failed=True)]
+    assert collected(report(OK, "call"), report(None, "???", "failed")) == [TestResult(OK, passed=False, failed=True)]
+
+
+@pytest.mark.parametrize(
+    ("result", "why"),
+    [
+        (
+            TestResult(replace(OK, failure="\n\nGPU memory regressed: ...\n  table"), False, True),
+            "GPU memory regressed: ...",
+        ),
+        (TestResult(unmeasured("no CUDA device"), False, True), "Not measured: no CUDA device"),
+        (TestResult(replace(OK, failed_by_itself=True), False, True), "It failed by itself"),
+        (TestResult(OK, False, True), "It failed in its set-up or tear-down"),
+    ],
+)
+def test_why_a_test_failed_is_told_in_a_line(result, why):
+    assert headline(result) == why
 
 
 # Accounting

@@ -30,6 +30,7 @@ def result_of(outcome: Outcome, test: str = "test_a", *, failed: bool = False, c
 
 
 OK = result_of(Outcome.OK)
+SOME_LEFT_OUT = Selection(collected=frozenset({("a.py", "test_a"), ("a.py", "test_b")}))
 REPORT = SessionReport("2026-11-21T16:20:05Z", "0.1.0", "abc1234", GATE, (OK,))
 
 
@@ -45,6 +46,12 @@ def test_a_session_in_which_everything_was_compared_and_nothing_failed_passed():
         ({"errors": ("baselines were not written: disk full",)}, "baselines were not written: disk full"),
         ({"ended_early": "KeyboardInterrupt"}, "the session ended early: KeyboardInterrupt"),
         ({"not_collected": ("b.py",)}, "b.py could not be collected"),
+        ({"others_failed": 1}, "1 test that is not measured failed"),
+        ({"others_failed": 3}, "3 tests that are not measured failed"),
+        (
+            {"merged": True, "results": (), "selection": SOME_LEFT_OUT},
+            "nothing was gated: 2 measured tests were collected, and none was run in any shard",
+        ),
         (
             {"results": (result_of(Outcome.NEW, compared=False),)},
             "nothing was gated: 1 test new, nothing to compare with (record one with --gpumem-update=new)",
@@ -59,6 +66,12 @@ def test_what_speaks_against_a_session_beside_its_tests_is_told(changes, problem
     red = replace(REPORT, **changes)
     assert red.problems == (problem,)
     assert not red.passed
+
+
+def test_a_session_that_left_every_measured_test_out_is_as_pytest_says_and_so_is_a_whole_without_any():
+    assert replace(REPORT, results=(), selection=SOME_LEFT_OUT).passed
+    assert replace(REPORT, results=(), merged=True).passed
+    assert replace(REPORT, results=(), merged=True, selection=SOME_LEFT_OUT, terms=Terms()).passed
 
 
 def test_a_failed_test_and_one_that_did_not_run_make_it_red_and_a_skipped_one_does_not():
@@ -103,5 +116,7 @@ def test_a_report_survives_json():
         ended_early="KeyboardInterrupt",
         not_collected=("d.py",),
         shards=3,
+        others_failed=2,
+        merged=True,
     )
     assert SessionReport.from_plain(json.loads(json.dumps(everything.to_plain()))) == everything

@@ -494,3 +494,13 @@ def test_the_first_entry_that_sets_a_limit_wins():
 def test_a_test_that_no_entry_matches_has_no_budget():
     made = settings_from_table({"budget": [{"tests": "tests/*", "max_gb": 1}]}, "here")
     assert made.budget_for("other/test_gpt.py::test_train") == Budget()
+
+
+def test_a_reason_that_is_no_text_is_kept_in_characters_that_a_file_can_hold(tmp_path):
+    made = settings_of(config_of(tmp_path, update="all", reason="off\udcff until\x00 'x\""))
+    assert made.reason == "off\\udcff until\x00 'x\""
+
+
+def test_a_repeated_command_does_not_tell_a_password(tmp_path):
+    config = config_of(tmp_path, store="sftp://me:secret@host/baselines")
+    assert options_given(config) == ["--gpumem-store=sftp://***@host/baselines"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
@@ -18,6 +19,10 @@ def test_fixture(gpumem):
 WORKERS = [pytest.param([], id="alone"), pytest.param(["-n", "2"], id="workers")]
 
 
+HIDING = torch.cuda.is_available()
+"""A GPU can be hidden from another process only. Where there is none, this one has none, either."""
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -25,7 +30,7 @@ def no_gpu(monkeypatch):
 
 def test_without_a_gpu_a_fixture_skips_and_a_marked_test_runs_unmeasured(project):
     project.write(BOTH)
-    result = project.run("-rs", device=None, separate=True)
+    result = project.run("-rs", device=None, separate=HIDING)
     assert result.ret == 0
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(
@@ -36,7 +41,7 @@ def test_without_a_gpu_a_fixture_skips_and_a_marked_test_runs_unmeasured(project
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
     project.write(BOTH)
-    result = project.run("--gpumem-baseline", *workers, device=None, separate=True)
+    result = project.run("--gpumem-baseline", *workers, device=None, separate=HIDING or bool(workers))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["gpumem: nothing was gated: 2 tests unmeasured, no CUDA device: *"])
@@ -45,7 +50,7 @@ def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
 @pytest.mark.parametrize("workers", WORKERS)
 def test_strict_fails_each_test_that_could_not_be_measured(project, workers):
     project.write(BOTH)
-    result = project.run("--gpumem-strict", *workers, device=None, separate=True)
+    result = project.run("--gpumem-strict", *workers, device=None, separate=HIDING or bool(workers))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["Not measured, which --gpumem-strict does not let pass: no CUDA device: *"])
@@ -53,13 +58,13 @@ def test_strict_fails_each_test_that_could_not_be_measured(project, workers):
 
 def test_the_body_of_a_test_with_the_fixture_does_not_run_without_a_device(project):
     project.write("def test_it(gpumem):\n    open('ran', 'w').close()\n")
-    project.run("--gpumem-strict", device=None, separate=True).assert_outcomes(failed=1)
+    project.run("--gpumem-strict", device=None, separate=HIDING).assert_outcomes(failed=1)
     assert not (project.path / "ran").exists()
 
 
 def test_a_marked_test_that_fails_by_itself_still_fails(project):
     project.write("@pytest.mark.gpumem\ndef test_it():\n    assert False\n")
-    project.run(device=None, separate=True).assert_outcomes(failed=1)
+    project.run(device=None, separate=HIDING).assert_outcomes(failed=1)
 
 
 def test_a_fixture_that_measured_nothing_is_unmeasured(project):
@@ -157,5 +162,5 @@ def test_a_test_that_held_no_tensor_on_the_device_is_unmeasured(project):
 
 def test_strict_fails_a_test_that_asks_for_the_fixture_at_run_time(project):
     project.write("@pytest.mark.gpumem\ndef test_it(request):\n    request.getfixturevalue('gpumem').device\n")
-    project.run(device=None, separate=True).assert_outcomes(skipped=1)
-    project.run("--gpumem-strict", device=None, separate=True).assert_outcomes(failed=1)
+    project.run(device=None, separate=HIDING).assert_outcomes(skipped=1)
+    project.run("--gpumem-strict", device=None, separate=HIDING).assert_outcomes(failed=1)

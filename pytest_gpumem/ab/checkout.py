@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.processes import run
 from pytest_gpumem.ab.report import Revision
+from pytest_gpumem.git import GitError, git, git_environment, is_shallow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,46 +20,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.schedule import Side
     from pytest_gpumem.ab.stopping import Stop
 
-_SET_BY_HOOKS = frozenset(
-    f"GIT_{name}"
-    for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "OBJECT_DIRECTORY", "NAMESPACE")
-)
 _HOOKS_OFF = ("-c", f"core.hooksPath={os.devnull}")
-
-
-class GitError(Exception):
-    """git could not do what it was asked for; the message says why."""
-
-
-def plain_environment() -> dict[str, str]:
-    """The environment without what a git hook would set, so that git goes by the folder it runs in."""
-    return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
-
-
-def _git_environment() -> dict[str, str]:
-    return {**plain_environment(), "GIT_TERMINAL_PROMPT": "0"}
-
-
-def git(folder: Path, *arguments: str) -> str:
-    """What git answers. Raises `GitError`."""
-    try:
-        answer = subprocess.run(
-            ["git", *arguments],
-            cwd=folder,
-            env=_git_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="surrogateescape",
-            check=False,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise GitError(f"git cannot be run: {error.strerror}") from None
-    if answer.returncode:
-        raise GitError(answer.stderr.strip() or f"git {arguments[0]} ended with exit status {answer.returncode}")
-    return answer.stdout
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +41,7 @@ class Checkout:
         try:
             commit = git(self.top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         except GitError:
-            shallow = git(self.top, "rev-parse", "--is-shallow-repository").strip() == "true"
+            shallow = is_shallow(self.top)
             hint = "; this clone has no history: fetch it with `git fetch --unshallow`" if shallow else ""
             raise GitError(f"there is no revision {name!r} in {self.top}{hint}") from None
         return Revision(name, commit.strip())
@@ -121,7 +82,7 @@ def worktrees(
             made[name] = folder / name
             log = folder / f"{name}.log"
             add = ["git", *_HOOKS_OFF, "worktree", "add", "--quiet", "--detach", str(made[name]), revision.commit]
-            if run(add, folder=checkout.top, environment=_git_environment(), output=log, stop=stop):
+            if run(add, folder=checkout.top, environment=git_environment(), output=log, stop=stop):
                 raise GitError(f"{revision} could not be checked out: {_end_of(log)}")
             notes += [f"{revision}: {note}" for note in _fill(made[name], log, stop)]
         yield made, notes
@@ -140,7 +101,7 @@ def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
             ["foreach", "--quiet", "--recursive", "git submodule update --quiet --init"],
         ):
             command = ["git", *_HOOKS_OFF, "submodule", *arguments]
-            if run(command, folder=worktree, environment=_git_environment(), output=log, stop=stop):
+            if run(command, folder=worktree, environment=git_environment(), output=log, stop=stop):
                 notes.append(f"its submodules could not be checked out: {_end_of(log)}")
                 break
     attributes = worktree / ".gitattributes"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.checkout import GitError, temporary_folder, worktrees
+from pytest_gpumem.ab.checkout import temporary_folder, worktrees
 from pytest_gpumem.ab.experiment import Experiment
 from pytest_gpumem.ab.report import NOTHING_COMPARED
 from pytest_gpumem.ab.running import Runner
@@ -15,6 +15,7 @@ from pytest_gpumem.ab.runs import RunFailed
 from pytest_gpumem.ab.schedule import BASE, HEAD
 from pytest_gpumem.ab.stopping import Stopped
 from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.git import GitError
 from pytest_gpumem.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
 
 if TYPE_CHECKING:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import json
-import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +10,7 @@ from pytest_gpumem.ab.report import STEP_TIME, Figure
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.escaping import code_in_table, plain
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.units import format_bytes_change, format_ratio
 
@@ -104,35 +103,17 @@ def _interval(figure: Figure) -> str:
 
 def markdown(report: Report, units: UnitSystem, *, finished: bool) -> str:
     """A section in GitHub's Markdown, for a comment or a job's summary."""
-    lines = [f"### gpumem ab: {_plain(str(report.base))} and {_plain(str(report.head))}", ""]
+    lines = [f"### gpumem ab: {plain(str(report.base))} and {plain(str(report.head))}", ""]
     if not finished:
         lines += ["Not finished: this is what was known when it ended.", ""]
-    lines += [f"{_plain(accounting(report))}.", ""]
-    rows = [(_code(row.title), *map(_plain, cells)) for row in report.rows for cells in _lines(row, units)]
+    lines += [f"{plain(accounting(report))}.", ""]
+    rows = [(code_in_table(row.title), *map(plain, cells)) for row in report.rows for cells in _lines(row, units)]
     if rows:
         rule = ["---" if number in _LEFT else "---:" for number in range(len(HEADER))]
         lines += [f"| {' | '.join(cells)} |" for cells in (HEADER, rule, *rows)]
         lines += [""]
-    lines += [f"- {what}: {_plain(said)}" for what, said in remarks(report)]
+    lines += [f"- {what}: {plain(said)}" for what, said in remarks(report)]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _code(text: str) -> str:
-    """``text`` as a code span that holds in a table's cell, whatever is in it."""
-    text = _one_line(text).replace("|", "\\|")
-    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
-    pad = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{pad}{text}{pad}{fence}"
-
-
-def _plain(text: str) -> str:
-    """``text`` as it is, without any markup or mention in it taking effect."""
-    escaped = re.sub(r"([\\`*_\[\]|~#])", r"\\\1", html.escape(_one_line(text), quote=False))
-    return escaped.replace("@", "&#64;")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def to_json(report: Report, *, finished: bool) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab import collector
-from pytest_gpumem.ab.checkout import plain_environment
 from pytest_gpumem.ab.processes import run
 from pytest_gpumem.ab.runs import Run, RunFailed, run_of
+from pytest_gpumem.git import plain_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +110,8 @@ class Runner:
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
+        # A job's summary is for the comparison, not for each of its runs.
+        environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
         others = [*self.others, *self.worktrees.values()]

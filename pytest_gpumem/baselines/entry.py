@@ -40,6 +40,12 @@ class Entry:
     """The largest rows of what was live at the peak; ``None`` where that was not recorded."""
     runs: Runs | None = None
     """The step's times in the last runs that were accepted; ``None`` where there was none to go by."""
+    reason: str | None = None
+    """Why it was accepted, in one line; ``None`` where nobody said."""
+
+    def takes_the_same(self, other: Entry) -> bool:
+        """Whether both are of the same work with the same bytes and counts."""
+        return self.workload == other.workload and _repeating(self.metrics) == _repeating(other.metrics)
 
     def says_the_same(self, other: Entry) -> bool:
         """Whether replacing ``other`` by this one would change nothing that is compared: then the store is left alone.
@@ -48,8 +54,7 @@ class Entry:
         figures that depend on them are only doubted where they differ.
         """
         return (
-            self.workload == other.workload
-            and _repeating(self.metrics) == _repeating(other.metrics)
+            self.takes_the_same(other)
             and _decisive(self, self.metrics) == _decisive(other, self.metrics)
             # Lines move without any byte moving; a composition is news only where there is none.
             and (self.composition is None or other.composition is not None)
@@ -63,7 +68,7 @@ class Absent:
     elsewhere: tuple[str, ...] = ()
 
 
-def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Entry:
+def entry_of(measurement: Measurement, recorded: str, commit: str | None, reason: str | None = None) -> Entry:
     """The baseline that accepting a measurement makes. Times keep four digits, and five as one of the runs."""
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
@@ -74,7 +79,14 @@ def entry_of(measurement: Measurement, recorded: str, commit: str | None) -> Ent
     explains = explanation is not None and explanation.peak.total == metrics["peak_allocated"]
     composition = replace(explanation.peak.kept(), notes=()) if explanation is not None and explains else None
     return Entry(
-        measurement.workload, measurement.environment, metrics, recorded, commit, composition, _runs(measurement)
+        measurement.workload,
+        measurement.environment,
+        metrics,
+        recorded,
+        commit,
+        composition,
+        _runs(measurement),
+        reason,
     )
 
 

@@ -8,6 +8,7 @@ One file holds the baselines of one test file on one device::
     environment = "torch-2.11.0-5d2c9f"
     recorded = "2026-11-02"
     commit = "abc1234"
+    reason = "flash attention off until #12"
     step = "train_step"
     config = "fp32"
     parameters = 124439808
@@ -64,7 +65,7 @@ Entries = Mapping[tuple[str, str], Entry]
 """The entries of one file: (test, name of the measurement) -> entry."""
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
-_META: dict[str, type] = {"environment": str, "recorded": str, "commit": str}
+_META: dict[str, type] = {"environment": str, "recorded": str, "commit": str, "reason": str}
 _COMPOSITION = ("composition", "recomputed")
 _RUNS = ("step_times", "step_cycles")
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
@@ -120,6 +121,7 @@ def render(entries: Mapping[Key, Entry]) -> str:
             "environment": name,
             "recorded": entry.recorded,
             "commit": entry.commit,
+            "reason": entry.reason,
             **workload,
             **metrics,
             **_runs_table(entry.runs),
@@ -151,7 +153,7 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     if name not in environments:
         raise FormatError(f"{where}.environment is {name!r}, which [environments] does not have")
     recorded = _value(values, "recorded", str, where)
-    commit = _value(values, "commit", str, where) if "commit" in values else None
+    commit, reason = (_value(values, key, str, where) if key in values else None for key in ("commit", "reason"))
     workload = Workload(
         **{
             field: _value(values, field, kind, where)
@@ -176,7 +178,7 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     if "peak_allocated" not in metrics:
         raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
     composition = _composition(rows, recomputed, int(metrics["peak_allocated"]), where)
-    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs)
+    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs, reason)
 
 
 def _runs_table(runs: Runs | None) -> dict[str, list[float]]:

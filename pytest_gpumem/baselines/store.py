@@ -9,7 +9,7 @@ from pytest_gpumem.baselines.format import FormatError, parse, render
 from pytest_gpumem.baselines.place import SUFFIX, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 _UP = "__up__"
 
@@ -28,18 +28,17 @@ class Store:
 
     def check(self) -> None:
         """Read every file. Raises `StoreError` for the first that cannot be understood."""
-        for path in self._known_paths():
-            self._entries(path)
+        self._look_at(self._known_paths())
 
     def find(self, key: Key, slug: str) -> Entry | Absent:
         """The baseline of ``key`` on the device called ``slug``, or on which other devices there is one."""
-        entry = self._entries(_path(slug, key.file)).get(key)
+        entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
             return entry
         elsewhere = (
             other.environment.device
             for path in self._known_paths()
-            if path.endswith("/" + _path("", key.file)) and (other := self._entries(path).get(key)) is not None
+            if path.endswith("/" + path_of("", key.file)) and (other := self._entries(path).get(key)) is not None
         )
         return Absent(tuple(sorted(set(elsewhere))))
 
@@ -48,21 +47,24 @@ class Store:
         found = ((path.partition("/")[0], path) for path in self._known_paths())
         return sorted((own, key) for own, path in found if slug in (None, own) for key in self._entries(path))
 
-    def change(self, entries: Mapping[Key, Entry], gone: Iterable[tuple[str, Key]] = ()) -> None:
+    def change(self, entries: Mapping[Key, Entry], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
         """Put ``entries`` in, each in the file of its environment's device, and take out ``gone``, given as (slug, key).
 
-        Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Raises `StoreError` or
-        `PlaceError`; a file that cannot be understood is left as it was.
+        Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Returns, as a clause, why
+        others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `PlaceError`; a file
+        that cannot be understood is left as it was.
         """
         wanted: dict[str, dict[Key, Entry]] = {}
         unwanted: dict[str, set[Key]] = {}
         for key, entry in entries.items():
-            wanted.setdefault(_path(entry.environment.slug, key.file), {})[key] = entry
+            wanted.setdefault(path_of(entry.environment.slug, key.file), {})[key] = entry
         for slug, key in gone:
-            unwanted.setdefault(_path(slug, key.file), set()).add(key)
-        with self._place.locked():
-            for path in sorted(wanted.keys() | unwanted.keys()):
-                theirs = self._fresh(path)
+            unwanted.setdefault(path_of(slug, key.file), set()).add(key)
+        paths = sorted(wanted.keys() | unwanted.keys())
+        with self._place.locked() as unguarded:
+            self._look_at(paths)
+            for path in paths:
+                theirs = self._read[path].entries
                 kept = {key: entry for key, entry in theirs.items() if key not in unwanted.get(path, ())}
                 merged = kept | wanted.get(path, {})
                 if merged:
@@ -73,6 +75,7 @@ class Store:
                     self._place.remove(path)
                     del self._read[path]
         self._paths = None
+        return unguarded
 
     def _known_paths(self) -> list[str]:
         if self._paths is None:
@@ -80,14 +83,15 @@ class Store:
         return self._paths
 
     def _entries(self, path: str) -> Mapping[Key, Entry]:
-        return self._read[path].entries if path in self._read else self._fresh(path)
-
-    def _fresh(self, path: str) -> Mapping[Key, Entry]:
-        """The entries of a file as it is now; understood anew only when its text is not the one that was read before."""
-        text = self._place.read(path)
-        if path not in self._read or self._read[path].text != text:
-            self._read[path] = _Read(text, self._understood(path, text))
+        if path not in self._read:
+            self._look_at([path])
         return self._read[path].entries
+
+    def _look_at(self, paths: Sequence[str]) -> None:
+        """Read files as they are now; one is understood anew only when its text is not the one that was read before."""
+        for path, text in self._place.read_many(paths).items():
+            if path not in self._read or self._read[path].text != text:
+                self._read[path] = _Read(text, self._understood(path, text))
 
     def _understood(self, path: str, text: str | None) -> Mapping[Key, Entry]:
         if text is None:
@@ -105,13 +109,14 @@ class _Read(NamedTuple):
     entries: Mapping[Key, Entry]
 
 
-def _path(slug: str, file: str) -> str:
+def path_of(slug: str, file: str) -> str:
+    """Where in a store the baselines of a test file lie: ``"cpu-x86_64/tests/test_gpt.py.toml"``."""
     # A test file outside of the root directory has a path that climbs out of it, and the store must not.
     inside = "/".join(_UP if part == ".." else part for part in file.split("/"))
     return f"{slug}/{inside}{SUFFIX}" if slug else f"{inside}{SUFFIX}"
 
 
 def _file(path: str) -> str:
-    """The test file whose baselines lie at ``path``: the way back of `_path`."""
+    """The test file whose baselines lie at ``path``: the way back of `path_of`."""
     inside = path.partition("/")[2].removesuffix(SUFFIX)
     return "/".join(".." if part == _UP else part for part in inside.split("/"))

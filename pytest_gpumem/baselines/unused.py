@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pytest_gpumem.baselines.entry import Key
 
@@ -27,3 +27,9 @@ def unused(
         for slug, key in stored
         if (key.file in whole_files or not exists(key.file)) and (key.file, key.test) not in measured
     ]
+
+
+def unused_line(gone: Sequence[tuple[str, Key]]) -> str:
+    """What is said of baselines that are unused, as (slug, key)."""
+    shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")
+    return f"store: {len(gone)} unused baseline{'' if len(gone) == 1 else 's'}: {shown}; `gpumem prune` removes them"

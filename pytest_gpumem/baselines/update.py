@@ -32,7 +32,8 @@ def entries_to_write(
     """Those of ``measured`` (of tests that passed) that ``mode`` wants in the store and that would change it.
 
     ``new`` adds what is missing, also to a stored entry, whose other figures stay; ``improved`` lowers, metric by metric,
-    what got better and leaves the rest; ``all`` accepts everything. Times go along with one another.
+    what got better and leaves the rest; ``all`` accepts everything. Times go along with one another. The reason is that of
+    the last change that was accepted, and goes when another is accepted without one; one more run of times is none.
     """
     wanted: dict[Key, Entry] = {}
     for key, (verdict, entry) in measured.items():
@@ -43,12 +44,13 @@ def entries_to_write(
         elif mode == "new":
             added = _with_added(earlier, entry, verdict)
             if added != earlier:
-                wanted[key] = added
+                wanted[key] = replace(added, reason=entry.reason or earlier.reason)
         elif mode == "all":
             merged = _accepted(earlier, entry, verdict)
             another_run = merged.runs != earlier.runs or not _same_machine(merged, earlier)
+            changed = not entry.takes_the_same(earlier) or _has_another_speed(verdict)
             if (entry.runs is not None and another_run) or not entry.says_the_same(earlier):
-                wanted[key] = merged
+                wanted[key] = merged if changed else replace(merged, reason=earlier.reason)
         elif mode == "improved":
             better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
             if better:

@@ -103,14 +103,20 @@ def ab(
     ...), and judges by neighbouring runs what each measured test takes: step time by the ratio and its interval, bytes and
     counts exactly. Only commits are compared; baselines are neither read nor written.
 
+    \b
+    Examples:
+      gpumem ab main -- tests/test_gpt.py::test_train_step
+      gpumem ab v1.0 v1.1 --setup "pip install --no-deps -e ." -- tests
+
     Exit status: 0 when nothing regressed, 1 when something did, or fails in HEAD only, 2 when nothing could be compared,
     130 when interrupted.
     """
-    from pytest_gpumem.ab.checkout import Checkout, GitError
+    from pytest_gpumem.ab.checkout import Checkout
     from pytest_gpumem.ab.compare_revisions import Plan, compare_revisions
     from pytest_gpumem.ab.progress import Progress
     from pytest_gpumem.ab.running import refused
     from pytest_gpumem.ab.stopping import noted_signals
+    from pytest_gpumem.git import GitError
 
     arguments: list[str] = context.meta[_PYTEST_ARGUMENTS]
     try:

@@ -57,6 +57,11 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
     micro-batches, an 8-bit optimizer, saved tensors on the host. It ends at the first config that fits, and shows the code
     that makes it. On CUDA the reserved memory has to fit, on the CPU what tensors hold.
 
+    \b
+    Examples:
+      gpumem advise my_project.models:make_gpt --fits 24GB
+      gpumem advise my_project.models:make_gpt --all --device cpu
+
     Exit status: 0 when a config fits, 1 when none does, 2 for wrong usage, 130 when interrupted.
     """
     from pytest_gpumem.advice.ladder import every_config, recommended

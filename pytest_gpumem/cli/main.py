@@ -1,84 +1,47 @@
-"""The ``gpumem`` command."""
+"""The ``gpumem`` command: its subcommands, wired together."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import click
-import pytest
 
 from pytest_gpumem import __version__
-from pytest_gpumem.baselines.place import PlaceError
-from pytest_gpumem.baselines.store import StoreError
-from pytest_gpumem.baselines.unused import unused
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
-from pytest_gpumem.plugin import SESSION
-
-if TYPE_CHECKING:
-    from pytest_gpumem.session import GpumemSession
+from pytest_gpumem.cli.comment import comment
+from pytest_gpumem.cli.compare import compare
+from pytest_gpumem.cli.export import export
+from pytest_gpumem.cli.history import history
+from pytest_gpumem.cli.merge import merge
+from pytest_gpumem.cli.prune import prune
+from pytest_gpumem.cli.show import show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpumem")
 def main() -> None:
-    """Keep the baselines of pytest-gpumem, and find out how a model fits into a GPU."""
+    """Keep the baselines of pytest-gpumem, read its reports, and find out how a model fits into a GPU.
 
+    Tests are measured and gated by pytest itself (pytest --gpumem-baseline); these commands look at what it left, and at
+    two revisions side by side. Those that need settings take them from the project in this folder, as pytest does.
 
-main.add_command(ab)
-main.add_command(advise)
+    \b
+    What is in the store:           gpumem show
+    How a figure came to be:        gpumem history TEST
+    What changed between two:       gpumem compare main HEAD
+    One verdict of several shards:  gpumem merge shard-*.json
+    Whose baselines are unused:     gpumem prune --dry-run
+    Is this branch slower:          gpumem ab main
+    What fits into this GPU:        gpumem advise MODULE:FACTORY --fits 24GB
 
-
-@main.command(context_settings={"ignore_unknown_options": True})
-@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
-@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
-def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
-    """Remove baselines of tests that are gone.
-
-    Collects the tests as pytest would with PYTEST_ARGS (paths and options such as --gpumem-store), without running them.
-    Only a test file that was collected whole, or that is gone, can lose baselines; those of every device are looked at.
+    Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
+    says what that means for it.
     """
-    collected = _Collected()
-    # This command has imported the plugin before pytest could, of which pytest warns.
-    quiet = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    status = pytest.main(["--collect-only", "-qq", "--no-header", *quiet, *pytest_args], plugins=[collected])
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:
-        raise click.ClickException("the tests could not be collected (see above); nothing was removed")
-    session, root = collected.session, collected.session.root
-    try:
-        store = session.store()
-        stored = store.keys()
-        gone = unused(
-            stored,
-            measured=session.selection.measured,
-            whole_files=session.selection.files,
-            exists=lambda file: (root / file).exists(),
-        )
-        if gone and not dry_run:
-            store.change({}, gone)
-    except (StoreError, PlaceError) as error:
-        raise click.ClickException(str(error)) from None
-    for slug, key in gone:
-        click.echo(f"{'would remove' if dry_run else 'removed'} {slug}: {key}")
-    click.echo(f"{len(gone)} of {len(stored)} baselines {'are' if dry_run else 'were'} unused")
 
 
-class _Collected:
-    """A plugin that remembers the session's knowledge of what was collected."""
-
-    def __init__(self) -> None:
-        self.session: GpumemSession | None = None
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_configure(self, config: pytest.Config) -> None:
-        # A session makes itself known only when it has something to measure, and here that is in question.
-        collecting = config.pluginmanager.get_plugin("gpumem-collecting")
-        assert collecting is not None, "the plugin registers it when pytest is configured"
-        collecting.session()
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.session = session.config.stash[SESSION]
+for command in (ab, advise, comment, compare, export, history, merge, prune, show):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,12 @@ class NvmlGpu:
     def processes(self) -> frozenset[int] | None:
         """The processes that have a CUDA context here, ours too: pids as the driver has them, in a container the host's."""
         self._look_up()
-        listed = None if self._instance is None else self._asked("nvmlDeviceGetComputeRunningProcesses", self._instance)
+        if self._instance is None:
+            return None
+        listed = self._asked("nvmlDeviceGetComputeRunningProcesses", self._instance)
+        if listed is None:
+            # Drivers before 510 have an older form only, which nvidia-ml-py does not fall back to.
+            listed = self._asked("nvmlDeviceGetComputeRunningProcesses_v2", self._instance)
         return None if listed is None else frozenset(int(process.pid) for process in listed)
 
     def working(self) -> frozenset[int] | None:
@@ -115,11 +120,13 @@ class NvmlGpu:
         if self._nvml is None or self._physical is None or self._instance is not self._physical:
             return None
         since = int((time.time() - 2 * _LONGEST_SAMPLING) * 1e6)
+        refusals: tuple[type[Exception], ...] = (AttributeError, *self._refusals())
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._physical, since)
-        except (AttributeError, self._nvml.NVMLError) as error:
-            nothing = getattr(self._nvml, "NVML_ERROR_NOT_FOUND", None)
-            return frozenset() if getattr(error, "value", None) == nothing is not None else None
+        except refusals as error:
+            # nvidia-ml-py raises success, too, where NVML has no samples to copy.
+            nothing = {getattr(self._nvml, name, None) for name in ("NVML_ERROR_NOT_FOUND", "NVML_SUCCESS")} - {None}
+            return frozenset() if getattr(error, "value", None) in nothing else None
         return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)
 
     def _clock(self, function: str, which: str) -> float | None:
@@ -137,9 +144,14 @@ class NvmlGpu:
             return getattr(self._nvml, function)(*arguments)
         except AttributeError:
             return None
-        except self._nvml.NVMLError as error:
+        except self._refusals() as error:
             self._trouble = str(error)
             return None
+
+    def _refusals(self) -> tuple[type[Exception], ...]:
+        """What nvidia-ml-py raises: an error of NVML, or, which is none of those, that the driver is older than itself."""
+        names = ("NVMLError", "NVMLLibraryMismatchError")
+        return tuple(getattr(self._nvml, name) for name in names if hasattr(self._nvml, name))
 
     def _look_up(self) -> None:
         if self._is_looked_up:

@@ -139,7 +139,8 @@ def _doubt(metric: Metric, growth: float, measurement: Measurement, baseline: En
 
 def _origin(baseline: Entry) -> Origin:
     environment = baseline.environment
-    return Origin(baseline.recorded, environment.device, str(environment.details.get("torch", "?")), baseline.commit)
+    torch = str(environment.details.get("torch", "?"))
+    return Origin(baseline.recorded, environment.device, torch, baseline.commit, baseline.reason)
 
 
 def failing_outcomes(

@@ -74,6 +74,8 @@ class Origin:
     device: str
     torch: str
     commit: str | None = None
+    reason: str | None = None
+    """Why it was accepted, in one line; ``None`` where nobody said."""
 
 
 @dataclass(frozen=True, slots=True)

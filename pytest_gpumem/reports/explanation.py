@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.difference import REST
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.columns import columns, plain_lines
+from pytest_gpumem.reports.layout import Column, Span, Table
 from pytest_gpumem.units import UnitSystem, format_bytes, format_bytes_change
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from pytest_gpumem.composition import Composition, Explanation, Row
     from pytest_gpumem.explain.difference import Difference
     from pytest_gpumem.gate.verdict import Verdict
-    from pytest_gpumem.results import TestResult
 
 MOST_ROWS = 5
-MOST_TOLD = 10
 
 _PLURALS = {
     "parameter": "parameters",
@@ -99,7 +98,12 @@ def growth_lines(difference: Difference, units: UnitSystem) -> list[str]:
 
 def composition_lines(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> list[str]:
     """The largest rows of a composition, and what the others make up together."""
-    shown = composition.rows[:most]
+    rest = the_rest(composition, units, most)
+    return [*plain_lines(composition_table(title, composition, units, most)), *([rest] if rest else [])]
+
+
+def composition_table(title: str, composition: Composition, units: UnitSystem, most: int, *, indent: int = 0) -> Table:
+    """The largest rows of a composition."""
     rows = [
         (
             _category(row),
@@ -109,35 +113,26 @@ def composition_lines(title: str, composition: Composition, units: UnitSystem, m
             row.operator,
             row.what,
         )
-        for row in shown
+        for row in composition.rows[:most]
     ]
-    lines = columns((title, "bytes", "module", "line", "operator", "tensors"), rows, left=(0, 2, 3, 4, 5))
-    rest = composition.total - sum(row.nbytes for row in shown)
-    if rest:
-        lines.append(f"the rest: {format_bytes(rest, units)}")
-    return lines
+    return Table(
+        (
+            Column(title, left=True),
+            Column("bytes"),
+            Column("module", left=True, least=10),
+            Column("line", left=True, least=10),
+            Column("operator", left=True, least=10, weight=0),
+            Column("tensors", left=True, least=24, weight=1),
+        ),
+        tuple(tuple(map(Span, row)) for row in rows),
+        indent,
+    )
 
 
-def compositions(results: Iterable[TestResult], units: UnitSystem, *, everything: bool) -> list[str]:
-    """What is there at the peak of each measurement that was explained.
-
-    Of the first `MOST_TOLD` of them, unless ``everything`` is asked for.
-    """
-    explained = [
-        (result.verdict, one, one.measurement.explanation)
-        for result in results
-        for one in result.verdict.verdicts
-        if one.measurement.explanation is not None
-    ]
-    lines: list[str] = []
-    for test, one, explanation in explained[: None if everything else MOST_TOLD]:
-        title = f"{test.file}::{test.test}" + (f" ({one.measurement.name})" if len(test.verdicts) > 1 else "")
-        total = format_bytes(explanation.peak.total, units)
-        lines += [f"{title}: {total} at the peak", *composition_lines("", explanation.peak, units), ""]
-    more = len(explained) - MOST_TOLD
-    if more > 0 and not everything:
-        lines += [f"... and {more} more; -v shows them all", ""]
-    return lines
+def the_rest(composition: Composition, units: UnitSystem, most: int) -> str:
+    """What all but the largest rows make up together; empty where there are no others."""
+    rest = composition.total - sum(row.nbytes for row in composition.rows[:most])
+    return f"the rest: {format_bytes(rest, units)}" if rest else ""
 
 
 def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str]:

@@ -10,6 +10,7 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verd
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
+from pytest_gpumem.reports.screen import Screen
 from pytest_gpumem.reports.values import allowance, change, difference, shown
 from pytest_gpumem.timing.comparison import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
@@ -34,7 +35,7 @@ def failure_text(
     ``path`` is the test's id as it can be typed, ``options`` those of this session that a command must repeat.
     """
     if verdict.unmeasured:
-        return f"Not measured, which --gpumem-strict does not let pass: {verdict.unmeasured}"
+        return f"Not measured, which --gpumem-strict does not let pass: {Screen().legible(verdict.unmeasured)}"
     guilty = [one for one in verdict.verdicts if any(metric.outcome in failing for metric in one.metrics)]
     several = len(verdict.verdicts) > 1
     blocks = [_block(one, failing, units, several) for one in guilty or verdict.verdicts]
@@ -72,7 +73,9 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
         if origin.commit:
             parts.append(f"commit {origin.commit}")
         lines += ["", f"  baseline: {', '.join(parts)}"]
-    return "\n".join(lines)
+        if origin.reason:
+            lines.append(f"  reason:   {origin.reason}")
+    return "\n".join(map(Screen().legible, lines))
 
 
 def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> str:
@@ -165,7 +168,21 @@ def _mending(guilty: Sequence[Verdict], failing: frozenset[Outcome], path: str, 
 
 
 def _quoted(word: str) -> str:
-    # As people quote a test id; shlex only where that would not do.
+    # As people quote a test id; shlex only where that would not do, and bash's escapes for what cannot be seen.
     if shlex.quote(word) == word:
         return word
+    if Screen().legible(word) != word:
+        return "$'" + "".join(map(_in_bash, word)) + "'"
     return shlex.quote(word) if any(character in word for character in '"$`\\!') else f'"{word}"'
+
+
+def _in_bash(character: str) -> str:
+    if character in "\\'":
+        return "\\" + character
+    if Screen().legible(character) == character:
+        return character
+    # Bytes of a file's name that are no UTF-8 are lone surrogates in Python.
+    escaped = "\udc80" <= character <= "\udcff"
+    return "".join(
+        f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape" if escaped else "surrogatepass")
+    )

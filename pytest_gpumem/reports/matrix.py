@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,15 +38,18 @@ class Row:
 def matrices(results: Iterable[TestResult]) -> dict[str, list[Row]]:
     """The rows of each matrix, by its tests' common id, in the order in which the marker asked for them.
 
-    A test that measures several steps gives a table for each of their names.
+    A test that measures several steps gives a table for each of their names, and shards on several devices one for each device.
     """
     cells = [(result.verdict, cell) for result in results if (cell := result.verdict.cell) is not None]
+    devices = {(cell.matrix, one.measurement.environment.device) for test, cell in cells for one in test.verdicts}
+    several = Counter(matrix for matrix, _ in devices)
     found: dict[str, list[Row]] = {}
     for test, cell in sorted(cells, key=lambda entry: (entry[1].matrix, entry[1].index)):
         if test.unmeasured:
             found.setdefault(cell.matrix, []).append(Row(cell.config, why_not=test.unmeasured))
         for one in test.verdicts if not test.unmeasured else ():
             title = f"{cell.matrix} ({one.measurement.name})" if len(test.verdicts) > 1 else cell.matrix
+            title += f" on {one.measurement.environment.device}" if several[cell.matrix] > 1 else ""
             found.setdefault(title, []).append(Row.of(cell.config, one.measurement))
     return found
 
@@ -65,19 +69,32 @@ def efficient(rows: Sequence[Row]) -> set[int]:
 
 def matrix_table(title: str, rows: Sequence[Row], units: UnitSystem) -> list[str]:
     """Lines: peak and step time of each config, against the first row that was measured."""
+    header, cells = matrix_cells(rows, units)
+    lines = columns([title, *header], cells, left=(0, len(header)))
+    against = said_of(rows)
+    return [*lines, f"  {against}"] if against else lines
+
+
+def matrix_cells(rows: Sequence[Row], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
+    """The titles of the columns beside the config's, and a line of cells, with the config, for each row."""
     first = next((row for row in rows if row.peak is not None), None)
     best = efficient(rows)
     timed = any(row.time is not None for row in rows)
-    header = [title, "peak", "saving", *(("step time", "cost", "ROI") if timed else ()), ""]
-    cells = [
+    return ["peak", "saving", *(("step time", "cost", "ROI") if timed else ()), ""], [
         [*_cells(row, first, units, timed=timed), EFFICIENT if number in best else row.why_not]
         for number, row in enumerate(rows)
     ]
-    lines = columns(header, cells, left=(0, len(header) - 1))
-    if first is not None and len(rows) > 1:
-        against = f"saving and cost against {first.config}; "
-        lines.append(f"  {against}ROI is saving over cost, above 1.5 is recommended; {EFFICIENT} is Pareto-efficient")
-    return lines
+
+
+def said_of(rows: Sequence[Row]) -> str | None:
+    """The line beneath a table that tells what its columns are; ``None`` where nothing is compared."""
+    first = next((row for row in rows if row.peak is not None), None)
+    if first is None or len(rows) < 2:
+        return None
+    return (
+        f"saving and cost against {first.config}; ROI is saving over cost, above 1.5 is recommended; "
+        f"{EFFICIENT} is Pareto-efficient"
+    )
 
 
 def _cells(row: Row, first: Row | None, units: UnitSystem, *, timed: bool) -> list[str]:

@@ -1,96 +1,171 @@
-"""The table of measured tests at the end of a session."""
+"""The table of measurements at the end of a session: which of them have something to say, and what stands beneath. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict, Verdict
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.layout import Column, Span, Style, Table
 from pytest_gpumem.reports.values import change, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.results import TestResult
     from pytest_gpumem.units import UnitSystem
 
-MOST_ROWS = 60
-_SHOWN = ("peak_allocated", "peak_forward", "peak_backward", "peak_optimizer", "peak_reserved", "retained")
+MOST_FIGURES = 60
+"""So many rows that only have figures are shown where nobody asked for all of them."""
+LEAST_NAME = 30
+"""A test's id is shortened to no fewer cells than that."""
+STYLES: dict[Outcome, Style | None] = {
+    Outcome.RECORDED: None,
+    Outcome.OK: "good",
+    Outcome.IMPROVED: "good",
+    Outcome.NEW: None,
+    Outcome.FOREIGN: "doubtful",
+    Outcome.STALE: "doubtful",
+    Outcome.UNMEASURED: "doubtful",
+    Outcome.UNCERTAIN: "doubtful",
+    Outcome.REGRESSED: "bad",
+    Outcome.OVER_BUDGET: "bad",
+}
+_FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
+"""Nothing was found of them; what there is to see is what was measured."""
 _TITLES = {
     "peak_allocated": "peak",
-    "peak_forward": "forward",
-    "peak_backward": "backward",
-    "peak_optimizer": "optimizer",
     "peak_reserved": "reserved",
     "cyclic_garbage": "cycles",
     "step_time": "step time",
 }
 _COUNTS = tuple(name for name, metric in METRICS.items() if metric.unit == "count")
-_TOLD_OF_COUNTS = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED)
-_QUIET = (Outcome.OK, Outcome.RECORDED)
+_TOLD = ("peak_allocated", "peak_reserved", "retained", "cyclic_garbage", *_COUNTS, "step_time", "throughput")
+_FOUND = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
+_LIGHTEST = ("throughput", *_COUNTS, "peak_reserved", "cyclic_garbage", "retained", "step_time", "change")
+"""The columns that give way in a narrow terminal, the first being the first to go."""
 
 
-def table(results: Iterable[TestResult], units: UnitSystem, *, everything: bool) -> list[str]:
-    """Lines of the table: a row a measurement, a column a metric that any of them has.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measurement with the test that took it."""
 
-    With more than `MOST_ROWS` rows only those with something to say are shown, unless ``everything`` is asked for.
-    """
-    rows = [
-        (result.verdict, one)
-        for result in results
-        for one in (result.verdict.verdicts if not result.verdict.unmeasured else ())
-    ]
-    loud = [(test, one) for test, one in rows if one.outcome not in _QUIET]
-    kept = rows if everything or len(rows) <= MOST_ROWS else loud
-    if not kept:
-        return []
-    told = (*_SHOWN, "cyclic_garbage", *_COUNTS, "step_time", "throughput")
-    metrics = [name for name in told if _is_told(name, kept, everything=everything)]
-    titles = [_TITLES.get(name, name) for name in metrics]
-    if any(_change(one, units) for _, one in kept):
-        titles.insert(1, "change")
-    lines = columns(
-        ("test", *titles, "verdict"),
-        [_row(test, one, metrics, units, changes="change" in titles) for test, one in kept],
-        left=(0, len(titles) + 1),
+    test: TestVerdict
+    verdict: Verdict
+    device: str | None = None
+    """Where shards measured the test on several devices, this one's."""
+
+    @property
+    def title(self) -> str:
+        """The test's id, with the measurement's name where there are several, and with the device where there are."""
+        name = f" ({self.verdict.measurement.name})" if len(self.test.verdicts) > 1 else ""
+        return f"{self.test.nodeid}{name}{f' on {self.device}' if self.device else ''}"
+
+
+def measured_in(results: Iterable[TestResult]) -> list[Measured]:
+    """The measurements of all tests that have any."""
+    tests = [result.verdict for result in results if not result.verdict.unmeasured]
+    devices = Counter(
+        nodeid
+        for nodeid, _ in {(test.nodeid, one.measurement.environment.device) for test in tests for one in test.verdicts}
     )
-    if len(kept) < len(rows):
-        lines.append(f"... and {len(rows) - len(kept)} more that are ok or recorded (-v shows them)")
-    reasons = Counter((one.outcome.words, one.reason) for _, one in kept if one.reason)
-    reasons.update((m.outcome.words, m.reason) for _, one in kept for m in one.metrics if m.reason)
-    lines += [f"{outcome}: {reason}{f' ({n} times)' if n > 1 else ''}" for (outcome, reason), n in reasons.items()]
-    # A step that had not settled says so where that decides something.
-    notes = [
-        (_title(test, one), note) for test, one in rows if one.measurement.settled for note in one.measurement.notes
+    return [
+        Measured(test, one, one.measurement.environment.device if devices[test.nodeid] > 1 else None)
+        for test in tests
+        for one in test.verdicts
     ]
-    lines += [f"note: {title}: {note}" for title, note in notes]
-    return lines
 
 
-def _is_told(name: str, rows: list[tuple[TestVerdict, Verdict]], *, everything: bool) -> bool:
-    found = [metric for _, one in rows if (metric := one.of(name)) is not None]
+def to_be_shown(measured: Iterable[Measured], *, gating: bool) -> list[Measured]:
+    """Those with something to say: all but the ``ok``, and but the ``recorded`` where a session is ``gating``.
+
+    Elsewhere figures are what a session is for. Of those that have nothing but figures the first `MOST_FIGURES` are shown.
+    """
+    told: list[Measured] = []
+    figures = 0
+    for one in measured:
+        outcome = one.verdict.outcome
+        if outcome is Outcome.OK or (gating and outcome is Outcome.RECORDED):
+            continue
+        figures += outcome in _FIGURES
+        if outcome not in _FIGURES or figures <= MOST_FIGURES:
+            told.append(one)
+    return told
+
+
+def not_shown(measured: Sequence[Measured], told: Sequence[Measured]) -> list[str]:
+    """A line that counts those that the table leaves out, if there are any."""
+    left_out = Counter(one.verdict.outcome for one in measured)
+    left_out.subtract(one.verdict.outcome for one in told)
+    counts = [f"{left_out[outcome]} {outcome.words}" for outcome in Outcome if left_out[outcome]]
+    return [f"... and {', '.join(counts)} (-v shows all)"] if counts else []
+
+
+def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything: bool) -> Table:
+    """A row a measurement, a column a metric that any of them has; counts where they changed, or with ``everything``."""
+    metrics = [name for name in _TOLD if _is_told(name, measured, everything=everything)]
+    columns = [_column(name, measured) for name in metrics]
+    changes = any(_change(one, units) for one in measured)
+    if changes:
+        columns.insert(1, Column("change", weight=_LIGHTEST.index("change")))
+    return Table(
+        (Column("test", left=True, least=LEAST_NAME), *columns, Column("verdict", left=True)),
+        tuple(_row(one, metrics, units, changes=changes) for one in measured),
+    )
+
+
+def reasons(measured: Iterable[Measured]) -> list[str]:
+    """Why something was not compared, each reason once."""
+    everything = [one.verdict for one in measured]
+    counts = Counter((one.outcome.words, one.reason) for one in everything if one.reason)
+    counts.update(
+        (metric.outcome.words, metric.reason) for one in everything for metric in one.metrics if metric.reason
+    )
+    return [f"{outcome}: {reason}{f' ({n} times)' if n > 1 else ''}" for (outcome, reason), n in counts.items()]
+
+
+def notes(measured: Iterable[Measured]) -> list[str]:
+    """What measurements have to say of themselves. A step that had not settled says so where that decides something."""
+    return [
+        f"note: {one.title}: {note}"
+        for one in measured
+        if one.verdict.measurement.settled
+        for note in one.verdict.measurement.notes
+    ]
+
+
+def _column(name: str, measured: Iterable[Measured]) -> Column:
+    title = _TITLES.get(name, name)
+    if name not in _LIGHTEST:
+        return Column(title)
+    found = any(metric.outcome in _FOUND for one in measured if (metric := one.verdict.of(name)) is not None)
+    # What a verdict rests on gives way last.
+    return Column(title, weight=_LIGHTEST.index(name) + (len(_LIGHTEST) if found else 0))
+
+
+def _is_told(name: str, measured: Iterable[Measured], *, everything: bool) -> bool:
+    found = [metric for one in measured if (metric := one.verdict.of(name)) is not None]
     if name in _COUNTS and not everything:
         # A step has many; they are of interest where they changed.
-        return any(metric.outcome in _TOLD_OF_COUNTS for metric in found)
+        return any(metric.outcome in _FOUND for metric in found)
     values = [metric.value for metric in found]
     # A leak or a cycle is the exception: a column of zeros says nothing.
     return any(values) if name in ("retained", "cyclic_garbage") else bool(values)
 
 
-def _change(verdict: Verdict, units: UnitSystem) -> str:
-    peak = verdict.of("peak_allocated")
+def _change(one: Measured, units: UnitSystem) -> str:
+    peak = one.verdict.of("peak_allocated")
     return change(peak, units) if peak else ""
 
 
-def _row(test: TestVerdict, verdict: Verdict, metrics: list[str], units: UnitSystem, *, changes: bool) -> list[str]:
-    cells = [shown(name, metric.value, units, metric.of) if (metric := verdict.of(name)) else "-" for name in metrics]
+def _row(one: Measured, metrics: Iterable[str], units: UnitSystem, *, changes: bool) -> tuple[Span, ...]:
+    verdict = one.verdict
+    figures = [
+        shown(name, metric.value, units, metric.of) if (metric := verdict.of(name)) is not None else "-"
+        for name in metrics
+    ]
     if changes:
-        cells.insert(1, _change(verdict, units))
-    return [_title(test, verdict), *cells, verdict.outcome.words]
-
-
-def _title(test: TestVerdict, verdict: Verdict) -> str:
-    title = f"{test.file}::{test.test}"
-    return f"{title} ({verdict.measurement.name})" if len(test.verdicts) > 1 else title
+        figures.insert(1, _change(one, units))
+    return (Span(one.title), *map(Span, figures), Span(verdict.outcome.words, STYLES[verdict.outcome]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import METRICS, Unit
@@ -32,6 +33,9 @@ def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = 
         return ""
     unit = METRICS[metric].unit
     if unit in _WHOLE:
+        # A tolerance may be infinite.
+        if not math.isfinite(value):
+            return str(value)
         return _WHOLE[unit](metric, int(value), units)
     return format_seconds(value) if unit == "seconds" else format_rate(value, of or "")
 

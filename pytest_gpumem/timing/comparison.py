@@ -62,6 +62,13 @@ class Runs:
         """Median seconds a step, of all runs."""
         return statistics.median(self.seconds)
 
+    @property
+    def pace(self) -> float | None:
+        """Median rate of the clock that steps ran by; ``None`` where it was not read."""
+        if not self.cycles:
+            return None
+        return statistics.median(cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True))
+
     def and_then(self, later: Runs) -> Runs:
         """These runs and ``later`` ones, the last `MOST_RUNS` of them. Either all of them have cycles or none.
 
@@ -139,7 +146,7 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     why_not = _slower_in_turns(shown) if cycles is not None else None
     if len(undisturbed) < FEWEST_PAIRS:
         disturbed = [sample.invalid for pair in pairs for sample in pair if sample.invalid is not None]
-        slower = all((_at_least(head) or 0) > (1 + tolerance) * base.median for base, head in pairs)
+        slower = all(_at_least(head, _pace(base)) > (1 + tolerance) * base.median for base, head in pairs)
         if slower and len(pairs) >= FEWEST_PAIRS:
             return Comparison("slower", seconds, cycles, f"{disturbed[0]}, {_NO_LOAD}")
         why_not = disturbed[0] if disturbed else f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
@@ -148,12 +155,8 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
 
 def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
     """That chance gave the slower moments of the machine to the head's runs, as a clause."""
-    paces = [
-        (head.cycles / head.median) / (base.cycles / base.median)
-        for base, head in pairs
-        if base.cycles is not None and head.cycles is not None
-    ]
-    change = statistics.median(paces) - 1
+    paces = [(_pace(head), _pace(base)) for base, head in pairs]
+    change = statistics.median(now / then for now, then in paces if now is not None and then is not None) - 1
     return f"the machine ran {_percent(-change)} slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
 
 
@@ -169,14 +172,20 @@ def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     known = "as far as a single run tells" if runs == 1 else f"as far as {runs} runs tell"
     this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
     why_not = sample.invalid or slower_machine(this, baseline)
-    if why_not and (_at_least(sample) or 0) > (1 + tolerance) * max(baseline.seconds):
+    if why_not and _at_least(sample, baseline.pace) > (1 + tolerance) * max(baseline.seconds):
         return Comparison("slower", seconds, cycles, f"{why_not}, {_NO_LOAD}")
     return _judged(seconds, cycles, tolerance, why_not, known)
 
 
-def _at_least(sample: Sample) -> float | None:
-    """Seconds a step that it takes at the least on a machine that has nothing else to do and runs at its full pace."""
-    return sample.at_least if sample.invalid is not None else sample.median / MOST_SLOWED
+def _at_least(sample: Sample, pace: float | None) -> float:
+    """Seconds a step that it takes at the least on a machine that has nothing else to do and runs at ``pace``; 0 if unknown."""
+    seconds = sample.median / MOST_SLOWED if sample.invalid is None else sample.at_least or 0.0
+    mine = _pace(sample)
+    return seconds if mine is None or pace is None else seconds * min(1.0, mine / pace)
+
+
+def _pace(sample: Sample) -> float | None:
+    return None if sample.cycles is None else sample.cycles / sample.median
 
 
 def slower_machine(this: Runs, baseline: Runs) -> str | None:
@@ -184,13 +193,9 @@ def slower_machine(this: Runs, baseline: Runs) -> str | None:
 
     Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
     """
-    if not this.cycles or not baseline.cycles:
+    if this.pace is None or baseline.pace is None:
         return None
-    now, then = (
-        statistics.median(cycles / seconds for cycles, seconds in zip(runs.cycles, runs.seconds, strict=True))
-        for runs in (this, baseline)
-    )
-    change = now / then - 1
+    change = this.pace / baseline.pace - 1
     return f"the machine runs {_percent(-change)} slower than it did" if change < -SLOWER_MACHINE else None
 
 

@@ -88,7 +88,7 @@ def cells(line: str) -> list[str]:
         ("test_a[`]", "``test_it.py::test_a[`]``"),
         ("test_a`", "`` test_it.py::test_a` ``"),
         ("test_a[<script>]", "`test_it.py::test_a[<script>]`"),
-        ("test_a[x\ny]", "`test_it.py::test_a[x y]`"),
+        ("test_a[x\ny]", "`test_it.py::test_a[x\\ny]`"),
     ],
 )
 def test_a_test_id_is_a_code_span_within_its_cell_whatever_it_has(test, code):
@@ -104,7 +104,7 @@ def test_no_reason_or_revision_becomes_markup():
     )
     text = markdown(named, "si", finished=True)
     assert "### gpumem ab: a\\_\\*b\\*\\_\\`c\\` (1f3c9ab) and HEAD" in text
-    assert "- not compared: test\\[&lt;b&gt;\\]: see &#64;me \\# and \\[x\\](y)" in text
+    assert "- not compared: test\\[&lt;b&gt;\\]: see <span>@</span>me <span>#</span> and \\[x\\](y)" in text
     assert "<b>" not in text
 
 

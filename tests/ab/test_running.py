@@ -10,7 +10,8 @@ import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.collector import strangers
-from pytest_gpumem.ab.running import python_path, refused
+from pytest_gpumem.ab.running import Runner, python_path, refused
+from pytest_gpumem.ab.stopping import Stop
 
 
 @pytest.fixture
@@ -79,6 +80,13 @@ def test_other_arguments_are_not(places):
         "x=/tmp",
     ]
     assert refused(arguments, checkout.top) is None
+
+
+def test_a_run_adds_nothing_to_the_summary_of_a_job(places, monkeypatch, tmp_path):
+    checkout, worktree = places
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    runner = Runner(checkout, {"head": worktree}, (), None, tmp_path, Stop())
+    assert "GITHUB_STEP_SUMMARY" not in runner._environment(worktree, tmp_path, tmp_path / "lines")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pytest_gpumem.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs
+from tests.hostile import RAW
 
 if TYPE_CHECKING:
     import random
@@ -142,7 +143,9 @@ def entry_with(entry: Entry, parts: tuple[list[Row], dict[str, int], int] | None
 FILES_ENTRIES = st.dictionaries(
     st.builds(Key, st.just(FILE), IDS, IDS),
     st.builds(
-        entry_with, st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS), COMPOSITIONS
+        entry_with,
+        st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS, reason=st.none() | TEXTS),
+        COMPOSITIONS,
     ),
     min_size=1,
     max_size=5,
@@ -172,6 +175,19 @@ def test_tests_stand_in_sorted_order(entries):
 
 def test_a_file_is_made_to_be_read_in_a_diff():
     assert render(ENTRIES) == TEXT
+
+
+def test_a_reason_stands_behind_the_commit_in_one_line():
+    entries = {key: replace(entry, reason='attention "off"\nuntil #12') for key, entry in ENTRIES.items()}
+    text = render(entries)
+    assert 'commit = "abc1234"\nreason = "attention \\"off\\"\\nuntil #12"\nstep = ' in text
+    assert parse(text, FILE) == entries
+
+
+@pytest.mark.parametrize("reason", RAW.values(), ids=RAW)
+def test_any_reason_is_read_back_whole(reason):
+    entries = {key: replace(entry, reason=reason) for key, entry in ENTRIES.items()}
+    assert parse(render(entries), FILE) == entries
 
 
 def test_the_text_of_a_file_is_read_into_entries_of_its_test_file():
@@ -239,6 +255,7 @@ STEP = "tests.TestTrain::test_step[amp-bf16].train_step"
         ('recorded = "2026-11-02"\n', "", f"{STEP} has no recorded"),
         ('recorded = "2026-11-02"', "recorded = 2026-11-02", f"{STEP}.recorded is datetime.date(2026, 11, 2), "),
         ('commit = "abc1234"', "commit = 1234567", f"{STEP}.commit is 1234567, expected str"),
+        ('commit = "abc1234"', "reason = 12", f"{STEP}.reason is 12, expected str"),
         ('step = "train_step"\n', "", f"{STEP} has no step"),
         ("parameters = 124439808", 'parameters = "124M"', f"{STEP}.parameters is '124M', expected int"),
         ("parameters = 124439808", "parameters = true", f"{STEP}.parameters is True, expected int"),

@@ -5,31 +5,32 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import uuid
+import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
-from pytest_gpumem.baselines.place import Folder, PlaceError, Url, place_of
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.place import PlaceError, place_of
+from pytest_gpumem.baselines.url import Url
 
 PATH = "cpu-x86_64/tests/test_gpt.py.toml"
 
 
+@pytest.fixture(params=["folder", "file", "memory", "s3"])
+def location(request, tmp_path):
+    """Where a store may be, with nothing there yet."""
+    if request.param == "folder":
+        return str(tmp_path / "the store")
+    if request.param == "file":
+        return f"file://{quote(str(tmp_path / 'the store'))}"
+    return request.getfixturevalue(f"{request.param}_url")
+
+
 @pytest.fixture
-def memory_url():
-    """A URL into fsspec's memory, which is one for the whole process, with nothing in it."""
-    import fsspec
-
-    name = uuid.uuid4().hex
-    yield f"memory://{name}/baselines"
-    files = fsspec.filesystem("memory")
-    if files.exists(f"/{name}"):
-        files.rm(f"/{name}", recursive=True)
-
-
-@pytest.fixture(params=["folder", "url"])
-def place(request, tmp_path, memory_url):
-    return Folder(tmp_path / "store") if request.param == "folder" else Url(memory_url)
+def place(location, tmp_path):
+    return place_of(location, tmp_path)
 
 
 def files_under(folder: Path) -> list[str]:
@@ -86,6 +87,87 @@ def test_a_place_can_be_locked_again_after_it_was(place):
     assert place.read(PATH) == "1\n"
 
 
+def test_the_store_is_listed_where_its_place_is_the_top_of_what_there_is(memory_url, s3_url):
+    for url in (memory_url.rpartition("/")[0], s3_url.rpartition("/")[0] + "/"):
+        place_of(url, Path()).write(PATH, "one\n")
+        assert place_of(url, Path()).paths() == [PATH]
+
+
+HOSTILE = [
+    "cpu-x86_64/a test/test it.py.toml",
+    "cpu-x86_64/tests/test_é日本.py.toml",
+    "cpu-x86_64/100%25/%20.py.toml",
+    "cpu-x86_64/#1/a?b=c&d.py.toml",
+    "cpu-x86_64/[x]*/{a,b}.py.toml",
+    "cpu-x86_64/__up__/__up__/test_gpt.py.toml",
+    "cpu-x86_64/\u202e'\"<b>;~/$HOME.py.toml",
+    "cpu-x86_64/.hidden/..toml",
+]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files have no such names on this system")
+def test_any_name_is_written_listed_read_and_removed(place):
+    for number, path in enumerate(HOSTILE):
+        place.write(path, f"{number}\n")
+    assert place.paths() == sorted(HOSTILE)
+    assert list(place.read_many(HOSTILE).items()) == [(path, f"{number}\n") for number, path in enumerate(HOSTILE)]
+    for path in HOSTILE[:-1]:
+        place.remove(path)
+    assert place.paths() == [HOSTILE[-1]]
+
+
+def test_many_files_are_read_with_those_that_are_not_there(place):
+    place.write(PATH, "one\n")
+    missing = "cpu-x86_64/tests/test_missing.py.toml"
+    assert place.read_many([missing, PATH]) == {missing: None, PATH: "one\n"}
+    assert place.read_many([]) == {}
+
+
+def test_what_another_session_of_this_process_wrote_is_seen(location, tmp_path):
+    mine, theirs = place_of(location, tmp_path), place_of(location, tmp_path)
+    assert mine.paths() == theirs.paths() == []
+    with theirs.locked():
+        theirs.write(PATH, "theirs\n")
+    assert mine.paths() == [PATH]
+    assert mine.read(PATH) == "theirs\n"
+    with mine.locked():
+        mine.remove(PATH)
+    assert theirs.paths() == []
+    assert theirs.read(PATH) is None
+
+
+def test_nobody_is_let_in_beside_another(place, location, tmp_path):
+    def add():
+        mine = place_of(location, tmp_path)
+        for _ in range(3):
+            with mine.locked() as unguarded:
+                assert unguarded is None
+                mine.write(PATH, f"{int(mine.read(PATH)) + 1}\n")
+
+    place.write(PATH, "0\n")
+    threads = [threading.Thread(target=add) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert place.read(PATH) == "9\n"
+
+
+def test_the_lock_of_every_place_is_given_back_after_an_error(place):
+    with pytest.raises(ZeroDivisionError), place.locked():
+        raise ZeroDivisionError
+    with place.locked():
+        place.write(PATH, "one\n")
+
+
+def test_text_that_no_file_can_hold_is_named_and_the_old_text_stays(place):
+    place.write(PATH, "old\n")
+    with pytest.raises(PlaceError, match="cannot be written") as caught:
+        place.write(PATH, "test_it[\udcff]\n")
+    assert str(caught.value).startswith(place.shown(PATH))
+    assert place.read(PATH) == "old\n"
+
+
 # Folders
 
 
@@ -110,6 +192,18 @@ def test_the_last_file_of_a_folder_takes_empty_folders_with_it(tmp_path):
 def test_lines_end_alike_on_every_system(tmp_path):
     Folder(tmp_path).write(PATH, "one\ntwo\n")
     assert (tmp_path / PATH).read_bytes() == b"one\ntwo\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need permissions on other systems")
+def test_a_file_that_is_a_link_stays_one(tmp_path):
+    """As every file that is replaced whole does; a baseline may lie in a place that several projects share."""
+    folder = Folder(tmp_path / "store")
+    folder.write(PATH, "old\n")
+    (tmp_path / "store" / PATH).rename(tmp_path / "shared.toml")
+    (tmp_path / "store" / PATH).symlink_to(tmp_path / "shared.toml")
+    folder.write(PATH, "new\n")
+    assert (tmp_path / "store" / PATH).is_symlink()
+    assert (tmp_path / "shared.toml").read_text(encoding="utf-8") == "new\n"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files have no such permissions on this system")
@@ -230,62 +324,44 @@ def test_a_gitignore_of_ones_own_is_left_alone(tmp_path):
     assert (tmp_path / ".gitignore").read_text(encoding="utf-8") == "*.bak\n"
 
 
-# URLs
-
-
-def test_a_url_shows_a_file_as_a_url(memory_url):
-    assert Url(f"{memory_url}/").shown(PATH) == f"{memory_url}/{PATH}"
-
-
-def test_an_unknown_kind_of_url_is_named():
-    with pytest.raises(PlaceError, match=r"^nonsense://bucket: .*nonsense"):
-        Url("nonsense://bucket")
-
-
-def test_what_cannot_be_written_behind_a_url_is_named(memory_url, monkeypatch):
-    place = Url(memory_url)
-    place.write(PATH, "old\n")
-    with monkeypatch.context() as patch:
-        patch.setattr("fsspec.implementations.memory.MemoryFileSystem.pipe_file", full_disk)
-        with pytest.raises(PlaceError, match="No space left on device") as caught:
-            place.write(PATH, "new\n")
-    assert memory_url in str(caught.value)
-    assert PATH in str(caught.value)
-    assert place.read(PATH) == "old\n"
-
-
-def test_a_url_that_can_only_be_read_says_so(memory_url, monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise NotImplementedError
-
-    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.pipe_file", refuse)
-    with pytest.raises(PlaceError, match="NotImplementedError"):
-        Url(memory_url).write(PATH, "new\n")
-
-
-def test_what_cannot_be_read_behind_a_url_is_named(memory_url, monkeypatch):
-    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.cat_file", full_disk)
-    with pytest.raises(PlaceError, match="cannot be read") as caught:
-        Url(memory_url).read(PATH)
-    assert f"{memory_url}/{PATH}" in str(caught.value)
-
-
 # Which place
 
 
-def test_a_location_with_a_scheme_is_a_url(tmp_path, memory_url):
-    place = place_of(memory_url, tmp_path)
+def test_a_location_with_a_scheme_is_a_url(tmp_path):
+    place = place_of("memory://somewhere/baselines", tmp_path)
     assert isinstance(place, Url)
-    assert place.url == memory_url
+    assert place.url == "memory://somewhere/baselines"
 
 
-def test_a_relative_location_counts_from_its_base(tmp_path):
-    place = place_of("gpumem-baselines", tmp_path)
+@pytest.mark.parametrize(
+    ("location", "folder"),
+    [
+        ("gpumem-baselines", "/base/gpumem-baselines"),
+        ("/elsewhere/it", "/elsewhere/it"),
+        ("~/it", "/home/somebody/it"),
+        ("C://it", "/base/C:/it"),
+        ("C:\\it", "/base/C:\\it"),
+        ("a:b@c", "/base/a:b@c"),
+        ("file:///elsewhere/it", "/elsewhere/it"),
+        ("FILE://localhost/elsewhere/a%20b", "/elsewhere/a b"),
+        ("local:///elsewhere/é?#", "/elsewhere/é?#"),
+    ],
+)
+@pytest.mark.skipif(os.name == "nt", reason="paths of POSIX")
+def test_other_locations_are_folders(monkeypatch, location, folder):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    place = place_of(location, Path("/base"))
     assert isinstance(place, Folder)
-    assert place.root == tmp_path / "gpumem-baselines"
+    assert Path("/base") / place.root == Path(folder)
 
 
-def test_an_absolute_location_is_taken_as_it_is(tmp_path):
-    place = place_of(str(tmp_path / "elsewhere"), Path("/base"))
-    assert isinstance(place, Folder)
-    assert place.root == tmp_path / "elsewhere"
+@pytest.mark.parametrize("location", ["file://relative/it", "file://", "file://~/it"])
+def test_a_folder_whose_url_is_not_whole_is_refused(location):
+    with pytest.raises(PlaceError, match=r"file:///srv/gpumem-baselines") as caught:
+        place_of(location, Path("/base"))
+    assert str(caught.value).startswith(f"{location}: ")
+
+
+def test_a_home_that_nobody_has_is_named():
+    with pytest.raises(PlaceError, match=r"^~nobody-is-called-this/it: "):
+        place_of("~nobody-is-called-this/it", Path("/base"))

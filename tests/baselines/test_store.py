@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key
-from pytest_gpumem.baselines.place import Folder, PlaceError, Url
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.baselines.url import Url
 from pytest_gpumem.measurement import Environment, Workload
 
 if TYPE_CHECKING:
@@ -218,7 +220,7 @@ def test_sessions_that_write_at_the_same_time_lose_nothing(root):
         from pathlib import Path
 
         from pytest_gpumem.baselines.entry import Entry, Key
-        from pytest_gpumem.baselines.place import Folder
+        from pytest_gpumem.baselines.folder import Folder
         from pytest_gpumem.baselines.store import Store
         from pytest_gpumem.measurement import Environment, Workload
 
@@ -259,6 +261,35 @@ def test_a_store_behind_a_url_works_alike():
     store.check()
     assert store.keys() == [(CPU.slug, key("test_a"))]
     assert store.find(key("test_a"), CPU.slug) == entry(7)
+
+
+def test_files_are_read_at_once_where_many_are_needed(root):
+    class Counting(Folder):
+        def read_many(self, paths):
+            asked.append(list(paths))
+            return super().read_many(paths)
+
+    files = [f"tests/test_{name}.py" for name in "abc"]
+    Store(Folder(root)).change({key(file=file): entry(5) for file in files})
+    asked: list[list[str]] = []
+    store = Store(Counting(root))
+    store.check()
+    assert asked == [[f"cpu-x86_64/{file}.toml" for file in files]]
+    assert [store.find(key(file=file), CPU.slug) for file in files] == [entry(5)] * 3
+    assert len(store.keys()) == 3
+    assert len(asked) == 1
+    store.change({key(file=file): entry(6) for file in files})
+    assert len(asked) == 2
+
+
+def test_a_broken_file_among_those_that_change_leaves_the_others_as_they_were(root):
+    files = ["tests/test_a.py", "tests/test_b.py"]
+    Store(Folder(root)).change({key(file=file): entry(5) for file in files})
+    (root / "cpu-x86_64/tests/test_b.py.toml").write_text("broken", encoding="utf-8")
+    before = toml_files(root)
+    with pytest.raises(StoreError):
+        Store(Folder(root)).change({key(file=file): entry(6) for file in files})
+    assert toml_files(root) == before
 
 
 # Broken files

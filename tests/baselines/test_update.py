@@ -419,3 +419,59 @@ def test_the_time_of_a_slower_machine_is_left_out_and_said_to_be():
 )
 def test_disturbed_times_are_told_where_they_are_wanted(mode, stored, told):
     assert left_out(mode, stored, 1.0, invalid=THROTTLED) == ([THROTTLED] if told else [])
+
+
+# Reasons
+
+
+def reasoned(mode, stored, judged, reason) -> Entry | None:
+    """What an update writes when it is told why."""
+    verdict, entry = judged
+    return entries_to_write(mode, {KEY: (verdict, replace(entry, reason=reason))}, {KEY: stored}).get(KEY)
+
+
+def judged_call(stored, **metrics) -> tuple[Verdict, Entry]:
+    measurement = Measurement("call", Workload("call"), CPU, metrics)
+    return judge(measurement, Budget(), stored, DEFAULT_TOLERANCES), entry_of(measurement, "2026-12-24", "new1234")
+
+
+OLD = replace(stored_entry(peak_allocated=GB), reason="the old reason")
+
+
+def test_an_entry_has_the_reason_that_it_is_made_with():
+    measurement = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB})
+    assert entry_of(measurement, "2026-12-24", None, "why").reason == "why"
+    assert entry_of(measurement, "2026-12-24", None).reason is None
+
+
+@pytest.mark.parametrize("reason", ["a new reason", None])
+@pytest.mark.parametrize(
+    ("mode", "stored", "peak"), [("new", Absent(), GB), ("all", OLD, 2 * GB), ("improved", OLD, GB // 2)]
+)
+def test_a_change_that_is_accepted_has_its_own_reason_or_none(mode, stored, peak, reason):
+    assert reasoned(mode, stored, judged_call(stored, peak_allocated=peak), reason).reason == reason
+
+
+def test_a_reason_alone_changes_nothing():
+    assert reasoned("all", OLD, judged_call(OLD, peak_allocated=GB), "a new reason") is None
+    assert reasoned("new", OLD, judged_call(OLD, peak_allocated=2 * GB), "a new reason") is None
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("why counts", "why counts"), (None, "the old reason")])
+def test_what_is_only_added_to_keeps_its_reason_unless_there_is_a_new_one(reason, kept):
+    entry = reasoned("new", OLD, judged_call(OLD, peak_allocated=GB, retained=0), reason)
+    assert (entry.metrics, entry.reason) == ({"peak_allocated": GB, "retained": 0}, kept)
+
+
+@pytest.mark.parametrize("reason", ["a new reason", None])
+def test_one_more_run_of_a_step_keeps_the_reason_of_its_figures(reason):
+    stored = replace(timed_entry(1.0), reason="the old reason")
+    entry = reasoned("all", stored, judged_times(stored, 1.001), reason)
+    assert (entry.runs.seconds, entry.reason) == ((1.0, 1.001), "the old reason")
+
+
+@pytest.mark.parametrize("reason", ["a new reason", None])
+def test_another_speed_is_a_change_like_others(reason):
+    stored = replace(timed_entry(1.0), reason="the old reason")
+    entry = reasoned("all", stored, judged_times(stored, 2.0, 2.0), reason)
+    assert (entry.runs.seconds, entry.reason) == ((2.0,), reason)

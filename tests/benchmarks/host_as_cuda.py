@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_gpumem.devices.cuda_runtime import GpuProperties
-from pytest_gpumem.devices.nvml import GpuNow
+from tests.silent_cuda import SilentCuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ TIMES = {"requested": 1, "allocated": 2, "active": 3, "reserved": 4}
 """How many bytes each counter counts for one that is requested."""
 
 
-class HostAsCuda:
+class HostAsCuda(SilentCuda):
     """See above."""
 
     def __init__(self, host: CpuDevice) -> None:
@@ -50,27 +50,8 @@ class HostAsCuda:
         self._host.take_peak()
         self._peak = self._host.live()
 
-    def clear_workspaces(self) -> None:
-        return
-
-    def empty_cache(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
     def allocate(self, nbytes: int) -> object:
         return torch.empty(nbytes, dtype=torch.uint8)
-
-    def gpu(self) -> GpuNow:
-        return GpuNow()
-
-    def sm_clock(self) -> float | None:
-        return None
-
-    def launches(self, run: Callable[[], object]) -> int | None:
-        run()
-        return None
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         borders = [time.perf_counter()]

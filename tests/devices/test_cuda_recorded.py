@@ -13,7 +13,6 @@ from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import Stretch
 from pytest_gpumem.devices.events import AllocationEvent
-from pytest_gpumem.devices.nvml import GpuNow
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.runner import Phase, measure_step
 from tests.gpu.recording import (
@@ -32,14 +31,12 @@ from tests.gpu.recording import (
     seen_by_device,
 )
 from tests.gpu.step_recording import StepRecording, recording_of, run_step
+from tests.silent_cuda import SilentCuda
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
-    import torch
-
-    from pytest_gpumem.devices.cuda_runtime import CudaRuntime, GpuProperties
+    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
     from pytest_gpumem.devices.events import Token
 
 DATA = Path(__file__).parents[1] / "data"
@@ -292,7 +289,7 @@ class Block:
 
 
 @dataclass
-class MadeUpCuda:
+class MadeUpCuda(SilentCuda):
     """A GPU whose allocator rounds to 512 bytes, and reserves what it ever needed until its cache is emptied."""
 
     counts_requests: bool = True
@@ -310,12 +307,6 @@ class MadeUpCuda:
         for counter in COUNTERS:
             self.peaks[counter] = max(self.peaks[counter], self.now[counter])
             self.ever[counter] += max(self.now[counter] - before[counter], 0)
-
-    def torch_device(self) -> torch.device:
-        raise AssertionError("nothing runs on it")
-
-    def properties(self) -> GpuProperties:
-        raise AssertionError("it has none")
 
     def statistics(self) -> dict[str, int]:
         counters = COUNTERS if self.counts_requests else COUNTERS[1:]
@@ -335,27 +326,8 @@ class MadeUpCuda:
         _, allocated, reserved = COUNTERS
         self.now[reserved] = self.now[allocated]
 
-    def synchronize(self) -> None:
-        return
-
     def allocate(self, nbytes: int) -> object:
         return Block(self, nbytes)
-
-    def gpu(self) -> GpuNow:
-        return GpuNow()
-
-    def sm_clock(self) -> float | None:
-        return None
-
-    def launches(self, run: Callable[[], object]) -> int | None:
-        run()
-        return None
-
-    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        raise AssertionError("nothing is timed")
-
-    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
-        raise AssertionError("nothing is recorded")
 
 
 def multiply(runtime: CudaRuntime, held: dict[str, object]) -> None:

@@ -19,10 +19,16 @@ class NVMLError(Exception):
         self.value = value
 
 
+class NVMLLibraryMismatchError(Exception):
+    """As in nvidia-ml-py: none of NVML's own errors."""
+
+
 class MadeUpNvml(ModuleType):
     """One GPU, which may be cut into a MIG instance. A value of ``answers`` that is an exception is raised."""
 
     NVMLError = NVMLError
+    NVMLLibraryMismatchError = NVMLLibraryMismatchError
+    NVML_SUCCESS = 0
     NVML_CLOCK_GRAPHICS = 0
     NVML_CLOCK_SM = 1
     NVML_ERROR_NOT_FOUND = NOT_FOUND
@@ -180,6 +186,27 @@ def test_where_nobody_knows_who_works_another_process_is_believed_to(nvml, gpu):
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
     nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(NOT_SUPPORTED)
     assert now(gpu, OWN).strangers == Strangers(1, frozenset({OTHER}))
+
+
+def test_where_nvml_has_no_samples_nobody_was_seen_to_work(nvml, gpu):
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
+    for nothing in (NOT_FOUND, nvml.NVML_SUCCESS):
+        nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(nothing)
+        assert now(gpu, OWN).strangers == Strangers(0)
+
+
+def test_an_older_driver_lists_its_processes_by_the_older_function(nvml, gpu):
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = NVMLLibraryMismatchError("use matching versions")
+    assert gpu.processes() is None
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses_v2"] = [SimpleNamespace(pid=OWN)]
+    assert gpu.processes() == {OWN}
+
+
+def test_what_nvidia_ml_py_raises_beside_nvmls_errors_is_what_the_made_up_one_does():
+    pynvml = pytest.importorskip("pynvml")
+    assert not issubclass(pynvml.NVMLLibraryMismatchError, pynvml.NVMLError)
+    assert callable(pynvml.nvmlDeviceGetComputeRunningProcesses_v2)
+    assert pynvml.NVML_SUCCESS == 0
 
 
 def test_who_works_is_not_asked_where_this_process_is_the_only_one(nvml, gpu):

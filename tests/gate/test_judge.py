@@ -131,6 +131,13 @@ def test_a_leak_that_is_gone_is_an_improvement():
     assert verdict.of("retained").outcome is Outcome.IMPROVED
 
 
+def test_a_verdict_tells_why_its_baseline_was_accepted():
+    baseline = replace(stored(peak_allocated=8 * GB), reason="flash attention off until #12")
+    verdict = judge(measured(peak_allocated=8 * GB), Budget(), baseline, DEFAULT_TOLERANCES)
+    assert verdict.origin.reason == "flash attention off until #12"
+    assert Verdict.from_plain(verdict.to_plain()) == verdict
+
+
 def test_a_compared_metric_tells_its_baseline_and_what_was_allowed():
     verdict = judge(measured(peak_allocated=9 * GB), Budget(), stored(peak_allocated=8 * GB), DEFAULT_TOLERANCES)
     assert verdict.metrics == (MetricVerdict("peak_allocated", Outcome.REGRESSED, 9 * GB, 8 * GB, 40_000_000),)

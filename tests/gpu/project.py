@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 if TYPE_CHECKING:
@@ -34,6 +35,19 @@ class GpuProject:
         """Write ``test_it.py``; ``pytest`` and ``torch`` are imported."""
         text = f"import pytest\nimport torch\n\n\n{source}"
         (self.path / "test_it.py").write_text(text, encoding="utf-8")
+
+    def verdicts(self, *arguments: str) -> dict[str, Any]:
+        """The verdicts on the metrics of ``test_it``, which measures one step, by metric; of a run with ``arguments``."""
+        report = self.path / "report.xml"
+        result = self.run(*arguments, f"--junitxml={report}")
+        found = [
+            json.loads(str(entry.get("value")))
+            for entry in ElementTree.parse(report).iter("property")
+            if entry.get("name") == "gpumem"
+        ]
+        assert len(found) == 1, result.stdout.str()
+        assert found[0]["verdicts"], result.stdout.str()
+        return {one["metric"]: one for one in found[0]["verdicts"][0]["metrics"]}
 
     def run(self, *arguments: str) -> pytest.RunResult:
         """Run pytest with the plugin in a process of its own."""

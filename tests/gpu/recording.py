@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_runtime import GpuProperties
-from pytest_gpumem.devices.nvml import GpuNow
+from tests.silent_cuda import SilentCuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import torch
 
-    from pytest_gpumem.devices.cuda_runtime import CudaRuntime, Stretch
+    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
 
 FORMAT = 1
 COUNTERS = ("requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all")
@@ -121,7 +120,7 @@ def _read(runtime: CudaRuntime, which: str) -> Reading:
     return {counter: statistics[f"{counter}.{which}"] for counter in COUNTERS if f"{counter}.{which}" in statistics}
 
 
-class ReplayedCuda:
+class ReplayedCuda(SilentCuda):
     """A `CudaRuntime` whose statistics are those of a recording. `play` makes a moment happen."""
 
     def __init__(self, recording: Recording) -> None:
@@ -179,32 +178,16 @@ class ReplayedCuda:
         if self._playing is not None and self._is_cleared:
             self._now = _currents(self._playing.emptied)
 
-    def synchronize(self) -> None:
-        return
-
     def allocate(self, nbytes: int) -> object:
         block = _Block()
         self._probe(nbytes)
         weakref.finalize(block, self._probe, -nbytes)
         return block
 
-    def gpu(self) -> GpuNow:
-        return GpuNow()
-
-    def sm_clock(self) -> float | None:
-        return None
-
-    def launches(self, run: Callable[[], object]) -> int | None:
-        run()
-        return None
-
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         for run in runs:
             run()
         return [0.0] * len(runs)
-
-    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
-        raise AssertionError("a recording of statistics has no events")
 
     def _probe(self, nbytes: int) -> None:
         self._probes += nbytes

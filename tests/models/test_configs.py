@@ -45,6 +45,8 @@ def four_blocks(architecture: Architecture) -> Architecture:
     return architecture.but(num_hidden_layers=4)
 
 
+SHALLOW = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT, "vit": VIT, "resnet": RESNET}
+"""Of two blocks, where nothing depends on how many there are."""
 ARCHITECTURES = {
     "gpt2": four_blocks(GPT2),
     "llama": four_blocks(LLAMA),
@@ -71,7 +73,9 @@ def test_the_stages_of_the_resnet_have_the_published_number_of_parameters() -> N
 
 
 @ON_THE_CPU
-def test_a_model_trains_in_every_precision(gpumem: Gpumem, architecture: Architecture) -> None:
+@pytest.mark.parametrize("shallow", SHALLOW.values(), ids=SHALLOW.keys())
+def test_a_model_trains_in_every_precision(gpumem: Gpumem, shallow: Architecture) -> None:
+    architecture = shallow.with_dropout(DROPOUT)
     batch = architecture.batch()
     for precision in PRECISIONS:
         measured = gpumem.train_step(architecture.build, batch, config=precision, explain=True)

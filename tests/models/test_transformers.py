@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tests.models.architectures import Architecture
 
 pytestmark = NEEDS_TRANSFORMERS
+UNTIMED = pytest.mark.usefixtures("_untimed")
+"""Where the claim is about bytes. That these are the same beside times is a claim of those that are timed."""
 
 FLOAT = 4
 
@@ -61,6 +63,7 @@ def adamw_temporaries(sizes: list[int]) -> int:
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_a_training_step_gives_the_same_bytes_again_with_other_weights_and_data(
     gpumem: Gpumem, architecture: Architecture
 ) -> None:
@@ -74,6 +77,7 @@ def test_a_training_step_gives_the_same_bytes_again_with_other_weights_and_data(
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_an_inference_step_gives_the_same_bytes_again_with_other_weights_and_data(
     gpumem: Gpumem, architecture: Architecture
 ) -> None:
@@ -88,6 +92,7 @@ def test_an_inference_step_gives_the_same_bytes_again_with_other_weights_and_dat
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_a_training_step_holds_parameters_gradients_and_adamw_state(gpumem: Gpumem, architecture: Architecture) -> None:
     model, batch = architecture.build(), architecture.batch()
     sizes = sizes_of(model)
@@ -101,6 +106,7 @@ def test_a_training_step_holds_parameters_gradients_and_adamw_state(gpumem: Gpum
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_gradients_and_optimizer_state_add_up_to_the_byte(gpumem: Gpumem, architecture: Architecture) -> None:
     model, batch = architecture.build(), architecture.batch()
     sizes = sizes_of(model)
@@ -119,6 +125,7 @@ def test_gradients_and_optimizer_state_add_up_to_the_byte(gpumem: Gpumem, archit
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_frozen_parameters_have_no_gradient_and_no_state(gpumem: Gpumem) -> None:
     model, batch = BERT.build(), BERT.batch()
     model.requires_grad_(False)
@@ -130,6 +137,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state(gpumem: Gpumem) -> None
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_inference_needs_less_than_training(gpumem: Gpumem, architecture: Architecture) -> None:
     model, batch = architecture.build(), architecture.batch()
     inference = gpumem.infer_step(model, batch)
@@ -138,6 +146,7 @@ def test_inference_needs_less_than_training(gpumem: Gpumem, architecture: Archit
 
 
 @ON_THE_CPU
+@UNTIMED
 @pytest.mark.parametrize("architecture", [LLAMA, VIT], indirect=True, ids=["llama", "vit"])
 def test_a_mapping_with_labels_is_trained_by_the_loss_of_its_output(gpumem: Gpumem, architecture: Architecture) -> None:
     model, batch = architecture.build(), architecture.batch()
@@ -147,6 +156,7 @@ def test_a_mapping_with_labels_is_trained_by_the_loss_of_its_output(gpumem: Gpum
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_a_tokenizers_encoding_is_a_batch_like_a_dict(gpumem: Gpumem) -> None:
     from transformers import BatchEncoding
 
@@ -158,6 +168,7 @@ def test_a_tokenizers_encoding_is_a_batch_like_a_dict(gpumem: Gpumem) -> None:
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_without_labels_there_is_nothing_to_train_by(gpumem: Gpumem) -> None:
     model, batch = BERT.build(), BERT.batch()
     del batch["labels"]
@@ -167,6 +178,7 @@ def test_without_labels_there_is_nothing_to_train_by(gpumem: Gpumem) -> None:
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_a_model_and_a_function_that_builds_it_give_the_same_bytes(gpumem: Gpumem, architecture: Architecture) -> None:
     batch = architecture.batch()
     built = gpumem.train_step(architecture.build, batch)
@@ -183,6 +195,7 @@ def test_a_model_leaves_the_measuring_as_it_came(gpumem: Gpumem) -> None:
 
 
 @ON_THE_CPU
+@UNTIMED
 def test_gradient_checkpointing_of_the_library_shows_in_the_peak(gpumem: Gpumem) -> None:
     model, batch = GPT2.build(), GPT2.batch()
     plain = gpumem.train_step(model, batch)

@@ -14,18 +14,15 @@ from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.explain.difference import Difference, difference
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import FAILING, judge
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict, Verdict
+from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.explanation import (
-    MOST_TOLD,
     composition_lines,
-    compositions,
     explanation_blocks,
     growth_lines,
     guilty_metrics,
     out_of_memory_lines,
 )
-from pytest_gpumem.results import TestResult
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_size
 
@@ -299,32 +296,3 @@ def test_of_what_was_there_more_is_told_than_of_a_regression():
 
 def test_a_difference_without_changes_has_a_header_only():
     assert len(growth_lines(Difference(1, 1, ()), "si")) == 1
-
-
-def explained(name: str, count: int = 1) -> TestResult:
-    one = verdict_of(composition(row("activation", 5 * GB, name)))
-    return TestResult(TestVerdict("test_it.py", name, (one,) * count), passed=True)
-
-
-def test_every_measurement_that_was_explained_is_told_with_its_peak():
-    lines = compositions([explained("test_a"), explained("test_b", 2)], "si", everything=False)
-    titles = [line for line in lines if line.startswith("test_it.py::")]
-    assert titles == [
-        "test_it.py::test_a: 5.00 GB at the peak",
-        "test_it.py::test_b (call): 5.00 GB at the peak",
-        "test_it.py::test_b (call): 5.00 GB at the peak",
-    ]
-    assert sum("activations" in line for line in lines) == 3
-
-
-def test_of_very_many_the_first_are_told_unless_all_are_asked_for():
-    results = [explained(f"test_{number}") for number in range(MOST_TOLD + 2)]
-    short = compositions(results, "si", everything=False)
-    assert sum("at the peak" in line for line in short) == MOST_TOLD
-    assert short[-2] == "... and 2 more; -v shows them all"
-    assert sum("at the peak" in line for line in compositions(results, "si", everything=True)) == MOST_TOLD + 2
-
-
-def test_what_was_not_explained_is_not_told():
-    result = TestResult(TestVerdict("test_it.py", "test_it", (verdict_of(None),)), passed=True)
-    assert compositions([result], "si", everything=True) == []

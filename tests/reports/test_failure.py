@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import textwrap
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +20,7 @@ from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.failure import failure_text, measured_section
+from pytest_gpumem.reports.screen import Screen
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import LEVEL, Runs
 from pytest_gpumem.timing.samples import Round, Sample, Times
@@ -69,6 +74,17 @@ def test_a_regression():
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
         """
     )
+
+
+def test_why_a_baseline_was_accepted_stands_below_it_in_one_harmless_line():
+    earlier = replace(stored(peak_allocated=GB), reason="attention off\nuntil #12 \x1b[31m\u202e")
+    lines = text_of((measured(peak_allocated=2 * GB), Budget(), earlier)).splitlines()
+    assert lines[-4:] == [
+        "  baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234",
+        "  reason:   attention off\\nuntil #12 \\x1b[31m\\u202e",
+        "",
+        '  accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all',
+    ]
 
 
 def test_a_regression_on_the_cpu_is_not_of_gpu_memory():
@@ -400,10 +416,26 @@ def test_the_id_of_the_test_is_quoted_as_people_do(path, typed):
 
 
 @unhurried
-@given(st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=12))
+@given(st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), min_size=1, max_size=12))
 def test_a_shell_reads_the_id_of_the_test_as_it_is(parameter):
     path = f"tests/a.py::test_a[{parameter}]"
     assert shlex.split(accepting(path=path)) == ["pytest", path, "--gpumem-update=all"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to ask")
+def test_bash_reads_an_id_with_what_cannot_be_seen_as_it_is():
+    path = "a.py::test_a[it's\n\x1b[31mred\\ \u202e 漢 \udcff]"
+    command = accepting(path=path)
+    assert Screen().legible(command) == command
+    done = subprocess.run(["bash", "-c", f"printf '%s' {command.split(' ', 1)[1]}"], capture_output=True, check=True)
+    assert done.stdout == os.fsencode(path) + b"--gpumem-update=all"
+
+
+def test_no_note_and_no_reason_moves_the_cursor():
+    text = text_of((measured(peak_allocated=2 * GB, notes=("one\ntwo\x1b[2J",)), Budget(), stored(peak_allocated=GB)))
+    assert r"  note: one\ntwo\x1b[2J" in text.split("\n")
+    unmeasured = TestVerdict("a.py", "test_a", unmeasured="so\x1b[31m")
+    assert r"so\x1b[31m" in failure_text(unmeasured, frozenset(), "si", path="a.py")
 
 
 # The section of a test that failed for a reason of its own

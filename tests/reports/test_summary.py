@@ -1,41 +1,34 @@
-"""The table at the end of a session: which rows and columns it has, and where it stops."""
+"""The table at the end of a session: which rows and columns it has, and what stands beneath."""
 
 from __future__ import annotations
 
 import textwrap
 
-from pytest_gpumem.baselines.entry import Absent, Entry
-from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.gate.judge import judge
-from pytest_gpumem.gate.verdict import TestVerdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.columns import columns
-from pytest_gpumem.reports.summary import MOST_ROWS, table
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.baselines.entry import Absent
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.reports.columns import columns, plain_lines
+from pytest_gpumem.reports.summary import (
+    MOST_FIGURES,
+    STYLES,
+    measured_in,
+    not_shown,
+    notes,
+    reasons,
+    summary_table,
+    to_be_shown,
+)
 from pytest_gpumem.timing.samples import Round, Sample, Times
-
-GB = 10**9
-H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
-CALL = Workload("call")
+from tests.reports.made_up import GB, new, ok, recorded, regressed, result, verdict_on
 
 
-def verdict_on(now: dict, earlier: dict | Absent | None, name="call", budget=None, times=None, runs=None):
-    baseline = Entry(CALL, H100, earlier, "2026-11-02", runs=runs) if isinstance(earlier, dict) else earlier
-    measurement = Measurement(name, CALL, H100, now, times=times, work={"samples": 8})
-    return judge(measurement, budget or Budget(), baseline, DEFAULT_TOLERANCES)
+def table(results, units="si", *, everything=False) -> list[str]:
+    """The lines of the table of all measurements."""
+    return plain_lines(summary_table(measured_in(results), units, everything=everything))
 
 
-def result(*verdicts, test="test_a", file="a.py") -> TestResult:
-    return TestResult(TestVerdict(file, test, verdicts), passed=True)
-
-
-def ok(number: int) -> TestResult:
-    return result(verdict_on({"peak_allocated": GB}, {"peak_allocated": GB}), test=f"test_{number:03}")
-
-
-def regressed(number: int) -> TestResult:
-    return result(verdict_on({"peak_allocated": 2 * GB}, {"peak_allocated": GB}), test=f"test_{number:03}")
+def shown(results, *, gating) -> list[str]:
+    """The tests that have something to say."""
+    return [one.test.test for one in to_be_shown(measured_in(results), gating=gating)]
 
 
 def literal(text: str) -> list[str]:
@@ -46,8 +39,7 @@ def test_a_row_a_measurement_and_a_column_a_metric():
     rows = [
         result(
             verdict_on(
-                {"peak_allocated": 9 * GB, "peak_forward": 5 * GB, "peak_backward": 9 * GB, "peak_optimizer": 8 * GB}
-                | {"step_time": 0.01231},
+                {"peak_allocated": 9 * GB, "peak_forward": 5 * GB, "step_time": 0.01231},
                 {"peak_allocated": 8 * GB},
                 "train_step",
                 times=Times((Sample((Round(0.01231),)),)),
@@ -56,13 +48,11 @@ def test_a_row_a_measurement_and_a_column_a_metric():
         ),
         result(verdict_on({"peak_allocated": GB, "peak_reserved": 2 * GB}, {"peak_allocated": GB}), test="test_call"),
     ]
-    assert table(rows, "si", everything=False) == literal(
+    assert table(rows) == literal(
         """
-        test                       peak   change  forward  backward  optimizer  reserved  step time     throughput  verdict
-        a.py::test_train[fp32]  9.00 GB  +12.5 %  5.00 GB   9.00 GB    8.00 GB         -   12.31 ms  650 samples/s  regressed
-        a.py::test_call         1.00 GB   +0.0 %        -         -          -   2.00 GB          -              -  new
-        recorded: time is not compared: the baseline has no times
-        new: the baseline has no such metric
+        test                       peak   change  reserved  step time     throughput  verdict
+        a.py::test_train[fp32]  9.00 GB  +12.5 %         -   12.31 ms  650 samples/s  regressed
+        a.py::test_call         1.00 GB   +0.0 %   2.00 GB          -              -  new
         """
     )
 
@@ -70,10 +60,10 @@ def test_a_row_a_measurement_and_a_column_a_metric():
 def test_counts_are_shown_where_they_changed_and_on_demand():
     then = {"peak_allocated": GB, "operators": 1236, "syncs": 0}
     same = [result(verdict_on(then, then))]
-    assert table(same, "si", everything=False)[0].split() == ["test", "peak", "change", "verdict"]
-    assert table(same, "si", everything=True)[0].split() == ["test", "peak", "change", "operators", "syncs", "verdict"]
+    assert table(same)[0].split() == ["test", "peak", "change", "verdict"]
+    assert table(same, everything=True)[0].split() == ["test", "peak", "change", "operators", "syncs", "verdict"]
     changed = [*same, result(verdict_on(then | {"operators": 1284}, then), test="test_b")]
-    assert table(changed, "si", everything=False) == literal(
+    assert table(changed) == literal(
         """
         test             peak  change  operators  verdict
         a.py::test_a  1.00 GB  +0.0 %      1,236  ok
@@ -84,12 +74,11 @@ def test_counts_are_shown_where_they_changed_and_on_demand():
 
 def test_binary_units_are_shown_on_demand():
     rows = [result(verdict_on({"peak_allocated": 2**30}, None))]
-    assert table(rows, "iec", everything=False)[1].split() == ["a.py::test_a", "1.00", "GiB", "recorded"]
+    assert table(rows, "iec")[1].split() == ["a.py::test_a", "1.00", "GiB", "recorded"]
 
 
 def test_without_baselines_there_is_no_column_of_changes():
-    rows = [result(verdict_on({"peak_allocated": GB}, None))]
-    assert table(rows, "si", everything=False) == literal(
+    assert table([recorded()]) == literal(
         """
         test             peak  verdict
         a.py::test_a  1.00 GB  recorded
@@ -99,10 +88,10 @@ def test_without_baselines_there_is_no_column_of_changes():
 
 def test_leaks_and_cycles_have_a_column_only_when_there_are_any():
     clean = {"peak_allocated": GB, "retained": 0, "cyclic_garbage": 0}
-    assert "retained" not in table([result(verdict_on(clean, None))], "si", everything=False)[0]
-    assert "cycles" not in table([result(verdict_on(clean, None))], "si", everything=False)[0]
+    assert "retained" not in table([result(verdict_on(clean, None))])[0]
+    assert "cycles" not in table([result(verdict_on(clean, None))])[0]
     rows = [result(verdict_on(clean, None)), result(verdict_on(clean | {"retained": 512}, None), test="test_b")]
-    header, first, second = table(rows, "si", everything=False)
+    header, first, second = table(rows)
     assert "retained" in header
     assert "cycles" not in header
     assert first.split() == ["a.py::test_a", "1.00", "GB", "0", "B", "recorded"]
@@ -113,76 +102,113 @@ def test_several_measurements_of_a_test_are_told_apart_by_name():
     row = result(
         verdict_on({"peak_allocated": GB}, None, "plain"), verdict_on({"peak_allocated": GB}, None, "checkpointed")
     )
-    lines = table([row], "si", everything=False)
-    assert [line.rpartition("1.00 GB")[0].strip() for line in lines[1:]] == [
+    assert [line.rpartition("1.00 GB")[0].strip() for line in table([row])[1:]] == [
         "a.py::test_a (plain)",
         "a.py::test_a (checkpointed)",
     ]
 
 
 def test_tests_that_were_not_measured_have_no_row():
-    unmeasured = TestResult(TestVerdict("a.py", "test_b", unmeasured="no CUDA device"), passed=True)
-    assert table([unmeasured], "si", everything=True) == []
-    assert len(table([ok(1), unmeasured], "si", everything=True)) == 2
-
-
-def test_no_measured_test_is_no_table():
-    assert table([], "si", everything=False) == []
+    unmeasured = result(test="test_b", unmeasured="no CUDA device")
+    assert measured_in([unmeasured]) == []
+    assert len(table([ok(1), unmeasured], everything=True)) == 2
 
 
 def test_a_long_name_is_not_cut_off():
-    name = "test_" + "x" * 300
-    lines = table([result(verdict_on({"peak_allocated": GB}, None), test=name)], "si", everything=False)
-    assert lines[1].startswith(f"a.py::{name} ")
+    name = "test_" + "x" * 20_000
+    assert table([recorded(name)])[1].startswith(f"a.py::{name} ")
 
 
-def test_brackets_in_a_name_are_shown_as_they_are():
-    lines = table([result(verdict_on({"peak_allocated": GB}, None), test="test_a[bold]")], "si", everything=False)
+def test_brackets_and_colons_in_a_name_are_shown_as_they_are():
+    lines = table([recorded("test_a[bold]"), recorded("test_b[:fire:]")])
     assert lines[1].startswith("a.py::test_a[bold] ")
+    assert lines[2].startswith("a.py::test_b[:fire:] ")
 
 
-# Limits
+# Which rows
 
 
-def test_as_many_rows_as_fit_are_shown_whatever_their_verdict():
-    lines = table([ok(number) for number in range(MOST_ROWS)], "si", everything=False)
-    assert len(lines) == 1 + MOST_ROWS
+def test_what_is_ok_has_nothing_to_say():
+    assert shown([ok(1), regressed(2), ok(3)], gating=True) == ["test_002"]
+    assert shown([ok(1), ok(2)], gating=False) == []
 
 
-def test_of_more_rows_only_those_with_something_to_say_are_shown():
-    rows = [ok(number) for number in range(MOST_ROWS)] + [regressed(MOST_ROWS), regressed(MOST_ROWS + 1)]
-    lines = table(rows, "si", everything=False)
-    assert [line.split()[0] for line in lines] == ["test", "a.py::test_060", "a.py::test_061", "..."]
-    assert lines[-1] == f"... and {MOST_ROWS} more that are ok or recorded (-v shows them)"
+def test_what_was_only_recorded_is_of_interest_where_nothing_was_to_be_gated():
+    assert shown([recorded(1), ok(2)], gating=False) == ["test_001"]
+    assert shown([recorded(1), ok(2)], gating=True) == []
 
 
-def test_everything_is_shown_on_demand():
-    rows = [ok(number) for number in range(MOST_ROWS)] + [regressed(MOST_ROWS)]
-    assert len(table(rows, "si", everything=True)) == 1 + len(rows)
+def test_improvements_and_what_could_not_be_compared_are_shown():
+    improved = result(verdict_on({"peak_allocated": GB}, {"peak_allocated": 2 * GB}), test="improved")
+    foreign = result(verdict_on({"peak_allocated": GB}, Absent(("NVIDIA A100",))), test="foreign")
+    assert shown([improved, new("new"), foreign, ok(1)], gating=True) == ["improved", "new", "foreign"]
 
 
-def test_many_rows_of_which_none_has_something_to_say_are_no_table():
-    assert table([ok(number) for number in range(MOST_ROWS + 1)], "si", everything=False) == []
+def test_of_very_many_rows_that_only_have_figures_the_first_are_shown():
+    rows = [new(number) for number in range(MOST_FIGURES + 5)]
+    assert shown(rows, gating=False) == [f"test_{number:03}" for number in range(MOST_FIGURES)]
 
 
-def test_no_row_with_something_to_say_is_ever_left_out():
-    rows = [regressed(number) for number in range(2 * MOST_ROWS)]
-    assert len(table(rows, "si", everything=False)) == 1 + len(rows)
+def test_no_row_in_which_something_was_found_is_ever_left_out():
+    rows = [regressed(number) for number in range(2 * MOST_FIGURES)]
+    assert len(shown(rows, gating=True)) == len(rows)
+
+
+def test_what_is_left_out_is_counted_by_its_outcome():
+    measured = measured_in([ok(1), ok(2), new(3), regressed(4)])
+    assert not_shown(measured, measured[3:]) == ["... and 2 ok, 1 new (-v shows all)"]
+    assert not_shown(measured, measured) == []
+
+
+def test_every_outcome_has_a_style():
+    assert set(STYLES) == set(Outcome)
+
+
+# Which columns give way
+
+
+def by_weight(results) -> list[str]:
+    """The columns that may be left out, the first being the first to go."""
+    titles = summary_table(measured_in(results), "si", everything=True).columns
+    return [title for _, title in sorted((one.weight, one.title) for one in titles if one.weight is not None)]
+
+
+def test_a_step_s_peak_and_verdict_never_give_way_and_its_time_late():
+    then = {"peak_allocated": GB, "operators": 10, "step_time": 0.5}
+    rows = [result(verdict_on(then, then, times=Times((Sample((Round(0.5),)),))))]
+    assert by_weight(rows) == ["throughput", "operators", "step time", "change"]
+
+
+def test_a_column_in_which_something_was_found_gives_way_last():
+    then = {"peak_allocated": GB, "operators": 10, "retained": 5}
+    assert by_weight([result(verdict_on(then, then))]) == ["operators", "retained", "change"]
+    assert by_weight([result(verdict_on(then | {"operators": 20}, then))]) == ["retained", "change", "operators"]
 
 
 # Reasons
 
 
-def test_why_measurements_were_not_compared_is_said_once_below():
-    rows = [
-        result(verdict_on({"peak_allocated": GB}, Absent()), test="test_a"),
-        result(verdict_on({"peak_allocated": GB}, Absent()), test="test_b"),
-        result(verdict_on({"peak_allocated": GB}, Absent(("NVIDIA A100",))), test="test_c"),
-    ]
-    assert table(rows, "si", everything=False)[4:] == [
+def test_why_measurements_were_not_compared_is_said_once():
+    rows = [new("test_a"), new("test_b"), result(verdict_on({"peak_allocated": GB}, Absent(("NVIDIA A100",))))]
+    assert reasons(measured_in(rows)) == [
         "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 times)",
         "foreign: there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3",
     ]
+
+
+def test_why_times_were_not_compared_is_told_once_for_all_tests():
+    now = {"peak_allocated": GB, "step_time": 0.5}
+    times = Times((Sample((Round(0.5),)),))
+    rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
+    assert reasons(measured_in(rows)) == ["recorded: time is not compared: the baseline has no times (3 times)"]
+
+
+def test_a_note_is_told_with_its_test_unless_the_step_had_not_settled():
+    said = result(verdict_on({"peak_allocated": GB}, None, notes=("not counted",)))
+    unsettled = result(
+        verdict_on({"peak_allocated": GB}, None, notes=("the peak still moved",), settled=False), test="test_b"
+    )
+    assert notes(measured_in([said, unsettled])) == ["note: a.py::test_a: not counted"]
 
 
 # Columns
@@ -198,12 +224,3 @@ def test_numbers_are_aligned_right_and_names_left():
 
 def test_a_line_ends_where_its_text_does():
     assert all(line == line.rstrip() for line in columns(("a", ""), [("x", ""), ("y", "z")], left=(0, 1)))
-
-
-def test_why_times_were_not_compared_is_told_once_for_all_tests():
-    now = {"peak_allocated": GB, "step_time": 0.5}
-    times = Times((Sample((Round(0.5),)),))
-    rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
-    assert table(rows, "si", everything=False)[-1] == (
-        "recorded: time is not compared: the baseline has no times (3 times)"
-    )

@@ -173,9 +173,18 @@ def test_it_has_to_be_slower_than_the_slowest_of_the_accepted_runs():
 
 
 @pytest.mark.parametrize(("factor", "outcome"), [(1.1 * MOST_SLOWED, "slower"), (0.9 * MOST_SLOWED, "uncertain")])
-def test_a_slowdown_that_a_slower_machine_does_not_account_for_is_one(factor, outcome):
-    on_half_the_pace = noisy(factor, pace=0.5)
-    assert compare([on_half_the_pace], stable(cycles=1.0), TOLERANCE).outcome == outcome
+@pytest.mark.parametrize("pace", [0.9, 0.125])
+def test_a_slowdown_that_a_slower_machine_does_not_account_for_is_one(factor, outcome, pace):
+    now = noisy(factor / pace, pace=pace)
+    assert compare([now], stable(cycles=1.0), TOLERANCE).outcome == outcome
+    busy = noisy(factor / pace, pace=pace, invalid=THROTTLED, at_least=factor / pace / MOST_SLOWED)
+    assert compare([busy], stable(cycles=1.0), TOLERANCE).outcome == outcome
+    pairs = [(noisy(1.0, pace=1.0), busy)] * FEWEST_PAIRS
+    assert compare_pairs(pairs, TOLERANCE).outcome == outcome
+
+
+def test_what_a_clock_at_an_eighth_of_its_pace_accounts_for_is_no_slowdown():
+    assert compare([noisy(8.0, pace=0.125)], stable(cycles=1.0), TOLERANCE).outcome == "uncertain"
 
 
 def test_what_else_is_at_work_only_adds_time_so_a_disturbed_sample_can_show_that_nothing_is_slower():

@@ -1,0 +1,140 @@
+"""``gpumem comment``: a report as the one comment in a pull request that is kept up to date."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import click
+
+from pytest_gpumem.cli.wrong import WrongInput
+
+DEFAULT_NAME = "gpumem"
+_LONGEST_NAME = 100
+
+
+def _address(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    if value and not re.fullmatch(r"https?://[^\s<>()\[\]\"'`]+", value):
+        raise click.BadParameter(f"{value!r} is not a web address")
+    return value
+
+
+def _repository(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[\w-]+/(?!\.{1,2}$)[\w.-]+", value, flags=re.ASCII):
+        raise click.BadParameter(f"{value!r} is not a repository; write it like 'owner/name'")
+    return value
+
+
+def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    if len(value) > _LONGEST_NAME:
+        raise click.BadParameter(f"it has {len(value)} characters, and may have {_LONGEST_NAME}")
+    return value
+
+
+@click.command()
+@click.argument("report", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--pull-request", type=click.IntRange(min=1), help="Its number; that of the workflow's event by default.")
+@click.option(
+    "--repository",
+    metavar="OWNER/NAME",
+    envvar="GITHUB_REPOSITORY",
+    callback=_repository,
+    help="Where the pull request is; GITHUB_REPOSITORY by default.",
+)
+@click.option(
+    "--name",
+    default=DEFAULT_NAME,
+    show_default=True,
+    callback=_name,
+    help="Which comment it is, where a pull request has several.",
+)
+@click.option("--link", metavar="URL", default="", callback=_address, help="Where the whole report is.")
+def comment(*, report: Path, pull_request: int | None, repository: str | None, name: str, link: str) -> None:
+    """Put a report into the pull request, as one comment that later runs change.
+
+    REPORT is what pytest --gpumem-report=FILE wrote: JSON, of which the most important fits in, or Markdown, taken as it is.
+    The comment is found again by its name and by who wrote it. GITHUB_TOKEN is the token, with the permission
+    pull-requests: write. In a job of GitHub Actions nothing else has to be said:
+
+    \b
+        gpumem comment gpumem-report/gpumem.json
+
+    A token that may only read, which is what pull requests from forks get, is no failure, and neither is a job that runs for
+    no pull request: both are said.
+
+    Exit status: 0 when the comment is there, or must not be, 1 when GitHub could not be told, 2 for wrong input or usage.
+    """
+    from pytest_gpumem.github.api import Api, GitHubError, NotAllowedError
+    from pytest_gpumem.github.comment import PullRequest, put_comment
+
+    token = os.environ.get("GITHUB_TOKEN")
+    if not token:
+        raise WrongInput("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
+    if repository is None:
+        raise WrongInput("which repository is not known: give --repository OWNER/NAME")
+    number = pull_request or _number_of_event()
+    if number is None:
+        _tell("there is no comment, since this job runs for no pull request")
+        return
+    api = Api(
+        token,
+        os.environ.get("GITHUB_API_URL", "https://api.github.com"),
+        os.environ.get("GITHUB_GRAPHQL_URL", "https://api.github.com/graphql"),
+    )
+    try:
+        done = put_comment(api, PullRequest(repository, number), name, _body(report, name, link))
+    except NotAllowedError as error:
+        _tell(
+            "there is no comment, since the token may not write one, as for pull requests from forks; otherwise give the "
+            f"job the permission pull-requests: write ({error})"
+        )
+    except GitHubError as error:
+        raise click.ClickException(f"the comment could not be put: {error}") from None
+    else:
+        click.echo(f"{'made' if done.made else 'changed'} {done.address}")
+
+
+def _body(file: Path, name: str, link: str) -> str:
+    """The comment, but for its marker. Raises `WrongInput`."""
+    from pytest_gpumem.github.comment import room
+    from pytest_gpumem.reports.escaping import plain
+    from pytest_gpumem.reports.json_report import ReportError, from_json
+    from pytest_gpumem.reports.markdown import markdown
+
+    above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
+    beneath = f"\n[The whole report]({link})\n" if link else ""
+    most = room(name) - len(above) - len(beneath)
+    try:
+        text = file.read_text(encoding="utf-8")
+        body = markdown(from_json(text, str(file)), most=most) if file.suffix == ".json" else text
+    except ReportError as error:
+        raise WrongInput(str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongInput(f"{file} cannot be read: {error}") from None
+    if len(body) > most:
+        raise WrongInput(
+            f"{file} has {len(body):,} characters, and a comment has room for {most:,}: give the report as JSON, of which "
+            "the most important is taken"
+        )
+    return f"{above}{body}{beneath}"
+
+
+def _number_of_event() -> int | None:
+    """The pull request that this job runs for. Raises `WrongInput` when this is no job."""
+    from pytest_gpumem.github.comment import pull_request_of_event
+
+    file = os.environ.get("GITHUB_EVENT_PATH")
+    if not file:
+        raise WrongInput("which pull request is not known: give --pull-request NUMBER")
+    try:
+        return pull_request_of_event(Path(file))
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"GITHUB_EVENT_PATH: {error}") from None
+
+
+def _tell(sentence: str) -> None:
+    """Say it where people see it: in GitHub Actions as a notice of the run."""
+    from pytest_gpumem.reports.github import is_github, notice_line
+
+    click.echo(notice_line(sentence) if is_github(os.environ) else f"gpumem: {sentence}")

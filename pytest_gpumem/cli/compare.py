@@ -1,0 +1,82 @@
+"""``gpumem compare``: two reports, or the store at two revisions, and what changed from one to the other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from pytest_gpumem.comparing import Side
+    from pytest_gpumem.settings import Settings
+
+
+@click.command()
+@click.argument("old")
+@click.argument("new", required=False)
+@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.option("--json", "form", flag_value="json", help="For programs: every figure, in bytes and seconds.")
+@click.option("--markdown", "form", flag_value="markdown", help="For a comment, or a job's summary.")
+def compare(*, old: str, new: str | None, store: str | None, form: str | None) -> None:
+    """Tell what changed from OLD to NEW, metric by metric, and what is worse.
+
+    Each is a JSON report of a session (pytest --gpumem-report=FILE.json), or a git revision of the store: a branch, a tag,
+    HEAD~3. Without NEW it is the store as it lies here. Figures are judged as the gate would, with OLD for its baselines and
+    the tolerances of the project's settings. Step times are judged where NEW is a report: baselines keep medians, which are
+    shown and not judged.
+
+    \b
+    Examples:
+      gpumem compare main HEAD
+      gpumem compare v1.0
+      gpumem compare last-week.json today.json --markdown
+
+    A test that failed in NEW only is worse, whatever its figures say: by itself, by its budget or a relation, or because it did
+    not run to its end.
+
+    Exit status: 0 when nothing is worse, 1 when something regressed, or failed in NEW only, 2 when nothing could be compared,
+    or for wrong input.
+    """
+    from pytest_gpumem.cli.project import project_settings
+    from pytest_gpumem.cli.telling import screen, tell
+    from pytest_gpumem.comparing import compared
+    from pytest_gpumem.reports.comparison import accounting, markdown, remarks, table, to_json
+    from pytest_gpumem.reports.layout import laid_out
+    from pytest_gpumem.settings import DEFAULT_TOLERANCES
+
+    settings = project_settings(store)
+    sides = _side(old, settings), _side(new, settings)
+    found = compared(*sides, {**DEFAULT_TOLERANCES, **settings.tolerances})
+    status = 2 if not found.anything else 1 if found.worse else 0
+    if form == "json":
+        click.echo(to_json(found, status), nl=False)
+    elif form == "markdown":
+        click.echo(markdown(found, settings.units), nl=False)
+    else:
+        shown = table(found, settings.units)
+        tell([*laid_out(shown, screen()), ""] if shown is not None else [])
+        tell(remarks(found))
+        tell([f"gpumem compare: {accounting(found)}"])
+    if status == 2:
+        click.echo("Error: nothing could be compared", err=True)
+    sys.exit(status)
+
+
+def _side(name: str | None, settings: Settings) -> Side:
+    """What ``name`` means. Raises `WrongInput`."""
+    from pytest_gpumem.baselines.url_errors import without_credentials
+    from pytest_gpumem.cli.project import committed, place_of_store, read_baselines
+    from pytest_gpumem.cli.reading import read_report
+    from pytest_gpumem.comparing import side_of_report, side_of_store
+
+    if name is not None and (name.endswith(".json") or Path(name).is_file()):
+        return side_of_report(name, read_report(Path(name)))
+    place = place_of_store(settings)
+    if name is None:
+        return side_of_store(
+            without_credentials(settings.store), ((one.slug, one.key, one.entry) for one in read_baselines(place))
+        )
+    called, place = committed(name, place, "; a JSON report is a file that ends with .json")
+    return side_of_store(called, ((one.slug, one.key, one.entry) for one in read_baselines(place)))

@@ -1,0 +1,141 @@
+"""The project that a command was started in: its settings as pytest would find them, and its store."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.cli.wrong import WrongInput
+from pytest_gpumem.settings import SettingsError, settings_of
+
+if TYPE_CHECKING:
+    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.baselines.place import Place
+    from pytest_gpumem.reports.stored import Baseline
+    from pytest_gpumem.settings import Settings
+
+QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
+"""A command has imported the plugin before pytest could, of which pytest warns."""
+
+
+def project_settings(store: str | None = None) -> Settings:
+    """The settings of the project around this folder, with ``addopts``; ``store`` replaces theirs, counted from here.
+
+    pytest says which folder is the root: it is started, and stopped before it loads or collects a file of the project.
+    Raises `WrongInput`.
+    """
+    found = _Settings()
+    said = _started(found, "--noconftest")
+    if found.error is None and found.settings is None:
+        # addopts may have an option that a conftest.py adds.
+        said = _started(found)
+    if found.error is not None:
+        raise WrongInput(found.error)
+    if found.settings is None:
+        raise WrongInput("pytest cannot be started here:", *said.splitlines())
+    if store is None:
+        return found.settings
+    if not store:
+        raise WrongInput("--store is empty, expected a folder or a URL")
+    return replace(found.settings, store=store, store_base=Path.cwd())
+
+
+def place_of_store(settings: Settings) -> Place:
+    """Where the project's baselines lie. Raises `WrongInput` when there is no such place."""
+    from pytest_gpumem.baselines.folder import Folder
+    from pytest_gpumem.baselines.place import PlaceError, place_of
+
+    try:
+        place = place_of(settings.store, settings.store_base)
+    except PlaceError as error:
+        raise WrongInput(str(error)) from None
+    if isinstance(place, Folder) and not place.root.is_dir():
+        raise WrongInput(
+            f"there is no store at {place.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "
+            "--store PATH"
+        )
+    return place
+
+
+def read_baselines(place: Place, device: str | None = None) -> list[Baseline]:
+    """The baselines in ``place``, those of the device with this slug if one is given; sorted. Raises `WrongInput`."""
+    from pytest_gpumem.baselines.entry import Entry
+    from pytest_gpumem.baselines.place import PlaceError
+    from pytest_gpumem.baselines.store import Store, StoreError
+    from pytest_gpumem.reports.stored import Baseline
+    from pytest_gpumem.units import nearest
+
+    store = Store(place)
+    try:
+        keys = store.keys()
+        slugs = sorted({slug for slug, _ in keys})
+        if device is not None and device not in slugs:
+            raise WrongInput(
+                f"--device {device}: the store has no baseline of it; "
+                + (nearest(device, slugs) if slugs else "it is empty")
+            )
+        found = [(slug, key, store.find(key, slug)) for slug, key in keys if device in (None, slug)]
+    except (StoreError, PlaceError) as error:
+        raise WrongInput(str(error)) from None
+    baselines = [Baseline(slug, key, entry) for slug, key, entry in found if isinstance(entry, Entry)]
+    return sorted(baselines, key=lambda one: (one.key, one.slug))
+
+
+def checkout_of(place: Place) -> tuple[Checkout, str]:
+    """The checkout that the store lies in, and the store's path from its top. Raises `WrongInput`."""
+    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.baselines.folder import Folder
+    from pytest_gpumem.git import GitError
+
+    if not isinstance(place, Folder):
+        raise WrongInput(f"the store {place.shown('')} is no folder: only in a git repository does it have a history")
+    try:
+        checkout = Checkout.around(place.root)
+    except GitError as error:
+        raise WrongInput(f"the store {place.root} is in no git repository: {error}") from None
+    return checkout, checkout.folder.as_posix()
+
+
+def committed(revision: str, place: Place, hint: str = "") -> tuple[str, Place]:
+    """The store as it is in a revision, and what to call that. Raises `WrongInput`."""
+    from pytest_gpumem.baselines.committed import Committed
+    from pytest_gpumem.baselines.place import PlaceError
+    from pytest_gpumem.git import GitError
+
+    checkout, folder = checkout_of(place)
+    try:
+        found = checkout.revision(revision)
+        return str(found), Committed(checkout.top, found.commit, folder, revision)
+    except GitError as error:
+        raise WrongInput(f"{error}{hint}") from None
+    except PlaceError as error:
+        raise WrongInput(str(error)) from None
+
+
+def _started(plugin: _Settings, *arguments: str) -> str:
+    """What pytest, and plugins that were loaded, had to say."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        pytest.main(["-s", *QUIET, *arguments], plugins=[plugin])
+    return said.getvalue().strip()
+
+
+class _Settings:
+    """A plugin that reads the settings and ends pytest, which has read its command line and no more."""
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self.error: str | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
+        try:
+            self.settings = settings_of(config)
+        except SettingsError as error:
+            self.error = str(error)
+        return pytest.ExitCode.OK

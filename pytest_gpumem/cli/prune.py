@@ -1,0 +1,90 @@
+"""``gpumem prune``: baselines of tests that are gone are removed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from pytest_gpumem.cli.project import QUIET
+from pytest_gpumem.cli.telling import tell
+from pytest_gpumem.plugin import SESSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_gpumem.session import GpumemSession
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
+@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
+def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
+    """Remove baselines of tests that are gone.
+
+    Collects the tests as pytest would with PYTEST_ARGS (paths and options such as --gpumem-store), without running them.
+    Only a test file that was collected whole, or that is gone, can lose baselines; those of every device are looked at.
+
+    \b
+    Examples:
+      gpumem prune --dry-run
+      gpumem prune tests/models --gpumem-store=baselines
+
+    Exit status: 0 when it has removed what was unused, 1 when tests could not be collected, the store not be read, or none
+    of its test files is below the root directory, as in another project, and nothing was removed, 2 for wrong usage.
+    """
+    from pytest_gpumem.baselines.place import PlaceError
+    from pytest_gpumem.baselines.store import StoreError
+    from pytest_gpumem.baselines.unused import unused
+
+    collected = _Collected()
+    status = pytest.main(["--collect-only", "-qq", "--no-header", *QUIET, *pytest_args], plugins=[collected])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:
+        raise click.ClickException("the tests could not be collected (see above); nothing was removed")
+    session, root = collected.session, collected.session.root
+    try:
+        store = session.store()
+        stored = store.keys()
+        files = {key.file for _, key in stored}
+        if files and not any((root / file).exists() for file in files):
+            raise click.ClickException(_another_project(len(files), root))
+        gone = unused(
+            stored,
+            measured=session.selection.measured,
+            whole_files=session.selection.files,
+            exists=lambda file: (root / file).exists(),
+        )
+        unguarded = store.change({}, gone) if gone and not dry_run else None
+    except (StoreError, PlaceError) as error:
+        raise click.ClickException(str(error)) from None
+    for slug, key in gone:
+        tell([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
+    click.echo(f"{len(gone)} of {len(stored)} baselines {'are' if dry_run else 'were'} unused")
+    if unguarded is not None:
+        click.echo(f"warning: {unguarded}", err=True)
+
+
+def _another_project(files: int, root: Path) -> str:
+    these = "its only test file is not" if files == 1 else f"none of its {files} test files is"
+    return (
+        f"the store seems to belong to another project: {these} below {root}; nothing was removed. Run gpumem prune in the "
+        "root directory of the tests, or name it with --rootdir; if all of them are gone, remove the store's files by hand"
+    )
+
+
+class _Collected:
+    """A plugin that remembers the session's knowledge of what was collected."""
+
+    def __init__(self) -> None:
+        self.session: GpumemSession | None = None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        # A session makes itself known only when it has something to measure, and here that is in question.
+        collecting = config.pluginmanager.get_plugin("gpumem-collecting")
+        assert collecting is not None, "the plugin registers it when pytest is configured"
+        collecting.session()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.session = session.config.stash[SESSION]

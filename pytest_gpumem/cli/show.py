@@ -1,0 +1,52 @@
+"""``gpumem show``: the baselines of the store as a table."""
+
+from __future__ import annotations
+
+import click
+
+from pytest_gpumem.cli.wrong import WrongInput
+
+
+@click.command()
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.option("--device", metavar="SLUG", help="Those of one device only, by the name of its folder in the store.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: every figure, in bytes and seconds.")
+@click.option("-v", "--verbose", is_flag=True, help="Also the peaks and times of phases, and counts of work.")
+def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as_json: bool, verbose: bool) -> None:
+    """Show the baselines that are in the store.
+
+    A PATTERN is a test's id, a part of it (a file, a class, a word), or a pattern with * and ?. Without one all baselines are
+    shown, of all devices. Behind the step time stands of how many runs it is the median.
+
+    \b
+    Examples:
+      gpumem show
+      gpumem show tests/test_gpt.py "*[amp-bf16]"
+      gpumem show --device nvidia-h100-80gb-hbm3 --json
+
+    Exit status: 0 when the baselines were shown, also when the store is empty, 2 when there is no such store, device or test,
+    or a file of the store cannot be read.
+    """
+    from pytest_gpumem.baselines.matching import matches, nearest_tests
+    from pytest_gpumem.baselines.url_errors import without_credentials
+    from pytest_gpumem.cli.project import place_of_store, project_settings, read_baselines
+    from pytest_gpumem.cli.telling import screen, tell
+    from pytest_gpumem.reports.layout import laid_out
+    from pytest_gpumem.reports.stored import accounting, table, to_json
+
+    settings = project_settings(store)
+    where = without_credentials(settings.store)
+    baselines = read_baselines(place_of_store(settings), device)
+    for pattern in patterns:
+        if not any(matches(one.key, pattern) for one in baselines):
+            near = nearest_tests([one.key for one in baselines], pattern)
+            hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists them all"
+            raise WrongInput(f"no baseline is of {pattern}{hint}")
+    kept = [one for one in baselines if not patterns or any(matches(one.key, pattern) for pattern in patterns)]
+    if as_json:
+        click.echo(to_json(kept, where), nl=False)
+        return
+    found = table(kept, settings.units, everything=verbose)
+    tell([*laid_out(found, screen()), ""] if found is not None else [])
+    tell([f"gpumem: {accounting(kept, len(baselines), where)}"])

@@ -1,0 +1,1 @@
+"""A session's figures for other tools: one file a format, each a function of figures."""

@@ -1,0 +1,85 @@
+"""Figures as TensorBoard scalars: a run a device, a chart a metric and test, a point a session.
+
+Through ``torch.utils.tensorboard``, which keeps tags as they are and values in double precision: see
+https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX replaces characters of tags and keeps 24 bits of a value,
+too few for bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.exports.figures import ExportError
+from pytest_gpumem.exports.names import utf8
+from pytest_gpumem.git import GitError, git, is_shallow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pytest_gpumem.exports.figures import Figure
+
+_SAFE_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HASH = re.compile(r"[0-9a-f]{4,64}")
+
+
+def tag(figure: Figure) -> str:
+    """``"peak_allocated/tests/test_gpt.py::test_train[fp32] (train_step)"``: TensorBoard groups by what is before the ``/``."""
+    return utf8(f"{figure.metric}/{figure.test} ({figure.measurement})")
+
+
+def seconds(figure: Figure) -> int:
+    """When the figure's session ended, in seconds since 1970. Raises `ExportError` for what is no such time."""
+    try:
+        ended = datetime.datetime.strptime(figure.ended, "%Y-%m-%dT%H:%M:%S%z")
+    except ValueError:
+        raise ExportError(f"a report ended at {figure.ended!r}, expected a time like '2026-11-21T16:20:05Z'") from None
+    return int(ended.timestamp())
+
+
+def commits(folder: Path) -> Callable[[Figure], int]:
+    """How many commits lead to a figure's one, by the git repository around ``folder``. It raises `ExportError`."""
+    known: dict[str, int] = {}
+
+    def count(figure: Figure) -> int:
+        if figure.commit is None:
+            raise ExportError(f"the report that ended at {figure.ended} names no commit; --step=time needs none")
+        if figure.commit not in known:
+            known[figure.commit] = _commits_to(figure.commit, folder)
+        return known[figure.commit]
+
+    return count
+
+
+def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Figure], int]) -> None:
+    """Add an event file to the run of each device, a subfolder of ``folder``. Raises `ExportError` and ``OSError``."""
+    steps = [(figure, step_of(figure), seconds(figure)) for figure in figures]
+    for figure in figures:
+        if _SAFE_FOLDER.fullmatch(figure.environment.slug) is None:
+            raise ExportError(f"the device {figure.environment.slug!r} of {figure.test} cannot be the name of a folder")
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ExportError(f"TensorBoard's event files cannot be written ({error}): pip install tensorboard") from None
+    for slug in sorted({figure.environment.slug for figure in figures}):
+        writer = SummaryWriter(str(folder / slug))
+        try:
+            for figure, step, ended in steps:
+                if figure.environment.slug == slug:
+                    writer.add_scalar(tag(figure), figure.value, step, ended, new_style=True, double_precision=True)
+        finally:
+            writer.close()
+
+
+def _commits_to(commit: str, folder: Path) -> int:
+    # What a report says must not become an option of git.
+    if _HASH.fullmatch(commit) is None:
+        raise ExportError(f"a report names the commit {commit!r}, which is no hash")
+    try:
+        if is_shallow(folder):
+            raise ExportError("commits cannot be counted in a shallow clone: fetch the rest (git fetch --unshallow)")
+        return int(git(folder, "rev-list", "--count", f"{commit}^{{commit}}", "--"))
+    except GitError as error:
+        raise ExportError(f"the commits up to {commit} cannot be counted: {error}") from None

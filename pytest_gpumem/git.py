@@ -1,0 +1,80 @@
+"""git, asked in a folder: one command and its answer, or the contents of many objects at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+_SET_BY_HOOKS = frozenset(
+    f"GIT_{name}"
+    for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "OBJECT_DIRECTORY", "NAMESPACE")
+)
+
+
+class GitError(Exception):
+    """git could not do what it was asked for; the message says why."""
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment without what a git hook would set, so that git goes by the folder it runs in."""
+    return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
+
+
+def git_environment() -> dict[str, str]:
+    """`plain_environment`, in which git asks nobody for a password."""
+    return {**plain_environment(), "GIT_TERMINAL_PROMPT": "0"}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git answers. Raises `GitError`."""
+    return _answer(folder, arguments).decode("utf-8", "surrogateescape")
+
+
+def is_shallow(folder: Path) -> bool:
+    """Whether the clone that ``folder`` is in lacks old commits. Raises `GitError`."""
+    return git(folder, "rev-parse", "--is-shallow-repository").strip() == "true"
+
+
+def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:
+    """The bytes of each of the blobs with these full names (40 or 64 hex digits). Raises `GitError`."""
+    names = list(dict.fromkeys(objects))
+    if not names:
+        return {}
+    answer = _answer(folder, ("cat-file", "--batch"), "".join(f"{name}\n" for name in names).encode())
+    found: dict[str, bytes] = {}
+    position = 0
+    for name in names:
+        # "<name> blob <size>\n<bytes>\n", or "<name> missing\n".
+        end = answer.index(b"\n", position)
+        words = answer[position:end].split()
+        if len(words) != 3:
+            raise GitError(f"object {name} is missing in this clone")
+        start, size = end + 1, int(words[2])
+        found[name] = answer[start : start + size]
+        position = start + size + 1
+    return found
+
+
+def _answer(folder: Path, arguments: tuple[str, ...], given: bytes = b"") -> bytes:
+    try:
+        answer = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env=git_environment(),
+            # Empty where nothing is given: git must not wait for a terminal.
+            input=given,
+            capture_output=True,
+            check=False,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise GitError(f"git cannot be run: {error.strerror}") from None
+    if answer.returncode:
+        said = answer.stderr.decode("utf-8", "surrogateescape").strip()
+        raise GitError(said or f"git {arguments[0]} ended with exit status {answer.returncode}")
+    return answer.stdout

@@ -1,0 +1,171 @@
+"""What a session tells GitHub Actions, without a token or an action: annotations on the tests, and the step's summary."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.reports.escaping import visible
+from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_SUMMARY, markdown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.results import TestResult
+    from pytest_gpumem.session_report import SessionReport
+
+MOST_ANNOTATIONS = 10
+"""Of a kind that GitHub shows of a step:
+https://docs.github.com/en/actions/reference/limits and ``_maxCountPerIssueType`` of the runner."""
+MOST_OF_A_MESSAGE = 4_096
+"""Characters of a message; the runner cuts off the others (``_maxIssueMessageLength``)."""
+MOST_OF_A_TITLE = 255
+"""Characters of a title: https://docs.github.com/en/rest/checks/runs#create-a-check-run."""
+
+_ORDER = list(Outcome)
+
+
+def is_github(environment: Mapping[str, str]) -> bool:
+    """Whether this is a job of GitHub Actions."""
+    return environment.get("GITHUB_ACTIONS") == "true"
+
+
+def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
+    """Lines that the runner turns into annotations, errors before warnings, the most serious first.
+
+    ``folder`` is the root directory as seen from the repository's root. An error for whatever makes the session red, a
+    warning for what is uncertain or holds nothing. Of more than `MOST_ANNOTATIONS` of a kind, the last tells how many more.
+    """
+    failed = sorted((one for one in report.results if one.failed), key=_seriousness, reverse=True)
+    errors = [
+        *(_line("error", "gpumem", problem) for problem in report.problems),
+        *(_of_a_test("error", one.verdict, _why_failed(one), folder) for one in failed),
+        *(
+            _line("error", f"gpumem: {test}", "it was selected, and did not run to the end", _at(f"{folder}{file}"))
+            for file, test in report.not_run
+        ),
+    ]
+    warnings = [
+        *(_line("warning", "gpumem", idle) for idle in report.selection.idle_budgets),
+        *(
+            _of_a_test("warning", one.verdict, why, folder)
+            for one in report.results
+            if not one.failed and (why := _why_uncertain(one.verdict))
+        ),
+    ]
+    return [*_limited("error", errors), *_limited("warning", warnings)]
+
+
+def notice_line(message: str) -> str:
+    """A notice of the run that is about no file."""
+    return _line("notice", "gpumem", message)
+
+
+def _seriousness(result: TestResult) -> tuple[bool, int]:
+    return not result.verdict.failed_by_itself, _ORDER.index(result.verdict.outcome)
+
+
+def _limited(kind: str, lines: list[str]) -> list[str]:
+    if len(lines) <= MOST_ANNOTATIONS:
+        return lines
+    more = len(lines) - MOST_ANNOTATIONS + 1
+    return [*lines[: MOST_ANNOTATIONS - 1], _line(kind, "gpumem", f"{more} more, for which GitHub has no room here")]
+
+
+def _why_failed(result: TestResult) -> str:
+    verdict = result.verdict
+    if verdict.failure is not None:
+        return verdict.failure
+    return verdict.unmeasured or "it failed by itself"
+
+
+def _why_uncertain(verdict: TestVerdict) -> str:
+    told = [
+        f"{one.metric} is uncertain: {one.reason or 'its interval reaches beyond what is allowed'}"
+        for each in verdict.verdicts
+        for one in each.metrics
+        if one.outcome is Outcome.UNCERTAIN
+    ]
+    return "\n".join(told)
+
+
+def _of_a_test(kind: str, verdict: TestVerdict, message: str, folder: str) -> str:
+    title = f"gpumem: {verdict.test}"
+    if len(visible(title)) > MOST_OF_A_TITLE:
+        message = f"{verdict.nodeid}\n{message}"
+    place = verdict.location
+    where = _at(f"{folder}{verdict.file}") if place is None else _at(f"{folder}{place.file}", place.line)
+    return _line(kind, title, message, where)
+
+
+def _at(file: str, line: int | None = None) -> dict[str, str]:
+    return {"file": file} | ({} if line is None else {"line": str(line)})
+
+
+def _line(kind: str, title: str, message: str, where: Mapping[str, str] | None = None) -> str:
+    """One command of the runner's: its data and properties escaped as it reads them (``ActionCommand`` of the runner)."""
+    properties = {**(where or {}), "title": _cut(visible(title), MOST_OF_A_TITLE)}
+    said = ",".join(f"{name}={_property(visible(value))}" for name, value in properties.items())
+    lines = [visible(one) for one in message.split("\n")]
+    return f"::{kind} {said}::{_data(_cut(chr(10).join(lines), MOST_OF_A_MESSAGE))}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def folder_within(root: Path, workspace: str | None) -> str:
+    """The root directory as seen from the repository's, with a slash at its end; empty where they are the same, or apart."""
+    if not workspace:
+        return ""
+    try:
+        within = os.path.relpath(os.path.realpath(root), os.path.realpath(workspace))
+    except ValueError:
+        # Two drives of Windows.
+        return ""
+    within = within.replace(os.sep, "/")
+    return "" if within in (".", "..") or within.startswith("../") else f"{within}/"
+
+
+def add_to_summary(file: str, report: SessionReport) -> None:
+    """Append the report to a step's summary, as much as there is room for: several runs of a step share the file.
+
+    Raises ``OSError``, also where the file is full.
+    """
+    path = Path(file)
+    taken = path.stat().st_size if path.exists() else 0
+    room = MOST_OF_A_SUMMARY - taken - 1
+    if room < FEWEST:
+        raise OSError(f"the summary has {taken:,} bytes already, and GitHub shows at most {MOST_OF_A_SUMMARY:,}")
+    # What another program wrote last may lack its line end.
+    text = ("\n" if taken else "") + markdown(report, most=room)
+    with path.open("a", encoding="utf-8", newline="\n") as summary:
+        summary.write(text)
+
+
+def told_to_github(report: SessionReport, root: Path, environment: Mapping[str, str]) -> Sequence[str]:
+    """Add to the step's summary, and give the lines to print at the very end, each at the start of a line.
+
+    Nothing where this is no job of GitHub Actions, or the session measured nothing.
+    """
+    if not is_github(environment) or not (report.results or report.not_run or report.problems):
+        return []
+    said = []
+    summary = environment.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        try:
+            add_to_summary(summary, report)
+        except (OSError, ValueError) as error:
+            said.append(f"gpumem: the step's summary was not written: {visible(str(error))}")
+    return [*said, *annotation_lines(report, folder_within(root, environment.get("GITHUB_WORKSPACE")))]

@@ -1,0 +1,1 @@
+"""A session's report as one HTML file that needs nothing else."""

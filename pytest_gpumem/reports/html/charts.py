@@ -1,0 +1,132 @@
+"""What the charts of a page draw, as plain values in the units that a person reads. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.composition import CATEGORIES
+from pytest_gpumem.reports.html.texts import in_one_line
+from pytest_gpumem.reports.matrix import efficient
+from pytest_gpumem.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.over_time import OverTime
+    from pytest_gpumem.reports.matrix import Row
+    from pytest_gpumem.timing.samples import Sample
+    from pytest_gpumem.units import UnitSystem
+
+_BYTES = {"si": (1000, ("B", "kB", "MB", "GB", "TB")), "iec": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_DIGITS = 5
+"""Of a figure in a chart: more than a screen has pixels."""
+
+
+def over_time_chart(over_time: OverTime, units: UnitSystem) -> dict[str, Any]:
+    """What a step held at each moment, as areas that lie on each other, with its phases and its peak."""
+    size, unit = _unit_of_bytes(max(over_time.total, default=0), units)
+    clock, second = _unit_of_seconds(max(over_time.time_ns, default=0) / 1e9)
+    drawn = [name for name in CATEGORIES if any(over_time.categories.get(name, ()))]
+    peak_at, peak = over_time.time_ns[over_time.peak], over_time.total[over_time.peak]
+    within = [phase.name for phase in over_time.phases if phase.begin <= peak_at <= phase.end]
+    during = f" in {in_one_line(within[-1])}" if within else ""
+    return {
+        "kind": "over_time",
+        "label": f"Memory over the step, by category: {format_bytes(peak, units)} at the peak{during}.",
+        "unit": unit,
+        "clock": second,
+        "time": [_short(time / 1e9 / clock) for time in over_time.time_ns],
+        "series": [
+            {"name": name, "y": [_short(value / size) for value in over_time.categories[name]]} for name in drawn
+        ],
+        "peak": {"x": _short(peak_at / 1e9 / clock), "y": _short(peak / size), "text": format_bytes(peak, units)},
+        "phases": [
+            {
+                "name": in_one_line(phase.name),
+                "begin": _short(phase.begin / 1e9 / clock),
+                "end": _short(phase.end / 1e9 / clock),
+            }
+            for phase in over_time.phases
+        ],
+    }
+
+
+def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
+    """The rounds of each sample of a step's time, with their median and its interval, and the baseline's median."""
+    times = verdict.measurement.times
+    if times is None:
+        return None
+    longest = max((one.seconds for sample in times.samples for one in sample.rounds), default=0.0)
+    if not math.isfinite(longest):
+        return None
+    judged = verdict.of("step_time")
+    baseline = None if judged is None else judged.baseline
+    clock, unit = _unit_of_seconds(max(longest, baseline or 0.0))
+    against = "" if baseline is None else f", {format_seconds(baseline)} in the baseline"
+    count = sum(len(sample.rounds) for sample in times.samples)
+    return {
+        "kind": "rounds",
+        "label": f"Step time of {count} rounds: median {format_seconds(times.median)}{against}.",
+        "unit": unit,
+        "baseline": None if baseline is None else _short(baseline / clock),
+        "samples": [_sample(sample, clock) for sample in times.samples],
+    }
+
+
+def _sample(sample: Sample, clock: float) -> dict[str, Any]:
+    low, high = sample.interval()
+    return {
+        "y": [_short(one.seconds / clock) for one in sample.rounds],
+        "disturbed": [None if one.disturbed is None else in_one_line(one.disturbed) for one in sample.rounds],
+        "median": _short(sample.median / clock),
+        "low": _short(low / clock),
+        "high": _short(high / clock),
+        "steps": sample.steps,
+    }
+
+
+def matrix_chart(title: str, rows: Sequence[Row], units: UnitSystem) -> dict[str, Any] | None:
+    """Saving against cost of each config that has both, and which of them no other one beats; ``None`` with none to compare."""
+    first = next((row for row in rows if row.peak is not None), None)
+    if first is None or not first.peak or not first.time:
+        return None
+    best = efficient(rows)
+    points = [
+        {
+            "config": in_one_line(row.config),
+            "saving": _short(100 * (1 - row.peak / first.peak)),
+            "cost": _short(100 * (row.time / first.time - 1)),
+            "text": f"{format_bytes(row.peak, units)}, {format_seconds(row.time)}",
+            "efficient": number in best,
+        }
+        for number, row in enumerate(rows)
+        if row.peak is not None and row.time is not None
+    ]
+    if len(points) < 2:
+        return None
+    named = ", ".join(str(point["config"]) for point in points if point["efficient"])
+    return {
+        "kind": "matrix",
+        "label": f"Saving against cost of {len(points)} configs of {in_one_line(title)}. No other one beats {named}.",
+        "first": in_one_line(first.config),
+        "points": points,
+    }
+
+
+def _unit_of_bytes(most: int, units: UnitSystem) -> tuple[int, str]:
+    base, names = _BYTES[units]
+    power = 0
+    while power < len(names) - 1 and most >= base ** (power + 1):
+        power += 1
+    return base**power, names[power]
+
+
+def _unit_of_seconds(most: float) -> tuple[float, str]:
+    return next(((scale, name) for scale, name in _SECONDS if most >= scale), _SECONDS[-1])
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,165 @@
+// The page of a report: filters and sorts the table, opens what was measured of a test, and has its charts drawn then.
+"use strict";
+(() => {
+  const table = document.querySelector("table.tests");
+  const tests = table ? [...table.tBodies].filter((body) => body.dataset.outcome) : [];
+  const panels = new Map([...document.querySelectorAll("noscript[data-of]")].map((one) => [one.dataset.of, one]));
+  const drawn = new Set();
+
+  // Filter.
+
+  const search = document.getElementById("search");
+  const boxes = [...document.querySelectorAll("input[name=outcome]")];
+  const named = new Map(tests.map((body) => [body, body.querySelector("th").textContent.toLowerCase()]));
+
+  function filter() {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const outcomes = new Set(boxes.filter((box) => box.checked).map((box) => box.value));
+    let shown = 0;
+    for (const body of tests) {
+      const fits = words.every((word) => named.get(body).includes(word));
+      body.hidden = !fits || (outcomes.size > 0 && !outcomes.has(body.dataset.outcome));
+      shown += !body.hidden;
+    }
+    document.getElementById("nothing").hidden = shown > 0;
+    const all = `${tests.length} test${tests.length === 1 ? "" : "s"}`;
+    document.getElementById("shown").textContent = shown === tests.length ? all : `${shown} of ${all}`;
+  }
+
+  function showAll() {
+    search.value = "";
+    for (const box of boxes) box.checked = false;
+    filter();
+  }
+
+  // Sort.
+
+  const order = new Intl.Collator("en", { numeric: true });
+
+  function keyOf(body, column) {
+    const cell = body.rows[0].cells[column];
+    if (cell.dataset.sort !== undefined) return Number(cell.dataset.sort);
+    return cell.classList.contains("number") ? null : named.get(body) && cell.textContent.trim();
+  }
+
+  function sort(button) {
+    const header = button.closest("th");
+    // Figures are of interest from the largest on, names from the first.
+    const first = header.matches(".number, .outcome") ? "descending" : "ascending";
+    const other = first === "descending" ? "ascending" : "descending";
+    const direction = header.getAttribute("aria-sort") === first ? other : first;
+    for (const one of table.tHead.rows[0].cells) one.removeAttribute("aria-sort");
+    header.setAttribute("aria-sort", direction);
+    const sign = direction === "descending" ? -1 : 1;
+    const keys = new Map(tests.map((body) => [body, keyOf(body, Number(button.dataset.sorts))]));
+    tests.sort((one, other) => {
+      const [mine, theirs] = [keys.get(one), keys.get(other)];
+      if (mine === null || theirs === null) return (mine === null) - (theirs === null);
+      return sign * (typeof mine === "number" ? mine - theirs : order.compare(mine, theirs));
+    });
+    table.append(...tests, document.getElementById("nothing"));
+  }
+
+  // Open.
+
+  function open(body, opened) {
+    const button = body.querySelector("th button");
+    button.setAttribute("aria-expanded", String(opened));
+    if (body.rows.length === 1 && opened) {
+      const row = body.insertRow();
+      row.className = "opened";
+      const cell = row.insertCell();
+      cell.colSpan = body.rows[0].cells.length;
+      cell.className = "panel";
+      cell.id = `panel-of-${body.id}`;
+      button.setAttribute("aria-controls", cell.id);
+      // The markup is the page's own, as it would be without scripts.
+      cell.innerHTML = panels.get(body.id).textContent;
+    }
+    if (body.rows.length > 1) body.rows[1].hidden = !opened;
+    if (opened) drawWithin(body);
+  }
+
+  function openLinked() {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    if (tests.includes(target)) {
+      if (target.hidden) showAll();
+      open(target, true);
+    } else if (target.matches("details")) {
+      target.open = true;
+    }
+    target.scrollIntoView();
+  }
+
+  // Draw.
+
+  function plotly() {
+    if (!window.Plotly) {
+      const script = document.createElement("script");
+      script.textContent = document.getElementById("plotly").textContent;
+      document.head.append(script);
+    }
+    return window.Plotly;
+  }
+
+  function drawWithin(element) {
+    for (const figure of element.querySelectorAll("figure.chart")) {
+      const plot = figure.querySelector(".plot");
+      const first = !drawn.has(figure);
+      drawn.add(figure);
+      if (first) draw(figure, plot);
+      else plotly().Plots.resize(plot);
+    }
+  }
+
+  function draw(figure, plot) {
+    const chart = JSON.parse(figure.querySelector("script").textContent);
+    const { data, layout } = CHARTS[chart.kind](chart, themeOf(plot), figure.clientWidth < 600);
+    const config = { displayModeBar: false, responsive: true, doubleClick: "reset", showTips: false };
+    plotly().react(plot, data, layout, config);
+  }
+
+  function themeOf(element) {
+    const style = getComputedStyle(element);
+    return (name) => style.getPropertyValue(`--${name}`).trim();
+  }
+
+  // Listen.
+
+  if (table) {
+    search.addEventListener("input", filter);
+    for (const box of boxes) box.addEventListener("change", filter);
+    document.querySelector("form.filters").addEventListener("submit", (event) => event.preventDefault());
+    document.getElementById("reset").addEventListener("click", () => { showAll(); search.focus(); });
+    table.tHead.addEventListener("click", ({ target }) => target.closest("button") && sort(target.closest("button")));
+    table.addEventListener("click", ({ target }) => {
+      const body = target.closest("tbody[data-outcome]");
+      // A click anywhere in a test's line opens it, unless it was to mark some of its text.
+      if (!body || !body.rows[0].contains(target) || String(getSelection())) return;
+      const opened = body.querySelector("th button").getAttribute("aria-expanded") !== "true";
+      open(body, opened);
+      history.replaceState(null, "", opened ? `#${body.id}` : location.pathname + location.search);
+    });
+    // What an earlier visit left in the fields, as browsers restore it.
+    if (search.value || boxes.some((box) => box.checked)) filter();
+  }
+  document.addEventListener("click", async ({ target }) => {
+    if (!target.matches("button.copy")) return;
+    const told = target.parentElement.querySelector("[role=status]");
+    try {
+      await navigator.clipboard.writeText(target.dataset.text);
+      told.textContent = "copied";
+    } catch {
+      told.textContent = "not copied: this browser does not let a page do so";
+    }
+  });
+  for (const details of document.querySelectorAll("details.matrix")) {
+    details.addEventListener("toggle", () => details.open && drawWithin(details));
+  }
+  addEventListener("hashchange", openLinked);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const figure of drawn) draw(figure, figure.querySelector(".plot"));
+  });
+  if (location.hash) openLinked();
+})();

@@ -1,0 +1,262 @@
+"""What opens beneath a test: a panel for each of its measurements. Pure, frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.explain.difference import REST
+from pytest_gpumem.gate.verdict import FAILING, Outcome
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
+from pytest_gpumem.reports.html.texts import in_lines, in_one_line
+from pytest_gpumem.reports.values import allowance, change, shown
+from pytest_gpumem.units import format_bytes, format_bytes_change
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_gpumem.composition import Composition, Row
+    from pytest_gpumem.explain.difference import Change, Difference
+    from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
+    from pytest_gpumem.units import UnitSystem
+
+MOST_ROWS = 30
+"""Of a table that explains; the others are one row together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A value beside what it is held against, as fractions of the longest of them. ``limit`` is the most that is tolerated."""
+
+    now: float
+    baseline: float | None = None
+    limit: float | None = None
+    budget: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """A metric against its baseline and its budget, as texts, and as a bar."""
+
+    title: str
+    now: str
+    baseline: str
+    change: str
+    allowed: str
+    budget: str
+    words: str
+    fails: bool
+    bar: Bar | None
+    """``None`` where it was held against nothing."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """Blocks that are alike, or a change of such: where they come from. ``share`` is of the largest row, for a bar."""
+
+    category: str
+    nbytes: str
+    module: str
+    where: str
+    operator: str
+    what: str
+    share: float = 0.0
+    before: str = ""
+    after: str = ""
+    reason: str = ""
+    shrank: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PartTable:
+    """What a number of bytes is made of, or by what it changed."""
+
+    title: str
+    rows: tuple[PartRow, ...]
+    rest: str = ""
+    changes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What there is to say of a measurement."""
+
+    name: str
+    workload: tuple[str, ...]
+    metrics: tuple[MetricRow, ...]
+    origin: str
+    growth: PartTable | None
+    """What changed at the peak."""
+    compositions: tuple[PartTable, ...]
+    over_time: dict[str, Any] | None
+    rounds: dict[str, Any] | None
+    notes: tuple[str, ...]
+
+
+def panels_of(verdict: TestVerdict, units: UnitSystem) -> tuple[Panel, ...]:
+    """A panel for each measurement of a test."""
+    return tuple(_panel(one, units) for one in verdict.verdicts)
+
+
+def _panel(verdict: Verdict, units: UnitSystem) -> Panel:
+    measurement, explanation = verdict.measurement, verdict.measurement.explanation
+    over_time = None if explanation is None else explanation.over_time
+    return Panel(
+        in_one_line(measurement.name),
+        _workload(verdict),
+        tuple(_metric(metric, units) for metric in verdict.metrics),
+        _origin(verdict),
+        _growth(verdict.growth, units) if verdict.growth is not None and verdict.growth.changes else None,
+        tuple(_compositions(verdict, units)),
+        over_time_chart(over_time, units) if over_time is not None and over_time.time_ns else None,
+        rounds_chart(verdict),
+        _notes(verdict),
+    )
+
+
+def _workload(verdict: Verdict) -> tuple[str, ...]:
+    workload = verdict.measurement.workload
+    said = [workload.step]
+    if workload.config is not None:
+        said.append(workload.config)
+    if workload.parameters is not None:
+        said.append(f"{workload.parameters:,} parameters")
+    if workload.batch is not None:
+        said.append(f"batch {workload.batch}")
+    said.append(verdict.measurement.environment.device)
+    return tuple(in_one_line(text) for text in said)
+
+
+def _metric(metric: MetricVerdict, units: UnitSystem) -> MetricRow:
+    return MetricRow(
+        METRICS[metric.metric].title,
+        in_one_line(shown(metric.metric, metric.value, units, metric.of)),
+        in_one_line(shown(metric.metric, metric.baseline, units, metric.of)),
+        change(metric, units),
+        allowance(metric, units),
+        in_one_line(shown(metric.metric, metric.budget, units, metric.of)),
+        "" if metric.outcome is Outcome.RECORDED else metric.outcome.words,
+        metric.outcome in FAILING,
+        bar_of(metric),
+        in_lines(metric.reason or ""),
+    )
+
+
+def bar_of(metric: MetricVerdict) -> Bar | None:
+    """The bar of a metric that has something to be held against; nothing in it is longer than 1."""
+    if metric.baseline is None and metric.budget is None:
+        return None
+    limit = None
+    if metric.baseline is not None and metric.allowed is not None:
+        limit = metric.baseline + (-metric.allowed if METRICS[metric.metric].larger_is_better else metric.allowed)
+    longest = max(value for value in (metric.value, metric.baseline, limit, metric.budget, 0.0) if value is not None)
+
+    def part(value: float | None) -> float | None:
+        return None if value is None else min(1.0, max(0.0, value / longest)) if longest > 0 else 0.0
+
+    return Bar(part(metric.value) or 0.0, part(metric.baseline), part(limit), part(metric.budget))
+
+
+def _origin(verdict: Verdict) -> str:
+    origin = verdict.origin
+    if origin is None:
+        return ""
+    parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
+    if origin.commit:
+        parts.append(f"commit {origin.commit}")
+    if origin.reason:
+        parts.append(f"reason: {origin.reason}")
+    return in_one_line(", ".join(parts))
+
+
+def _compositions(verdict: Verdict, units: UnitSystem) -> Iterable[PartTable]:
+    explanation = verdict.measurement.explanation
+    if explanation is None:
+        return
+    peak = format_bytes(explanation.peak.total, units)
+    if explanation.asked is not None:
+        title = f"What was there when {format_bytes(explanation.asked, units)} more were asked for: {peak}"
+    else:
+        title = f"What the peak is made of: {peak}"
+    yield _composition(title, explanation.peak, units)
+    for what, composition in (
+        ("What was retained", explanation.retained),
+        ("What only the cyclic collector freed", explanation.garbage),
+    ):
+        if composition.rows:
+            yield _composition(f"{what}: {format_bytes(composition.total, units)}", composition, units)
+
+
+def _growth(growth: Difference, units: UnitSystem) -> PartTable:
+    shown_changes = growth.changes[:MOST_ROWS]
+    largest = max((abs(one.nbytes) for one in shown_changes), default=0)
+    rest = growth.growth - sum(one.nbytes for one in shown_changes)
+    return PartTable(
+        f"What changed at the peak: {format_bytes_change(growth.growth, units)}",
+        tuple(_change(one, largest, units) for one in shown_changes),
+        format_bytes_change(rest, units) if len(growth.changes) > MOST_ROWS else "",
+        changes=True,
+    )
+
+
+def _change(one: Change, largest: int, units: UnitSystem) -> PartRow:
+    row = one.row
+    told = row.operator != REST
+    return PartRow(
+        in_one_line(row.category if told else REST),
+        format_bytes_change(one.nbytes, units),
+        in_one_line(row.module or _nowhere(row)),
+        in_one_line(row.where),
+        in_one_line(row.operator if told else ""),
+        in_one_line(row.what if told else ""),
+        abs(one.nbytes) / largest if largest else 0.0,
+        format_bytes(one.before.nbytes, units) if one.before else "",
+        format_bytes(one.after.nbytes, units) if one.after else "",
+        in_one_line(one.reason),
+        shrank=one.nbytes < 0,
+    )
+
+
+def _composition(title: str, composition: Composition, units: UnitSystem) -> PartTable:
+    rows = composition.rows[:MOST_ROWS]
+    largest = max((row.nbytes for row in rows), default=0)
+    rest = composition.total - sum(row.nbytes for row in rows)
+    return PartTable(
+        title,
+        tuple(
+            PartRow(
+                in_one_line(row.category),
+                format_bytes(row.nbytes, units),
+                in_one_line(row.module or _nowhere(row)),
+                in_one_line(row.where),
+                in_one_line(row.operator),
+                in_one_line(row.what),
+                max(0.0, row.nbytes / largest) if largest else 0.0,
+            )
+            for row in rows
+        ),
+        format_bytes(rest, units) if rest else "",
+    )
+
+
+def _nowhere(row: Row) -> str:
+    return "" if row.operator == REST or not row.where else "(no module)"
+
+
+def _notes(verdict: Verdict) -> tuple[str, ...]:
+    explanation = verdict.measurement.explanation
+    notes = [*([verdict.reason] if verdict.reason else []), *verdict.measurement.notes]
+    if not verdict.measurement.settled:
+        notes.append("the step had not settled: two consecutive steps did not give the same peak")
+    if verdict.measurement.recomputed:
+        notes.append(f"{verdict.measurement.recomputed} module calls were repeated in backward")
+    if explanation is not None:
+        notes += explanation.peak.notes
+        notes += [f"cycle: {cycle}" for cycle in explanation.cycles]
+    times = verdict.measurement.times
+    for sample in times.samples if times is not None else ():
+        if sample.invalid is not None:
+            notes.append(f"no verdict may rest on a sample of its times: {sample.invalid}")
+    return tuple(in_lines(note) for note in dict.fromkeys(notes))

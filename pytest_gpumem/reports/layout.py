@@ -1,0 +1,164 @@
+"""Tables of styled cells, and how they are made to fit the width of a screen. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.reports.screen import Screen, cells
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Style = Literal["good", "bad", "doubtful", "heading", "aside"]
+"""What a text means. It says so in words, too: where there are no colours, nothing is lost."""
+
+_GAP = 2
+_HANGING = 4
+"""How far figures are indented that stand beneath the name of their row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of a line."""
+
+    text: str
+    style: Style | None = None
+
+
+Line = tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a column gives way where there is no room for the whole table.
+
+    Cells of one with ``least`` are shortened to that many cells of the screen; one with a ``weight`` is left out, the
+    lightest first. One with neither keeps its width. With ``left``, its cells are aligned left.
+    """
+
+    title: str
+    left: bool = False
+    least: int | None = None
+    weight: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``rows`` have a cell for each of the ``columns``; the first names the row."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[Line, ...]
+    indent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The columns that are shown, by number, and their widths; ``hanging`` if the first has a line of its own."""
+
+    kept: tuple[int, ...]
+    widths: tuple[int, ...]
+    hanging: bool = False
+
+
+def laid_out(table: Table, screen: Screen) -> list[Line]:
+    """The lines of a table, with its header, and one that names the columns for which there was no room.
+
+    Where the name of a row and its figures do not fit side by side, it stands above them.
+    """
+    header = tuple(Span(column.title, "heading") for column in table.columns)
+    rows = [tuple(Span(screen.legible(span.text), span.style) for span in row) for row in (header, *table.rows)]
+    plan = _plan(table, rows, screen)
+    lines = [line for row in rows for line in _lines_of(row, table, plan, screen)]
+    left_out = [column.title for number, column in enumerate(table.columns) if number not in plan.kept]
+    if left_out:
+        said = f"not shown, for want of width: {', '.join(title for title in left_out if title)}"
+        lines.append((Span(" " * table.indent + said, "aside"),))
+    return lines
+
+
+def text_of(line: Line) -> str:
+    """A line without its styles."""
+    return "".join(span.text for span in line)
+
+
+def _plan(table: Table, rows: Sequence[Line], screen: Screen) -> _Plan:
+    natural = [max(cells(row[number].text) for row in rows) for number in range(len(table.columns))]
+    everything = tuple(range(len(natural)))
+    if screen.width is None:
+        return _Plan(everything, tuple(natural))
+    room = screen.width - table.indent
+    weighed = [(column.weight, number) for number, column in enumerate(table.columns) if column.weight is not None]
+    giving_way = [number for _, number in sorted(weighed)]
+    offers = [
+        tuple(number for number in everything if number not in giving_way[:count])
+        for count in range(len(giving_way) + 1)
+    ]
+    for kept in offers:
+        widths = _fitted(table.columns, natural, kept, room)
+        if widths is not None and _told_apart(rows, widths[0], screen):
+            return _Plan(kept, widths)
+    for kept in offers:
+        widths = _fitted(table.columns, natural, kept[1:], room - _HANGING)
+        if widths is not None:
+            return _Plan(kept, (room, *widths), hanging=True)
+    kept = offers[-1]
+    narrow = tuple(min(natural[number], table.columns[number].least or natural[number]) for number in kept)
+    return _Plan(kept, (room, *narrow[1:]), hanging=True)
+
+
+def _fitted(
+    columns: Sequence[Column], natural: Sequence[int], kept: Sequence[int], room: int
+) -> tuple[int, ...] | None:
+    """The widths of the columns in ``kept``, if they fit: those that can be shortened share what is left."""
+    widths = {number: min(natural[number], columns[number].least or natural[number]) for number in kept}
+    spare = room - sum(widths.values()) - _GAP * (len(kept) - 1)
+    if spare < 0:
+        return None
+    wanting = sorted((natural[number] - widths[number], number) for number in kept)
+    for place, (wanted, number) in enumerate(wanting):
+        share = min(wanted, spare // (len(wanting) - place))
+        widths[number] += share
+        spare -= share
+    return tuple(widths[number] for number in kept)
+
+
+def _told_apart(rows: Sequence[Line], width: int, screen: Screen) -> bool:
+    """Whether names that differ still do once they are shortened."""
+    names = {row[0].text for row in rows}
+    return len({screen.shortened(name, width) for name in names}) == len(names)
+
+
+def _lines_of(row: Line, table: Table, plan: _Plan, screen: Screen) -> Iterable[Line]:
+    fitted = [
+        _aligned(row[number], table.columns[number], width, screen)
+        for number, width in zip(plan.kept, plan.widths, strict=True)
+    ]
+    if not plan.hanging:
+        yield _joined(fitted, table.indent)
+        return
+    if row[0].text:
+        yield _joined(fitted[:1], table.indent)
+    yield _joined(fitted[1:], table.indent + _HANGING)
+
+
+def _aligned(cell: Span, column: Column, width: int, screen: Screen) -> tuple[str, Span, str]:
+    """The cell, and the blanks before and after it."""
+    text = cell.text if column.least is None else screen.shortened(cell.text, width)
+    blank = " " * (width - cells(text))
+    return ("", Span(text, cell.style), blank) if column.left else (blank, Span(text, cell.style), "")
+
+
+def _joined(fitted: Sequence[tuple[str, Span, str]], indent: int) -> Line:
+    """One line, without blanks at its end."""
+    line: list[Span] = []
+    blank = " " * indent
+    for before, span, after in fitted:
+        blank += before
+        if span.text:
+            if blank:
+                line.append(Span(blank))
+            line.append(span)
+            blank = ""
+        blank += after + " " * _GAP
+    return tuple(line)

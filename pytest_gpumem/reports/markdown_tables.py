@@ -1,0 +1,214 @@
+"""The tables of a report in Markdown: tests, metrics, what grew, configs, the environment. Each a function of values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.explain.difference import REST
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.escaping import code_in_table, plain, table
+from pytest_gpumem.reports.explanation import MOST_ROWS
+from pytest_gpumem.reports.matrix import matrix_cells, said_of
+from pytest_gpumem.reports.values import allowance, change, shown
+from pytest_gpumem.units import format_bytes, format_bytes_change
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.composition import Composition
+    from pytest_gpumem.composition import Row as CompositionRow
+    from pytest_gpumem.explain.difference import Difference
+    from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
+    from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.reports.matrix import Row
+    from pytest_gpumem.results import TestResult
+    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.units import UnitSystem
+
+_CHANGED = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
+_COLUMNS = ("peak_allocated", "peak_reserved", "retained", "cyclic_garbage", "step_time", "throughput")
+_WHERE_ANY = ("retained", "cyclic_garbage")
+"""A leak or a cycle is the exception: a column of zeros says nothing."""
+
+
+def metrics(verdict: Verdict, units: UnitSystem) -> str:
+    """What each metric of a measurement is, was and may be. Columns that say nothing of any are left out."""
+    rows = [
+        [
+            METRICS[one.metric].title,
+            *_against(one, units),
+            "" if one.outcome is Outcome.RECORDED else _loud(one.outcome),
+        ]
+        for one in verdict.metrics
+    ]
+    header = ["metric", "baseline", "now", "change", "allowed", "budget", "verdict"]
+    used = [number for number in range(len(header)) if number in (0, 2, 6) or any(row[number] for row in rows)]
+    return table(
+        [header[number] for number in used], [[row[number] for number in used] for row in rows], (0, len(used) - 1)
+    )
+
+
+def _against(one: MetricVerdict, units: UnitSystem) -> list[str]:
+    values = (
+        shown(one.metric, one.baseline, units),
+        shown(one.metric, one.value, units, one.of),
+        change(one, units),
+        allowance(one, units),
+        shown(one.metric, one.budget, units, one.of),
+    )
+    return [plain(value) for value in values]
+
+
+def _loud(outcome: Outcome) -> str:
+    return f"**{outcome.words}**" if outcome in (Outcome.REGRESSED, Outcome.OVER_BUDGET) else outcome.words
+
+
+def explained(verdict: Verdict, units: UnitSystem) -> list[str]:
+    """What grew; or, where that is not known, what is there at the peak; and what was left behind."""
+    explanation = verdict.measurement.explanation
+    found = []
+    if verdict.growth is not None and verdict.growth.growth > 0:
+        found.append(growth(verdict.growth, units))
+    elif explanation is not None and explanation.peak.rows:
+        found.append(composition("what is there at the peak", explanation.peak, units))
+    if explanation is not None and explanation.retained.rows:
+        found.append(composition("what was retained", explanation.retained, units))
+    if explanation is not None and explanation.garbage.rows:
+        found.append(composition("held by cycles", explanation.garbage, units))
+        found.append("\n".join(f"- cycle: {plain(cycle)}" for cycle in explanation.cycles))
+    return [one for one in found if one]
+
+
+def growth(difference: Difference, units: UnitSystem) -> str:
+    """What grew: the rows that explain most of it, and what the others make up together."""
+    told = difference.explaining()
+    rows = []
+    for one in told:
+        sizes = ["" if row is None else format_bytes(row.nbytes, units) for row in (one.before, one.after)]
+        category, *places = _cells(one.row)
+        rows.append([category, *sizes, format_bytes_change(one.nbytes, units), *places, plain(one.reason)])
+    others = len(difference.changes) - len(told)
+    if others:
+        rest = difference.growth - sum(one.nbytes for one in told)
+        name = f"{others} other change{'' if others == 1 else 's'}"
+        rows.append([name, "", "", format_bytes_change(rest, units), *[""] * 5])
+    header = ["what grew", "baseline", "now", "change", "module", "line", "operator", "tensors", "why"]
+    return table(header, rows, (0, 4, 5, 6, 7, 8))
+
+
+def composition(title: str, of: Composition, units: UnitSystem) -> str:
+    """The largest rows of a composition, and what the others make up together."""
+    shown_rows = of.rows[:MOST_ROWS]
+    rows = []
+    for row in shown_rows:
+        category, *others = _cells(row)
+        rows.append([category, format_bytes(row.nbytes, units), *others])
+    rest = of.total - sum(row.nbytes for row in shown_rows)
+    if rest:
+        rows.append(["the rest", format_bytes(rest, units), *[""] * 4])
+    return table([title, "bytes", "module", "line", "operator", "tensors"], rows, (0, 2, 3, 4, 5))
+
+
+def _cells(row: CompositionRow) -> list[str]:
+    """What blocks are for, and where they are made; of those that are only known together, nothing but that."""
+    if row.operator == REST:
+        return [REST, "", "", "", ""]
+    return [plain(row.category), *map(code_in_table, (row.module, row.where, row.operator, row.what))]
+
+
+def changed(results: Iterable[TestResult], units: UnitSystem) -> str:
+    """The metrics that changed; empty where none did."""
+    rows = [
+        [
+            code_in_table(title(result.verdict, verdict)),
+            METRICS[one.metric].title,
+            *_against(one, units)[:3],
+            _loud(one.outcome),
+        ]
+        for result, verdict in _measured(results)
+        for one in verdict.metrics
+        if one.outcome in _CHANGED
+    ]
+    return table(["test", "metric", "baseline", "now", "change", "verdict"], rows, (0, 1, 5)) if rows else ""
+
+
+def reasons(results: Iterable[TestResult]) -> list[str]:
+    """Why tests were not compared, or not measured: each reason once, with how often."""
+    told: Counter[str] = Counter()
+    for result in results:
+        if result.verdict.unmeasured:
+            told[f"unmeasured: {result.verdict.unmeasured}"] += 1
+    for _, verdict in _measured(results):
+        if verdict.reason:
+            told[f"{verdict.outcome.words}: {verdict.reason}"] += 1
+        told.update(f"{one.outcome.words}: {one.reason}" for one in verdict.metrics if one.reason)
+    return [f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in told.items()]
+
+
+def all_tests(results: Sequence[TestResult], units: UnitSystem) -> str:
+    """A row a measurement, and one a test that has none; empty where there is no test."""
+    rows = _measured(results)
+    used = [name for name in _COLUMNS if _has_column(name, [verdict for _, verdict in rows])]
+    lines = []
+    for result in results:
+        test = result.verdict
+        if test.unmeasured or not test.verdicts:
+            why = "held by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)
+            lines.append([code_in_table(test.nodeid), *[""] * (2 * len(used)), why])
+            continue
+        for verdict in test.verdicts:
+            cells = [cell for name in used for cell in _value_and_change(verdict.of(name), units)]
+            lines.append([code_in_table(title(test, verdict)), *cells, _loud(verdict.outcome)])
+    header = ["test", *(cell for name in used for cell in (METRICS[name].title, "change")), "verdict"]
+    # Where nothing was compared, no column of changes.
+    kept = [number for number, name in enumerate(header) if name != "change" or any(line[number] for line in lines)]
+    rows_kept = [[line[number] for number in kept] for line in lines]
+    return table([header[number] for number in kept], rows_kept, (0, len(kept) - 1)) if lines else ""
+
+
+def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
+    return ("", "") if one is None else (plain(shown(one.metric, one.value, units, one.of)), change(one, units))
+
+
+def _has_column(name: str, verdicts: list[Verdict]) -> bool:
+    values = [one.value for verdict in verdicts if (one := verdict.of(name)) is not None]
+    return any(values) if name in _WHERE_ANY else bool(values)
+
+
+def matrix(rows: Sequence[Row], units: UnitSystem) -> str:
+    """A table of step configs, and what its columns are."""
+    header, cells = matrix_cells(rows, units)
+    lines = [[code_in_table(config), *map(plain, others)] for config, *others in cells]
+    found = table(["config", *header], lines, (0, len(header)))
+    said = said_of(rows)
+    return f"{found}\n\n{plain(said)}" if said else found
+
+
+def environment(report: SessionReport) -> str:
+    """Where the session ran, with which versions, and when it ended."""
+    rows = [["ended", code_in_table(report.ended)], ["pytest-gpumem", code_in_table(report.version)]]
+    if report.commit:
+        rows.append(["commit", code_in_table(report.commit)])
+    if report.shards > 1:
+        rows.append(["shards", str(report.shards)])
+    found: list[Environment] = []
+    for _, verdict in _measured(report.results):
+        if verdict.measurement.environment not in found:
+            found.append(verdict.measurement.environment)
+    for one in found:
+        rows.append(["device", plain(one.device)])
+        rows += [[plain(name), plain(str(value))] for name, value in one.details.items()]
+    return table(["", ""], rows, (0, 1))
+
+
+def title(test: TestVerdict, verdict: Verdict) -> str:
+    """The test's id, with the measurement's name where it has several."""
+    return f"{test.nodeid} ({verdict.measurement.name})" if len(test.verdicts) > 1 else test.nodeid
+
+
+def _measured(results: Iterable[TestResult]) -> list[tuple[TestResult, Verdict]]:
+    return [
+        (result, verdict) for result in results if not result.verdict.unmeasured for verdict in result.verdict.verdicts
+    ]

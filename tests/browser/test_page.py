@@ -1,0 +1,265 @@
+"""An HTML report in a real browser: it can be searched, sorted and opened, draws its charts, and asks for nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pytest_gpumem.gate.verdict import Cell, Outcome
+from pytest_gpumem.reports.html.anchors import anchor_of
+from pytest_gpumem.reports.html.page import html
+from pytest_gpumem.reports.html.texts import in_lines, in_one_line
+from tests.browser.conftest import prefer
+from tests.browser.reports import FAILURE, explained, many, small
+from tests.hostile import TEXTS
+from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
+
+SMALL = small()
+TEXTS_ONLY = session(REGRESSED, OK)
+"""Without charts: plotly takes longest to start."""
+NAMES = "[...document.querySelectorAll('tbody[data-outcome]')].filter((one) => !one.hidden).map((one) => one.querySelector('bdi').textContent)"
+OPEN_DETAILS = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+PAINTED = "new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
+CUT_OFF = (
+    "[...document.querySelectorAll('.plot .main-svg')].filter((one) => one.getBoundingClientRect().right > innerWidth)"
+)
+OPEN_TESTS = "document.querySelectorAll('tbody[data-outcome] th button').forEach((one) => one.click())"
+PANEL = "tbody[data-outcome] td.panel"
+
+
+def shown(page: Any) -> list[str]:
+    """The tests in the table, from above."""
+    return page.evaluate(NAMES)
+
+
+def drawn(page: Any, within: str) -> int:
+    """How many charts there are, after each of them has lines or points."""
+    charts = page.locator(f"{within} figure.chart")
+    for number in range(charts.count()):
+        charts.nth(number).locator("svg .trace path").first.wait_for(state="attached")
+    return charts.count()
+
+
+def brightness(color: str) -> float:
+    """Of an ``rgb(...)``, from 0 to 255."""
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
+
+
+def test_every_panel_opens_and_every_chart_is_drawn_then_and_not_before(opens):
+    page = opens(SMALL)
+    assert page.title() == f"The gate failed: {SMALL.accounting.removeprefix('gpumem: ')}"
+    assert page.evaluate("[typeof Plotly, document.querySelectorAll('.plot').length]") == ["undefined", 1]
+    for button in page.locator("tbody[data-outcome] th button").all():
+        button.click()
+    assert page.locator(PANEL).count() == 5
+    assert drawn(page, PANEL) == 4
+    assert page.locator(".over_time .trace").count() >= 6
+    page.locator("details.matrix summary").click()
+    assert drawn(page, "details.matrix") == 1
+    assert "24 x float32[8, 12, 1024, 1024]" in page.locator(PANEL).first.inner_text()
+    assert "was bfloat16, now float32" in page.locator(PANEL).first.inner_text()
+
+
+def test_what_failed_comes_first_and_a_panel_closes_again(opens):
+    page = opens(TEXTS_ONLY)
+    assert shown(page) == ["test_b", "test_a"]
+    button = page.locator("tbody[data-outcome] th button").first
+    button.click()
+    assert button.get_attribute("aria-expanded") == "true"
+    page.get_by_text("as it was told").click()
+    assert page.locator("pre.failure").inner_text() == REGRESSED.verdict.failure
+    button.click()
+    assert button.get_attribute("aria-expanded") == "false"
+    assert not page.locator("pre.failure").is_visible()
+
+
+def test_the_search_finds_parts_of_ids_and_says_how_many(opens):
+    page = opens(SMALL)
+    page.get_by_label("Search").fill("gpt BF16")
+    assert shown(page) == ["test_b[amp-bf16]"]
+    assert page.locator("#shown").inner_text() == "1 of 5 tests"
+    page.get_by_label("Search").fill("no such test")
+    assert shown(page) == []
+    page.get_by_role("button", name="Show all").click()
+    assert len(shown(page)) == 5
+    assert page.locator("#shown").inner_text() == "5 tests"
+
+
+def test_outcomes_are_filtered_by_mouse_and_by_keyboard(opens):
+    page = opens(SMALL)
+    page.get_by_label("improved").click()
+    assert shown(page) == ["test_c"]
+    page.get_by_label("unmeasured").focus()
+    page.keyboard.press("Space")
+    assert set(shown(page)) == {"test_c", "test_d"}
+    page.get_by_label("improved").click()
+    assert shown(page) == ["test_d"]
+
+
+def test_columns_sort_by_mouse_and_by_keyboard_and_what_has_no_figure_comes_last(opens):
+    page = opens(SMALL)
+    by_size = ["test_b[fp32]", "test_b[amp-bf16]", "test_a", "test_c"]
+    page.get_by_role("button", name="Peak", exact=True).click()
+    assert shown(page) == [*by_size, "test_d"]
+    assert page.locator("th[aria-sort]").get_attribute("aria-sort") == "descending"
+    page.keyboard.press("Enter")
+    assert shown(page) == [*reversed(by_size), "test_d"]
+    assert page.locator("th[aria-sort]").get_attribute("aria-sort") == "ascending"
+    page.get_by_role("button", name="Test", exact=True).focus()
+    page.keyboard.press("Space")
+    assert shown(page) == ["test_a", "test_b[amp-bf16]", "test_b[fp32]", "test_d", "test_c"]
+    for button in page.locator("table.tests > thead button").all():
+        before = page.locator("th[aria-sort]").inner_text()
+        button.click()
+        assert page.locator("th[aria-sort]").count() == 1
+        assert len(shown(page)) == 5, before
+
+
+def test_the_keyboard_reaches_a_test_and_opens_it_and_the_focus_can_be_seen(opens):
+    page = opens(TEXTS_ONLY)
+    page.locator("table.tests > thead button").last.focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.locator(PANEL).is_visible()
+    style = page.evaluate(
+        "(({outlineStyle, outlineWidth}) => [outlineStyle, outlineWidth])(getComputedStyle(document.activeElement))"
+    )
+    assert style == ["solid", "2px"]
+
+
+def test_a_link_to_a_test_opens_it_and_an_open_test_is_in_the_address(opens):
+    a, b = (anchor_of(f"tests/test_gpt.py::test_{name}") for name in "ab")
+    page = opens(TEXTS_ONLY, fragment=f"#{a}")
+    assert page.locator(f"#{a} td.panel").is_visible()
+    assert page.locator(PANEL).count() == 1
+    page.locator(f"#{b} th button").click()
+    assert page.url.endswith(f"#{b}")
+
+
+def test_the_command_that_accepts_can_be_copied(opens):
+    page = opens(TEXTS_ONLY, permissions=["clipboard-read", "clipboard-write"])
+    page.locator("tbody[data-outcome] th button").first.click()
+    page.get_by_role("button", name="Copy the command").click()
+    page.get_by_text("copied").wait_for()
+    command = 'pytest "tests/test_gpt.py::test_b" --gpumem-update=all'
+    assert page.evaluate("navigator.clipboard.readText()") == command
+
+
+def test_the_page_is_never_wider_than_the_screen_whatever_is_in_it(opens):
+    page = opens(everything("x" * 300), width=375)
+    page.evaluate(OPEN_TESTS)
+    page.evaluate(OPEN_DETAILS)
+    assert drawn(page, "body") >= 4
+    for width, scheme in ((375, "light"), (1400, "dark")):
+        page.set_viewport_size({"width": width, "height": 900})
+        # Has the charts drawn anew, which would otherwise wait until nobody changes the size any more.
+        prefer(page, scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # A plot that is cut off would not make the page any wider.
+        assert page.evaluate(f"{CUT_OFF}.length") == 0
+
+
+def test_dark_is_dark_in_charts_too_and_follows_the_system(opens):
+    page = opens(SMALL, color_scheme="dark")
+    page.locator("tbody[data-outcome] th button").first.click()
+    drawn(page, PANEL)
+    colors = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color, getComputedStyle(document.querySelector('.legendtext')).fill]"
+    paper, ink, chart_ink = map(brightness, page.evaluate(colors))
+    assert paper < 60
+    assert ink > 200
+    assert chart_ink > 200
+    prefer(page, "light")
+    paper, ink, chart_ink = map(brightness, page.evaluate(colors))
+    assert paper > 240
+    assert max(ink, chart_ink) < 60
+
+
+def test_on_paper_there_is_nothing_to_press(opens):
+    page = opens(TEXTS_ONLY)
+    page.locator("tbody[data-outcome] th button").first.click()
+    page.evaluate(OPEN_DETAILS)
+    page.emulate_media(media="print")
+    assert not page.locator(".filters").is_visible()
+    assert not page.locator("button.copy").is_visible()
+    assert page.locator("pre.failure").is_visible()
+
+
+def test_without_scripts_everything_is_there_but_the_charts(opens):
+    page = opens(SMALL, java_script_enabled=False)
+    assert page.locator("tbody[data-outcome]").count() == 5
+    assert page.locator("h2.alone").all_inner_texts()[0] == "tests/test_gpt.py::test_b[amp-bf16]"
+    assert page.locator("pre.failure").all_text_contents() == [FAILURE] * 2
+    assert page.locator("table.metrics").first.is_visible()
+
+
+def test_a_thousand_tests_are_few_nodes_until_they_are_opened(opens):
+    report = many(1000, every=10)
+    text = html(report)
+    plotly = (
+        len(text)
+        - len(text.partition('id="plotly">')[0])
+        - len(text.partition('id="plotly">')[2].partition("</script>")[2])
+    )
+    assert (len(text) - plotly) / 1000 < 8_000, "bytes a test"
+    page = opens(report)
+    assert page.evaluate("document.querySelectorAll('*').length") < 18 * 1000
+    assert page.evaluate("[typeof Plotly, document.querySelectorAll('svg').length]") == ["undefined", 0]
+
+
+def test_nothing_of_hostile_texts_takes_effect_and_all_of_them_are_shown(opens):
+    tests = [
+        result(measured(peak(Outcome.REGRESSED)), test=f"{name} {text}", failure=f"{name} {text}")
+        for name, text in TEXTS.items()
+    ]
+    page = opens(session(*tests))
+    page.evaluate(OPEN_TESTS)
+    ids, failures = page.evaluate(
+        f"[{NAMES}, [...document.querySelectorAll('pre.failure')].map((one) => one.textContent)]"
+    )
+    for name, text in TEXTS.items():
+        written = text.encode("unicode_escape").decode()
+        assert [one for one in ids if one.startswith(f"{name} ")] == [in_one_line(f"{name} {text}")], written
+        assert in_lines(f"{name} {text}") in failures, written
+
+
+def test_hostile_texts_take_no_effect_wherever_they_stand(opens):
+    page = opens(everything("\n".join(text for name, text in TEXTS.items() if name != "long")))
+    page.evaluate(OPEN_TESTS)
+    page.evaluate(OPEN_DETAILS)
+    drawn(page, "body")
+    ours = "[document.scripts, document.querySelectorAll('img, b:not(.fails), iframe, a:not(.skip):not([href^=\"#\"]), [onerror]')].map((some) => some.length)"
+    scripts, foreign = page.evaluate(ours)
+    charts = page.locator("figure.chart").count()
+    # Those of the package, plotly's twice: as text and as it runs.
+    assert scripts == charts + 4
+    assert foreign == 0
+
+
+def test_what_plotly_would_take_for_markup_or_a_formula_is_text(opens):
+    configs = ["<b>x</b>&amp;", "$f$ %{x}", "<a href='http://example.com'>y</a>"]
+    tests = [
+        result(explained(seconds=1 + number), test=f"test_m[{number}]", cell=Cell("t.py::test_m", config, number))
+        for number, config in enumerate(configs)
+    ]
+    page = opens(session(*tests))
+    page.evaluate(OPEN_DETAILS)
+    drawn(page, "details.matrix")
+    labels = page.locator(".matrix .textpoint").all_text_contents()
+    assert sorted(labels) == sorted(one if len(one) <= 40 else f"{one[:40]}…" for one in configs)
+    assert page.locator(".plot a, .plot b").count() == 0
+
+
+def test_no_script_but_those_of_the_package_runs_and_nothing_is_fetched(opens):
+    page = opens(SMALL, watched=False)
+    page.evaluate("""() => {
+        window.violated = [];
+        document.addEventListener("securitypolicyviolation", (event) => violated.push(event.effectiveDirective));
+        const script = document.createElement("script");
+        script.textContent = "window.broken = 1";
+        document.body.append(script);
+        document.body.insertAdjacentHTML("beforeend", "<img src='x.png' onerror='window.broken = 2'>");
+        return fetch("https://example.com").catch(() => {});
+    }""")
+    page.evaluate(PAINTED)
+    assert page.evaluate("window.broken") is None
+    assert {"connect-src", "img-src", "script-src-elem", "script-src-attr"} <= set(page.evaluate("violated"))

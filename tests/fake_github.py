@@ -1,0 +1,137 @@
+"""A GitHub of our own on this machine: one pull request's comments, as the REST API gives, takes and refuses them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ME = "github-actions[bot]"
+REPOSITORY = "someone/project"
+NUMBER = 7
+COMMENTS = f"/repos/{REPOSITORY}/issues/{NUMBER}/comments"
+TOKEN = "a-token"
+LIMIT = 65_536
+
+
+@dataclass
+class FakeGitHub:
+    """``wrong`` are answers to give first, as (method, status, headers); with ``after``, when the request was carried out."""
+
+    url: str
+    comments: list[dict[str, Any]] = field(default_factory=list)
+    wrong: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
+    after: bool = False
+    read_only: bool = False
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    page: int = 2
+    """How many comments a page has, whatever is asked for: the pages have to be followed."""
+
+    def add(self, body: str, login: str = ME) -> int:
+        number = 100 + len(self.comments)
+        address = f"https://github.com/{REPOSITORY}/pull/{NUMBER}#issuecomment-{number}"
+        self.comments.append({"id": number, "body": body, "user": {"login": login}, "html_url": address})
+        return number
+
+    @property
+    def written(self) -> list[str]:
+        """The methods of the requests that wanted to change a comment."""
+        return [method for method, path in self.requests if method in ("POST", "PATCH") and path != "/graphql"]
+
+    def environment(self) -> dict[str, str]:
+        """What a job's steps are told of where they run. No proxy lies between."""
+        return {
+            "GITHUB_API_URL": self.url,
+            "GITHUB_GRAPHQL_URL": f"{self.url}/graphql",
+            "GITHUB_REPOSITORY": REPOSITORY,
+            "GITHUB_TOKEN": TOKEN,
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+
+
+@contextmanager
+def fake_github() -> Iterator[FakeGitHub]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.github = FakeGitHub(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server.github
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Nobody reads it."""
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    def do_PATCH(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        github: FakeGitHub = self.server.github
+        address = urlsplit(self.path)
+        content = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+        github.requests.append((self.command, address.path))
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            return self.reply(401, {"message": "Bad credentials"})
+        wrong = next((one for one in github.wrong if one[0] == self.command), None)
+        if wrong is not None:
+            github.wrong.remove(wrong)
+            if github.after:
+                self.carry_out(github, address, content)
+            return self.reply(wrong[1], {"message": "not now"}, wrong[2])
+        return self.reply(*self.carry_out(github, address, content))
+
+    def carry_out(self, github: FakeGitHub, address: Any, content: Any) -> tuple[Any, ...]:
+        if address.path == "/graphql":
+            return 200, {"data": {"viewer": {"login": ME}}}
+        if self.command == "GET" and address.path == COMMENTS:
+            number = int(parse_qs(address.query).get("page", ["1"])[0])
+            last = max(-(-len(github.comments) // github.page), 1)
+            links = [("prev", number - 1), ("next", number + 1), ("last", last)]
+            link = ", ".join(
+                f'<{github.url}{COMMENTS}?per_page=100&page={page}>; rel="{rel}"'
+                for rel, page in links
+                if 1 <= page <= last and not (rel == "last" and number == last)
+            )
+            return 200, github.comments[(number - 1) * github.page :][: github.page], {"Link": link} if link else {}
+        if github.read_only:
+            return 403, {"message": "Resource not accessible by integration"}
+        return self.write(github, address, content["body"])
+
+    def write(self, github: FakeGitHub, address: Any, body: str) -> tuple[Any, ...]:
+        if len(body) > LIMIT:
+            return 422, {"message": "Validation Failed"}
+        if self.command == "POST" and address.path == COMMENTS:
+            github.add(body)
+            return 201, github.comments[-1]
+        for comment in github.comments:
+            if (self.command, address.path) == ("PATCH", f"/repos/{REPOSITORY}/issues/comments/{comment['id']}"):
+                comment["body"] = body
+                return 200, comment
+        return 404, {"message": "Not Found"}
+
+    def reply(self, status: int, plain: Any, headers: dict[str, str] | None = None) -> None:
+        text = json.dumps(plain).encode()
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(text))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text)

@@ -1,0 +1,266 @@
+"""The comment in a pull request: found again among all others, changed in place, tried again, and owed by nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from pytest_gpumem.cli.main import main
+from pytest_gpumem.github.api import Api, GitHubError, NotAllowedError, UnavailableError
+from pytest_gpumem.github.comment import PullRequest, marker, pull_request_of_event, put_comment, room
+from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.session_report import SessionReport, Terms
+from tests.fake_github import LIMIT, ME, NUMBER, REPOSITORY, TOKEN, FakeGitHub, fake_github
+from tests.hostile import TEXTS
+
+HERE = PullRequest(REPOSITORY, NUMBER)
+MINE = marker("gpumem")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fake_github() as github:
+        yield github
+
+
+@pytest.fixture
+def github(server, monkeypatch):
+    """The server with nothing in it, and the environment of a job that talks to it."""
+    server.__init__(server.url)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    for name in ("GITHUB_EVENT_PATH", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    return server
+
+
+def api(github: FakeGitHub, token: str = TOKEN) -> Api:
+    return Api(token, github.url, f"{github.url}/graphql")
+
+
+def put(github: FakeGitHub, body: str = "now", name: str = "gpumem", token: str = TOKEN):
+    """The comment, and how long it was waited before each further try."""
+    waited: list[float] = []
+    done = put_comment(api(github, token), HERE, name, body, sleep=waited.append)
+    return done, waited
+
+
+def test_the_first_run_makes_a_comment_and_the_next_one_changes_it(github):
+    made, _ = put(github, "red")
+    changed, _ = put(github, "green")
+    assert (made.made, changed.made) == (True, False)
+    assert made.address == changed.address == github.comments[0]["html_url"]
+    assert [comment["body"] for comment in github.comments] == [f"{MINE}\ngreen"]
+
+
+def test_the_comment_is_found_on_the_last_page(github):
+    for number in range(6):
+        github.add(f"comment {number}")
+    github.add(f"{MINE}\nold")
+    assert not put(github)[0].made
+    assert github.comments[-1]["body"] == f"{MINE}\nnow"
+
+
+@pytest.mark.parametrize(
+    ("body", "login"),
+    [
+        pytest.param(f"{MINE}\nold", "somebody", id="of somebody else"),
+        pytest.param(f"> {MINE}\n> old\n\nWhat is this?", ME, id="that quotes it"),
+        pytest.param(f"{marker('gpumem-h100')}\nold", ME, id="of another name"),
+    ],
+)
+def test_a_comment_is_left_alone(github, body, login):
+    github.add(body, login)
+    assert put(github)[0].made
+    assert [comment["body"] for comment in github.comments] == [body, f"{MINE}\nnow"]
+
+
+def test_a_comment_without_an_author_or_text_is_passed_over(github):
+    github.comments += [{"id": 1, "body": None, "user": None}, {"id": 2, "body": f"{MINE}\nold", "user": None}]
+    assert put(github)[0].made
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PATCH"])
+def test_what_fails_once_is_tried_again(github, method):
+    if method == "PATCH":
+        github.add(f"{MINE}\nold")
+    github.wrong = [(method, 502, {})]
+    _, waited = put(github)
+    assert waited == [1.0]
+    assert [comment["body"] for comment in github.comments] == [f"{MINE}\nnow"]
+
+
+def test_a_comment_that_was_made_although_the_answer_was_lost_is_not_made_twice(github):
+    github.wrong, github.after = [("POST", 502, {})], True
+    put(github)
+    assert len(github.comments) == 1
+
+
+def test_github_says_how_long_to_wait(github):
+    github.wrong = [("POST", 403, {"Retry-After": "7"}), ("POST", 429, {"Retry-After": "86400"})]
+    _, waited = put(github)
+    assert waited == [7.0, 60.0]
+
+
+def test_a_github_that_stays_down_is_given_up(github):
+    github.wrong = [("GET", 503, {})] * 9
+    with pytest.raises(UnavailableError, match="503 not now"):
+        put(github)
+    assert len(github.wrong) == 5
+
+
+def test_a_github_that_cannot_be_reached_is_told(github):
+    with fake_github() as gone:
+        pass
+    with pytest.raises(UnavailableError, match="refused"):
+        put(gone)
+
+
+def test_a_token_that_may_only_read_is_an_error_of_its_own_and_not_tried_again(github):
+    github.read_only = True
+    with pytest.raises(NotAllowedError, match="403 Resource not accessible by integration"):
+        put(github)
+    assert github.written == ["POST"]
+
+
+def test_a_wrong_token_is_not_tried_again(github):
+    with pytest.raises(GitHubError, match="401 Bad credentials"):
+        put(github, token="another")
+    assert len(github.requests) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_the_token_is_not_taken_elsewhere(github, status):
+    with fake_github() as elsewhere:
+        github.wrong = [("POST", status, {"Location": f"{elsewhere.url}/"})]
+        with pytest.raises(GitHubError, match=f"{status} .*moved to {elsewhere.url}"):
+            put(github)
+        assert elsewhere.requests == []
+        with pytest.raises(GitHubError, match="is not of"):
+            api(github).request("GET", f"{elsewhere.url}/repos")
+        with pytest.raises(GitHubError, match="is not of"):
+            api(github).request("GET", "file:///etc/hostname")
+        assert elsewhere.requests == []
+
+
+@pytest.mark.parametrize("name", ["gpumem", "--> <script>", "a -- b --- c ->", "", *TEXTS.values()])
+def test_a_marker_is_one_hidden_line_whatever_the_name(name):
+    line = marker(name)
+    assert re.fullmatch(r"<!-- pytest-gpumem: [^\n<>]* -->", line)
+    assert "--" not in line[4:-3]
+    assert line.isascii()
+
+
+def test_names_have_markers_of_their_own():
+    names = ["a", "A", "a b", "a-b", "a--b", "a%2Db", "a-%2Db", *TEXTS.values()]
+    assert len({marker(name) for name in names}) == len(set(names))
+
+
+EVENTS = {
+    "a pull request": ({"pull_request": {"number": 7}}, 7),
+    "a comment in one": ({"issue": {"number": 7, "pull_request": {"url": "..."}}}, 7),
+    "an issue": ({"issue": {"number": 7}}, None),
+    "a push": ({"ref": "refs/heads/main"}, None),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_pull_request_is_that_of_the_event(event, tmp_path):
+    plain, number = EVENTS[event]
+    file = tmp_path / "event.json"
+    file.write_text(json.dumps(plain))
+    assert pull_request_of_event(file) == number
+
+
+REPORT = SessionReport("2026-11-21T16:20:05Z", "0.1.0", "abc1234", Terms(baseline=True))
+
+
+@pytest.fixture
+def run(github, tmp_path, monkeypatch):
+    """`gpumem comment` in a job for the pull request, in a folder with reports."""
+    (tmp_path / "gpumem.json").write_text(to_json(REPORT))
+    (tmp_path / "gpumem.md").write_text("**all is well**\n")
+    (tmp_path / "event.json").write_text(json.dumps(EVENTS["a pull request"][0]))
+    monkeypatch.setenv("GITHUB_EVENT_PATH", str(tmp_path / "event.json"))
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(main, ["comment", *arguments])
+
+
+def test_the_report_of_a_session_is_put_with_a_link_to_all_of_it(run, github):
+    done = run("gpumem.json", "--link", "https://github.com/a/b/actions/runs/1/artifacts/2")
+    assert done.exit_code == 0, done.output
+    assert done.output == f"made {github.comments[0]['html_url']}\n"
+    text = github.comments[0]["body"]
+    assert text.startswith(f"{MINE}\n")
+    assert "gated nothing" in text
+    assert text.endswith("\n[The whole report](https://github.com/a/b/actions/runs/1/artifacts/2)\n")
+
+
+def test_markdown_is_put_as_it_is_under_the_name_of_the_comment(run, github):
+    assert run("gpumem.md", "--name", "H100 | <b>").exit_code == 0
+    assert github.comments[0]["body"] == f"{marker('H100 | <b>')}\n**H100 \\| &lt;b&gt;**\n\n**all is well**\n"
+
+
+def test_markdown_that_is_too_long_is_refused_before_github_does(run, github, tmp_path):
+    (tmp_path / "gpumem.md").write_text("é" * (room("gpumem") + 1))
+    done = run("gpumem.md")
+    assert done.exit_code == 2
+    assert "a comment has room for 65,505" in done.output
+    assert github.requests == []
+    (tmp_path / "gpumem.md").write_text("é" * room("gpumem"))
+    assert run("gpumem.md").exit_code == 0
+    assert len(github.comments[0]["body"]) == LIMIT
+
+
+def test_a_token_that_may_only_read_fails_nothing_and_is_said(run, github, monkeypatch):
+    github.read_only = True
+    done = run("gpumem.md")
+    assert done.exit_code == 0
+    assert done.output.startswith("gpumem: there is no comment, since the token may not write one")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert run("gpumem.md").output.startswith("::notice title=gpumem::there is no comment")
+
+
+def test_a_job_for_no_pull_request_fails_nothing_and_says_so(run, github, tmp_path):
+    (tmp_path / "event.json").write_text(json.dumps({"ref": "refs/heads/main"}))
+    done = run("gpumem.md")
+    assert (done.exit_code, done.output) == (
+        0,
+        "gpumem: there is no comment, since this job runs for no pull request\n",
+    )
+    assert run("gpumem.md", "--pull-request", str(NUMBER)).exit_code == 0
+    assert len(github.comments) == 1
+
+
+def test_what_github_refuses_is_an_error(run, github):
+    github.wrong = [("POST", 422, {})]
+    done = run("gpumem.md")
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: the comment could not be put: POST ")
+    assert "422 not now" in done.output
+
+
+WRONG = {
+    "no token": (["gpumem.md"], "GITHUB_TOKEN", "GITHUB_TOKEN is not set"),
+    "no repository": (["gpumem.md"], "GITHUB_REPOSITORY", "give --repository OWNER/NAME"),
+    "no event": (["gpumem.md"], "GITHUB_EVENT_PATH", "give --pull-request NUMBER"),
+    "another repository": (["gpumem.md", "--repository=../user"], "", "is not a repository"),
+    "a name that is a text": (["gpumem.md", f"--name={'x' * 101}"], "", "has 101 characters"),
+    "a link that is none": (["gpumem.md", "--link=javascript:alert(1)"], "", "is not a web address"),
+    "a file that is no report": (["event.json"], "", "event.json"),
+    "a file that is not there": (["gone.json"], "", "'gone.json' does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_told_and_github_is_not_asked(run, github, monkeypatch, case):
+    arguments, missing, said = WRONG[case]
+    if missing:
+        monkeypatch.delenv(missing)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert github.requests == []

@@ -1,0 +1,135 @@
+"""Made-up sessions for the tests of reports: one that has everything, with a given text wherever a text may stand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.composition import Composition, Explanation, Row
+from pytest_gpumem.explain.difference import Change, Difference
+from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.over_time import OverTime, Phase
+from pytest_gpumem.results import TestResult
+from pytest_gpumem.selection import Selection
+from pytest_gpumem.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.timing.samples import Round, Sample, Times
+
+GB = 10**9
+H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0", "driver": "580.1"})
+ORIGIN = Origin("2026-11-02", H100.device, "2.10.0", "abc123456")
+ENDED = "2026-11-21T16:20:05Z"
+
+
+def peak(outcome: Outcome, now: float = 9.31 * GB, then: float | None = 8.12 * GB, **changes: Any) -> MetricVerdict:
+    now, then = round(now), None if then is None else round(then)
+    allowed = None if then is None else 0.005 * then
+    return MetricVerdict("peak_allocated", outcome, now, then, allowed, **changes)
+
+
+def measured(*metrics: MetricVerdict, name: str = "train_step", **changes: Any) -> Verdict:
+    measurement = Measurement(
+        name, Workload("train_step", "amp-bf16"), H100, {one.metric: one.value for one in metrics}
+    )
+    return Verdict(replace(measurement, **changes.pop("measurement", {})), metrics, **changes)
+
+
+def result(
+    *verdicts: Verdict,
+    test: str = "test_a",
+    file: str = "tests/test_gpt.py",
+    failure: str | None = None,
+    **changes: Any,
+) -> TestResult:
+    verdict = TestVerdict(file, test, verdicts, location=Location(file, 7), failure=failure, **changes)
+    failed = failure is not None or verdict.failed_by_itself
+    return TestResult(verdict, passed=not failed, failed=failed)
+
+
+def session(*results: TestResult, **changes: Any) -> SessionReport:
+    return replace(SessionReport(ENDED, "0.1.0", "abc123456", Terms(baseline=True), results), **changes)
+
+
+OK = result(measured(peak(Outcome.OK, 8.12 * GB)))
+REGRESSED = result(
+    measured(peak(Outcome.REGRESSED), origin=ORIGIN),
+    test="test_b",
+    failure="GPU memory regressed: peak 9.31 GB, baseline 8.12 GB\n\n  metric ...\n\n"
+    '  accept:   pytest "tests/test_gpt.py::test_b" --gpumem-update=all',
+)
+
+
+def explained(text: str) -> Explanation:
+    """A peak of which every text is ``text``."""
+    rows = (
+        Row("activation", 5 * GB, text, text, text, text, text, 24),
+        Row("parameter", 3 * GB, text, text, "", text, "float32[8, 8]", 2),
+    )
+    over_time = OverTime(
+        (0, 10, 20),
+        (1, 8 * GB, 2),
+        {"activation": (1, 5 * GB, 1), "parameter": (0, 3 * GB, 1)},
+        1,
+        (Phase("forward", 0, 10), Phase(text, 10, 20)),
+    )
+    composition = Composition(9 * GB, rows, {text: 2}, (text,))
+    return Explanation(composition, composition, composition, (text,), 1, over_time)
+
+
+def everything(text: str) -> SessionReport:
+    """A session that has everything there is to say, with ``text`` wherever a text may stand."""
+    explanation = explained(text)
+    old, new = explanation.peak.rows[1], explanation.peak.rows[0]
+    growth = Difference(8 * GB, 9 * GB, (Change(None, new, text), Change(old, None, text), Change(old, old)))
+    times = Times(
+        (Sample((Round(0.1, 1e9, text), Round(0.2)), 3, text, 0.05), Sample((Round(0.3),))),
+        {"forward": 0.1, text: 0.2},
+    )
+    environment = Environment(text, text, {f"a {text}": text, "count": 3})
+    measurement = Measurement(
+        text,
+        Workload(text, text, 124, text),
+        environment,
+        {"peak_allocated": 9 * GB, "step_time": 0.1, "throughput": 12.5},
+        settled=False,
+        notes=(text,),
+        recomputed=4,
+        explanation=explanation,
+        times=times,
+        work={"samples": 8, text: 2.5},
+    )
+    metrics = (
+        peak(Outcome.REGRESSED, reason=text),
+        MetricVerdict("step_time", Outcome.UNCERTAIN, 0.1, 0.2, 0.004, None, text, (0.9, 1.1)),
+        MetricVerdict("throughput", Outcome.OVER_BUDGET, 12.5, budget=20, of=text),
+        MetricVerdict("operators", Outcome.IMPROVED, 3, 5, 0),
+    )
+    origin = Origin(text, text, text, text, text)
+    verdict = Verdict(measurement, metrics, origin, text, (text,), growth)
+    cell = Cell(text, text, 1)
+    location = Location(text, 7)
+    failing = TestVerdict(text, text, (verdict, verdict), None, relations=2, cell=cell, location=location, failure=text)
+    results = (
+        TestResult(failing, passed=False, failed=True),
+        TestResult(replace(failing, test=f"b{text}", failure=None, cell=replace(cell, index=0)), passed=True),
+        TestResult(TestVerdict(text, f"c{text}", unmeasured=text, failed_by_itself=True), passed=False, failed=True),
+        TestResult(TestVerdict(text, f"d{text}", unmeasured=text, cell=cell), passed=True),
+    )
+    return SessionReport(
+        text,
+        text,
+        text,
+        Terms(baseline=True, strict=True, update="all", units="iec"),
+        results,
+        ((text, text),),
+        Selection(
+            frozenset({(text, text)}), frozenset({text}), (text,), text, frozenset({(text, "e")}), frozenset({text})
+        ),
+        Stored(((text, Key(text, text, text)),), frozenset({text})),
+        (text,),
+        (text,),
+        text,
+        (text,),
+        3,
+    )

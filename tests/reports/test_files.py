@@ -1,0 +1,84 @@
+"""Reports as files: whole or as they were, in folders that are made, and every mistake names the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+import pytest
+
+from pytest_gpumem.options import REPORT_SUFFIXES
+from pytest_gpumem.reports.files import RENDERERS, write_report
+from pytest_gpumem.reports.json_report import from_json, to_json
+from pytest_gpumem.reports.markdown import markdown
+from pytest_gpumem.whole_file import write_whole
+from tests.reports.sessions import OK, REGRESSED, session
+
+REPORT = session(OK, REGRESSED)
+
+
+def test_every_suffix_has_its_renderer():
+    assert sorted(RENDERERS) == sorted(REPORT_SUFFIXES)
+
+
+def test_a_report_is_written_in_the_format_of_its_suffix_into_a_folder_that_is_made(tmp_path):
+    for name in ("new/deep/a.json", "new/deep/a.md"):
+        write_report(tmp_path / name, REPORT)
+    assert (tmp_path / "new/deep/a.json").read_bytes() == to_json(REPORT).encode()
+    assert (tmp_path / "new/deep/a.md").read_bytes() == markdown(REPORT).encode()
+    assert from_json((tmp_path / "new/deep/a.json").read_text(encoding="utf-8"), "a.json") == REPORT
+    assert sorted(path.name for path in (tmp_path / "new/deep").iterdir()) == ["a.json", "a.md"]
+
+
+def test_everybody_may_read_it_whom_the_umask_lets(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write_whole(tmp_path / "a.txt", "x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o644
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text("old", encoding="utf-8")
+
+    def full(_handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(path, REPORT)
+    assert [(one.name, one.read_text(encoding="utf-8")) for one in tmp_path.iterdir()] == [("a.json", "old")]
+
+
+def test_a_folder_in_the_way_stays_and_nothing_is_left_beside_it(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_report(tmp_path / "a.json", REPORT)
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_file_where_the_folder_should_be_and_a_name_that_no_file_can_have_are_errors_of_the_system(tmp_path):
+    (tmp_path / "a").write_text("x", encoding="utf-8")
+    with pytest.raises(OSError):
+        write_report(tmp_path / "a" / "b.json", REPORT)
+    with pytest.raises(OSError):
+        write_report(tmp_path / "a\0.json", REPORT)
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "latest.md").symlink_to(tmp_path / "real.md")
+    write_report(tmp_path / "latest.md", REPORT)
+    assert (tmp_path / "latest.md").is_symlink()
+    assert (tmp_path / "real.md").read_text(encoding="utf-8") == markdown(REPORT)
+
+
+def test_line_ends_are_as_they_are_and_a_lone_surrogate_is_written_as_python_writes_it(tmp_path):
+    write_whole(tmp_path / "a.txt", "a\r\nb\nc\ud800")
+    assert (tmp_path / "a.txt").read_bytes() == b"a\r\nb\nc\\ud800"
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "a.txt", "new\ud800", errors="strict")
+    assert (tmp_path / "a.txt").read_bytes() == b"a\r\nb\nc\\ud800"
+    assert [one.name for one in tmp_path.iterdir()] == ["a.txt"]

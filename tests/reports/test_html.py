@@ -1,0 +1,361 @@
+"""What an HTML report shows: order, figures, bars, data of charts and links; and that its text cannot be anything but text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html as entities
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import resources
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.composition import Composition, Row
+from pytest_gpumem.explain.difference import Change, Difference
+from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
+from pytest_gpumem.over_time import OverTime, Phase
+from pytest_gpumem.reports.html.anchors import anchor_of, unique
+from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
+from pytest_gpumem.reports.html.page import html
+from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panels_of
+from pytest_gpumem.reports.html.prepare import page_of
+from pytest_gpumem.reports.matrix import Row as ConfigRow
+from pytest_gpumem.reports.needs import lacking
+from pytest_gpumem.session_report import Terms
+from pytest_gpumem.timing.samples import Round, Sample, Times
+from tests.hostile import TEXTS
+from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
+
+unhurried = settings(deadline=None)
+ALL = "\n".join(TEXTS.values())
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """The page of a session that has everything, with every hostile text wherever a text may stand."""
+    return html(everything(ALL))
+
+
+def panel_of(verdict):
+    (panel,) = panels_of(result(verdict).verdict, "si")
+    return panel
+
+
+# What the page says.
+
+
+def test_tests_that_fail_come_first_and_the_worst_before_others():
+    over = result(measured(peak(Outcome.OVER_BUDGET, budget=9 * GB)), test="test_z", failure="over budget")
+    new = result(measured(peak(Outcome.NEW, then=None)), test="test_n")
+    rows = page_of(session(OK, new, REGRESSED, over, not_run=(("a.py", "test_x"),))).tests
+    assert [(row.test, row.status.words) for row in rows] == [
+        ("test_x", "not run"),
+        ("test_z", "over budget"),
+        ("test_b", "regressed"),
+        ("test_n", "new"),
+        ("test_a", "ok"),
+    ]
+    assert [row.status.fails for row in rows] == [True, True, True, False, False]
+
+
+def test_the_headline_is_the_gates_and_nothing_gated_is_no_pass():
+    recorded = result(measured(peak(Outcome.RECORDED, then=None)))
+    assert page_of(session(OK)).headline == "The gate passed"
+    assert page_of(session(REGRESSED)).headline == "The gate failed"
+    assert page_of(session(recorded, terms=Terms())).headline == "Nothing was gated"
+    assert page_of(session(OK, errors=("disk full",))).headline == "The gate failed"
+
+
+def test_why_it_failed_counts_tests_and_tells_what_else_went_wrong():
+    report = session(OK, REGRESSED, not_run=(("a.py", "test_x"),), errors=("baselines were not written: disk full",))
+    assert page_of(report).problems == (
+        "baselines were not written: disk full",
+        "1 test failed",
+        "1 test did not run to the end",
+    )
+
+
+def test_the_table_shows_the_worst_measurement_of_a_test_and_names_it():
+    test = result(
+        measured(peak(Outcome.OK, 1 * GB, 1 * GB), name="small"), measured(peak(Outcome.REGRESSED), name="large")
+    )
+    (row,) = page_of(session(test)).tests
+    assert row.part == "large"
+    assert [cell.text for cell in row.cells] == ["9.31 GB", "+14.7 %", "", ""]
+    assert [cell.bad for cell in row.cells[:2]] == [False, True]
+    (alone,) = page_of(session(OK)).tests
+    assert alone.part == ""
+
+
+def test_a_baseline_of_nothing_has_a_change_that_is_told_and_not_sorted_by():
+    grown = measured(MetricVerdict("peak_allocated", Outcome.REGRESSED, 2 * GB, 0, 1))
+    (row,) = page_of(session(result(grown))).tests
+    assert (row.cells[1].text, row.cells[1].sort) == ("+2.00 GB", None)
+
+
+@pytest.mark.parametrize("command", ['pytest "a.py::test_b" --gpumem-update=all', "pytest 'a\nb' --gpumem-update=all"])
+def test_the_command_that_accepts_is_taken_whole(command):
+    told = f"GPU memory regressed\n\n  note: x\n\n  accept:   {command}"
+    (row,) = page_of(session(result(measured(peak(Outcome.REGRESSED)), failure=told))).tests
+    assert row.accept == command
+    assert row.failure == told
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "GPU memory over budget",
+        "GPU memory over budget\n\n  note: x\n  accept:   rm -r /",
+        "GPU memory regressed\n\n  accept:   pytest 'a\n  accept:   pytest b",
+    ],
+)
+def test_what_is_not_for_certain_the_command_that_accepts_cannot_be_copied(failure):
+    (row,) = page_of(session(result(measured(peak(Outcome.OVER_BUDGET)), failure=failure))).tests
+    assert (row.accept, row.failure) == ("", failure)
+
+
+def test_where_a_baseline_comes_from_and_why_it_was_accepted_is_told():
+    (row,) = (row for row in page_of(everything("why")).tests if row.failure)
+    assert row.panels[0].origin == "why, why, torch why, commit why, reason: why"
+
+
+# Bars.
+
+
+def test_a_bar_is_as_long_as_what_it_shows_beside_the_longest():
+    metric = MetricVerdict("peak_allocated", Outcome.REGRESSED, 5, baseline=4, allowed=1, budget=10)
+    assert bar_of(metric) == Bar(now=0.5, baseline=0.4, limit=0.5, budget=1.0)
+
+
+def test_what_is_held_against_nothing_has_no_bar():
+    assert bar_of(MetricVerdict("forward_time", Outcome.RECORDED, 0.1)) is None
+
+
+def test_the_limit_of_what_is_better_when_larger_lies_below_its_baseline():
+    bar = bar_of(MetricVerdict("throughput", Outcome.OK, 90, baseline=100, allowed=20))
+    assert bar == Bar(now=0.9, baseline=1.0, limit=0.8)
+
+
+@unhurried
+@given(*[st.one_of(st.none(), st.floats(0, 1e15))] * 3, st.floats(0, 1e15))
+def test_no_bar_is_longer_than_its_track(baseline, allowed, budget, value):
+    bar = bar_of(MetricVerdict("peak_allocated", Outcome.OK, value, baseline, allowed, budget))
+    if bar is not None:
+        assert all(0 <= part <= 1 for part in (bar.now, bar.baseline, bar.limit, bar.budget) if part is not None)
+
+
+# Charts.
+
+STEP = OverTime(
+    (0, 2_000_000, 5_000_000),
+    (3_000_000, 8_123_456_789, 10),
+    {"activation": (0, 5_123_456_789, 0), "parameter": (3_000_000, 3_000_000_000, 10), "buffer": (0, 0, 0)},
+    1,
+    (Phase("forward", 0, 1_000_000), Phase("backward", 1_000_000, 5_000_000)),
+)
+
+
+def test_memory_over_a_step_is_in_units_that_fit_and_without_what_was_never_there():
+    chart = over_time_chart(STEP, "si")
+    assert (chart["unit"], chart["clock"]) == ("GB", "ms")
+    assert chart["time"] == [0, 2, 5]
+    assert chart["series"] == [
+        {"name": "parameter", "y": [0.003, 3, 1e-8]},
+        {"name": "activation", "y": [0, 5.1235, 0]},
+    ]
+    assert chart["peak"] == {"x": 2, "y": 8.1235, "text": "8.12 GB"}
+    assert chart["phases"][1] == {"name": "backward", "begin": 1, "end": 5}
+    assert chart["label"] == "Memory over the step, by category: 8.12 GB at the peak in backward."
+
+
+def test_binary_units_are_binary_in_charts_too():
+    chart = over_time_chart(replace(STEP, total=(0, 2**30, 0), categories={"input": (0, 2**30, 0)}), "iec")
+    assert (chart["unit"], chart["peak"]["y"], chart["peak"]["text"]) == ("GiB", 1, "1.00 GiB")
+
+
+def test_rounds_stand_with_what_disturbed_them_their_median_and_the_baselines():
+    rounds = (*(Round(0.010 + 0.001 * number) for number in range(7)), Round(0.030, None, "it was hot"))
+    time = MetricVerdict("step_time", Outcome.OK, 0.013, 0.012, 0.001)
+    chart = rounds_chart(measured(time, measurement={"times": Times((Sample(rounds, 3),))}))
+    (sample,) = chart["samples"]
+    assert (chart["unit"], chart["baseline"]) == ("ms", 12)
+    assert sample["y"] == [10, 11, 12, 13, 14, 15, 16, 30]
+    assert sample["disturbed"] == [None] * 7 + ["it was hot"]
+    assert (sample["low"], sample["median"], sample["high"]) == (10, 13, 16)
+    assert chart["label"] == "Step time of 8 rounds: median 13.00 ms, 12.00 ms in the baseline."
+
+
+def test_a_step_without_times_has_no_rounds():
+    assert rounds_chart(measured(peak(Outcome.OK))) is None
+
+
+CONFIGS = [
+    ConfigRow("fp32", 100, 1.0),
+    ConfigRow("bf16", 50, 1.5),
+    ConfigRow("slow", 100, 2.0),
+    ConfigRow("tf32", why_not="-"),
+]
+
+
+def test_a_matrix_is_drawn_by_saving_and_cost_with_those_that_none_beats():
+    chart = matrix_chart("test_m", CONFIGS, "si")
+    assert [(one["config"], one["saving"], one["cost"], one["efficient"]) for one in chart["points"]] == [
+        ("fp32", 0, 0, True),
+        ("bf16", 50, 50, True),
+        ("slow", 0, 100, False),
+    ]
+    assert chart["first"] == "fp32"
+
+
+@pytest.mark.parametrize("rows", [[], CONFIGS[:1], CONFIGS[3:], [ConfigRow("a", 1), ConfigRow("b", 2)]])
+def test_a_matrix_without_two_configs_of_known_cost_is_a_table_only(rows):
+    assert matrix_chart("test_m", rows, "si") is None
+
+
+def test_a_matrix_has_its_table_too():
+    cells = [Cell("t.py::test_m", config, number) for number, config in enumerate(("fp32", "bf16"))]
+    tests = [result(measured(peak(Outcome.OK)), test=f"test_m[{one.config}]", cell=one) for one in cells]
+    (matrix,) = page_of(session(*tests)).matrices
+    assert matrix.header == ("config", "peak", "saving", "")
+    assert [row[0] for row in matrix.rows] == ["fp32", "bf16"]
+    assert matrix.chart is None
+
+
+# Tables that explain.
+
+
+def test_what_a_table_does_not_show_is_in_its_last_row():
+    rows = [Row("activation", 1_000_000 * (number + 1), f"m{number}") for number in range(MOST_ROWS + 2)]
+    growth = Difference(0, sum(row.nbytes for row in rows), tuple(Change(None, row) for row in reversed(rows)))
+    table = panel_of(measured(peak(Outcome.REGRESSED), growth=growth)).growth
+    assert len(table.rows) == MOST_ROWS
+    assert table.rows[0].nbytes == "+32.00 MB"
+    assert table.rest == "+3.00 MB"
+    assert [row.share for row in table.rows[:2]] == [1.0, 31 / 32]
+
+
+def test_what_a_peak_is_made_of_adds_up_to_it():
+    explanation = everything("x").results[0].verdict.verdicts[0].measurement.explanation
+    whole = replace(explanation, peak=Composition(9 * GB, (Row("activation", 5 * GB),)))
+    table = panel_of(measured(peak(Outcome.OK), measurement={"explanation": whole})).compositions[0]
+    assert [row.nbytes for row in table.rows] == ["5.00 GB"]
+    assert table.rest == "4.00 GB"
+
+
+# Links.
+
+
+@unhurried
+@given(st.text(), st.text())
+def test_links_are_plain_words_and_tell_tests_apart(one, other):
+    assert re.fullmatch(r"[A-Za-z0-9_-]+", anchor_of(one))
+    assert (anchor_of(one) == anchor_of(other)) == (one == other)
+
+
+@given(st.lists(st.sampled_from("abc")))
+def test_a_test_that_is_there_twice_has_two_links(anchors):
+    assert len(set(unique(anchors))) == len(anchors)
+
+
+# The page as text.
+
+
+def test_the_page_is_the_same_each_time_and_can_be_written(page):
+    assert html(everything(ALL)) == page
+    assert page.encode("utf-8").decode("utf-8") == page
+
+
+def test_the_policy_names_every_script_of_the_page_and_no_other_and_nothing_may_be_fetched(page):
+    policy = entities.unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1))
+    scripts = re.findall(r'<script(?: type="text/plain" id="plotly")?>(.*?)</script>', page, flags=re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    assert len(scripts) == 3
+    assert set(re.findall(r"'sha256-([^']*)'", policy)) == set(hashes)
+    assert policy.startswith("default-src 'none'; ")
+    assert "connect-src" not in policy
+    assert "unsafe-eval" not in policy
+
+
+def test_no_data_of_a_chart_can_end_its_script(page):
+    data = re.findall(r'<script type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    assert len(data) >= 4
+    for one in data:
+        assert not re.search("[<>&]", one)
+        json.loads(one)
+
+
+def test_the_tags_of_a_page_do_not_depend_on_its_texts(page):
+    def tags(text: str) -> list[str]:
+        return re.findall(r"<(?:[a-zA-Z/][\w-]*|!)", re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL))
+
+    assert tags(page) == tags(html(everything("x")))
+
+
+def test_colours_can_be_read():
+    css = resources.files("pytest_gpumem.reports.html").joinpath("page.css").read_text(encoding="utf-8")
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in css.split("@media (prefers-color-scheme: dark)")
+    )
+    for theme in (light, dark):
+        for ink in ("ink", "muted", "accent", "bad", "good", "doubt"):
+            for paper in ("paper", "raised"):
+                assert contrast(theme[ink], theme[paper]) >= 4.5, (ink, paper)
+        assert contrast(theme["ink"], theme["wash"]) >= 4.5
+        series = [theme[f"c-{name}"] for name in ("parameter", "buffer", "gradient", "activation", "temporary")]
+        assert all(one != other for one, other in pairwise(sorted(series)))
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2.1 defines it; 4.5 is what level AA asks for."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+# What it takes.
+
+
+def test_nothing_of_it_is_loaded_before_a_page_is_written():
+    asks = "import sys, pytest_gpumem.reports.files; print([one for one in ('plotly', 'jinja2', 'torch') if one in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_html_needs_more_than_is_always_there(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert lacking("a.json") is None
+    assert lacking("a.md") is None
+    assert lacking("a.html") == "the HTML report needs jinja2 and plotly: pip install 'pytest-gpumem[report]'"
+
+
+def test_asked_for_without_plotly_no_test_runs(project, monkeypatch):
+    project.write("@pytest.mark.gpumem\ndef test_it(): ...\n")
+    find = sys.modules["importlib.util"].find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "plotly" else find(name, *more))
+    run = project.run("--gpumem-report=report.html")
+    run.stderr.fnmatch_lines(
+        ["ERROR: --gpumem-report: the HTML report needs plotly: pip install 'pytest-gpumem[[]report[]]'"]
+    )
+    assert run.ret == pytest.ExitCode.USAGE_ERROR
+    assert not (project.path / "report.html").exists()
+
+
+def test_a_run_writes_its_page(project):
+    project.write("@pytest.mark.gpumem(max_gb=1)\ndef test_it():\n    torch.ones(1000)\n")
+    project.run("--gpumem-report=reports/a.html").assert_outcomes(passed=1)
+    text = (project.path / "reports" / "a.html").read_text(encoding="utf-8")
+    assert "<bdi>test_it</bdi>" in text
+    assert "4.00 kB" in text
+    assert "The gate passed" in text

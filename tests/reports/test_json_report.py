@@ -1,0 +1,271 @@
+"""A session's report as JSON and back: everything comes back, by a published schema, and every mistake is told."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem import __version__
+from pytest_gpumem.composition import CATEGORIES
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, to_json
+from pytest_gpumem.reports.json_schema import SchemaError, reader
+from tests.hostile import TEXTS
+from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
+
+SCHEMA = json.loads(files("pytest_gpumem.reports").joinpath("report.schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+FULL = to_json(everything("a text"))
+PLAIN = json.loads(FULL)
+SMALL = {**PLAIN, "results": [copy.deepcopy(PLAIN["results"][0])]}
+"""All that is in the other results is in the first, and in the first of its two verdicts."""
+del SMALL["results"][0]["verdict"]["verdicts"][1]
+
+
+# There and back
+
+
+@pytest.mark.parametrize("report", [session(), session(OK, REGRESSED), everything("x")], ids=["empty", "two", "full"])
+def test_a_report_comes_back_whole_and_gives_the_same_bytes_again(report):
+    text = to_json(report)
+    assert from_json(text, "a.json") == report
+    assert to_json(from_json(text, "a.json")) == text
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_no_text_breaks_it_and_none_is_lost(text):
+    # A row of a composition stands in one line of the store, which has no pipes.
+    report = everything(text.replace("|", "/"))
+    written = to_json(report)
+    assert written.isascii()
+    assert from_json(written, "a.json").to_plain() == report.to_plain()
+    VALIDATOR.validate(json.loads(written))
+
+
+def test_it_tells_those_who_only_read_what_follows_from_the_rest():
+    plain = json.loads(to_json(session(OK, REGRESSED, errors=("the disk is full",))))
+    assert plain["format"] == FORMAT
+    assert plain["accounting"] == "gpumem: 2 gated, 1 regressed"
+    assert plain["passed"] is False
+    assert plain["problems"] == ["the disk is full"]
+
+
+def test_each_test_has_a_line():
+    lines = to_json(session(OK, REGRESSED)).splitlines()
+    tests = [json.loads(line.rstrip(","))["verdict"]["test"] for line in lines if line.startswith('{"failed"')]
+    assert tests == ["test_a", "test_b"]
+
+
+@pytest.mark.parametrize(("number", "written"), [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")])
+def test_a_number_that_json_does_not_have_is_a_text_there_and_a_number_again(number, written):
+    verdict = measured(replace(peak(Outcome.OK), allowed=number, interval=(number, 1.0)))
+    text = to_json(session(result(verdict)))
+    metric = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["results"][0]["verdict"]
+    assert metric["verdicts"][0]["metrics"][0]["allowed"] == written
+    VALIDATOR.validate(json.loads(text))
+    back = from_json(text, "a.json").results[0].verdict.verdicts[0].metrics[0]
+    assert [repr(back.allowed), repr(back.interval)] == [repr(number), repr((number, 1.0))]
+    assert to_json(from_json(text, "a.json")) == text
+
+
+# The schema
+
+
+def test_the_schema_is_one_and_a_report_that_has_everything_is_valid():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    VALIDATOR.validate(PLAIN)
+
+
+def test_the_schema_names_every_metric_category_and_outcome():
+    definitions = SCHEMA["$defs"]
+    assert definitions["metric_name"]["enum"] == list(METRICS)
+    assert definitions["whole_metric"]["enum"] == [name for name, one in METRICS.items() if one.unit in WHOLE]
+    assert definitions["category"]["enum"] == list(CATEGORIES)
+    assert definitions["metric"]["properties"]["outcome"]["enum"] == [outcome.value for outcome in Outcome]
+    assert SCHEMA["properties"]["format"]["const"] == FORMAT
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", 1.5])
+@pytest.mark.parametrize("place", ["metrics", "value", "baseline", "budget"])
+def test_bytes_and_counts_are_whole_numbers_and_other_metrics_may_be_no_finite_number(value, place):
+    for name in METRICS:
+        changed = copy.deepcopy(SMALL)
+        verdict = changed["results"][0]["verdict"]["verdicts"][0]
+        verdict["metrics"][0]["metric"] = name
+        holds, key = (verdict["measurement"]["metrics"], name) if place == "metrics" else (verdict["metrics"][0], place)
+        holds[key] = value
+        whole = METRICS[name].unit in WHOLE
+        assert VALIDATOR.is_valid(changed) is not whole, name
+        if not whole:
+            from_json(json.dumps(changed), "a.json")
+            continue
+        with pytest.raises(ReportError) as raised:
+            from_json(json.dumps(changed), "a.json")
+        at = f"measurement.metrics.{name}" if place == "metrics" else f"verdicts[0].metrics[0].{place}"
+        assert f"{at} is {json.dumps(value)}, expected a whole number" in str(raised.value)
+
+
+def test_the_reference_tells_of_every_key():
+    text = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
+    section = text[text.index("### JSON") : text.index("## Reports for machines")]
+    keys = {key for one in objects(SCHEMA) for key in one.get("properties", ())}
+    assert {key for key in keys if f"`{key}`" not in section} == set()
+
+
+def places(value, path=()):
+    """The paths of all keys and values within a plain one."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in parts:
+        yield (*path, key)
+        yield from places(one, (*path, key))
+
+
+def holder(plain, path):
+    for key in path[:-1]:
+        plain = plain[key]
+    return plain
+
+
+PATHS = list(places(SMALL))
+
+
+def objects(schema):
+    """The schemas of all objects within one."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "object":
+            yield schema
+        for one in schema.values():
+            yield from objects(one)
+    elif isinstance(schema, list):
+        for one in schema:
+            yield from objects(one)
+
+
+def test_no_key_may_be_missing_and_none_may_be_added():
+    closed = [one for one in objects(SCHEMA) if "properties" in one]
+    assert len(closed) > 15
+    for one in closed:
+        assert sorted(one["required"]) == sorted(one["properties"])
+        assert one["additionalProperties"] is False
+
+
+def test_a_key_that_is_missing_is_told_wherever_it_is():
+    named = [path for path in PATHS if any(path[-1] in one.get("required", ()) for one in objects(SCHEMA))]
+    told = []
+    for path in named:
+        changed = copy.deepcopy(SMALL)
+        del holder(changed, path)[path[-1]]
+        try:
+            from_json(json.dumps(changed), "a.json")
+        except ReportError as error:
+            told.append(path[-1] in str(error) or path == ("format",))
+    # Names that a report chooses itself, as of metrics, may be left out.
+    assert all(told)
+    assert len(named) - len(told) <= 3
+
+
+WRONG = (None, True, "wrong", 12, 12.5, [], {}, -1, [[]], {"a": 1}, 2**80)
+
+
+@given(path=st.sampled_from(PATHS), value=st.sampled_from(WRONG))
+@settings(max_examples=60, deadline=None)
+def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole_validator(path, value):
+    changed = copy.deepcopy(SMALL)
+    holder(changed, path)[path[-1]] = value
+    valid = VALIDATOR.is_valid(changed)
+    try:
+        reader("report.schema.json")(changed, "")
+    except SchemaError:
+        assert not valid
+        with pytest.raises(ReportError, match=r"a\.json: "):
+            from_json(json.dumps(changed), "a.json")
+    else:
+        assert valid
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "a.json: it is empty; a report is what `pytest --gpumem-report=FILE.json` writes"),
+        ("  \n", "a.json: it is empty"),
+        ("gpumem: 3 gated", "a.json: it is not JSON at line 1, column 1: Expecting value"),
+        (FULL[:5000], "a.json: it is cut off after 11 lines"),
+        (FULL[:-2], "a.json: it is cut off after"),
+        ("[]", "a.json: it is JSON, but not a report of pytest-gpumem"),
+        ('"text"', "a.json: it is JSON, but not a report of pytest-gpumem"),
+        ('{"format": 1, "tests": [], "pairs": 5}', "a.json: it is JSON, but not a report of pytest-gpumem"),
+        (FULL.replace('"format": 1', '"format": 2'), "a.json: its format is 2, this version of pytest-gpumem reads 1"),
+        (FULL.replace('"format": 1', '"format": true'), "a.json: its format is true"),
+        (FULL.replace('"format": 1', '"format": [["x"]]'), 'a.json: its format is [["x"]]'),
+        (FULL.replace('"shards": 3', '"shards": NaN'), "a.json: it is not JSON: NaN is no number in JSON"),
+        (FULL.replace('"shards": 3', '"shards": 1e999'), "a.json: it is not JSON: the number 1e999 is too large"),
+        (FULL.replace('"shards": 3', f'"shards": {"9" * 5000}'), "a.json: it is not JSON: Exceeds the limit"),
+        (FULL.replace('"shards": 3', f'"shards": {"9" * 4000}'), "a.json: shards is a number of very many digits"),
+        (FULL.replace('"shards": 3', '"shards": "3"'), 'a.json: shards is "3", expected a whole number'),
+        (FULL.replace('"shards": 3', '"shard": 3'), "a.json: shards is missing"),
+        (FULL.replace('"shards": 3', '"shards": 3, "shrads": 3'), "a.json: shrads is no key of it; did you mean 'shards'?"),
+        (FULL.replace('"regressed"', '"worse"'), 'metrics[0].outcome is "worse", expected "recorded" or '),
+        (FULL.replace('"settled": false', '"settled": 0'), "measurement.settled is 0, expected true or false"),
+        (FULL.replace('"peak": 1, ', '"peak": "1", '), "over_time.peak is "),
+        ("[" * 100_000, "a.json: it is "),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_place_and_what_would_be_right(text, told):
+    with pytest.raises(ReportError) as raised:
+        from_json(text, "a.json")
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"activation | a text', '"food | a text', "'food' is no category"),
+        ('"pace": [1000000000.0, null]', '"pace": [1.0]', "zip()"),
+        ('"a a text": "a text"', '"slug": "a text"', "'slug' is the device's own"),
+    ],
+)
+def test_what_no_schema_can_say_is_told_too(old, new, told):
+    assert old in FULL
+    with pytest.raises(ReportError) as raised:
+        from_json(FULL.replace(old, new), "a.json")
+    assert told in str(raised.value)
+
+
+def test_a_report_of_a_newer_version_says_which():
+    changed = FULL.replace('"version": "a text"', '"version": "99.0"').replace('"settled"', '"setled"')
+    with pytest.raises(ReportError, match=rf"it is of pytest-gpumem 99\.0, this is {__version__}"):
+        from_json(changed, "a.json")
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.large_base_example])
+def test_a_text_is_read_or_refused_whatever_was_cut_off_or_changed_in_it(data):
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(FULL))] * 2)))
+    piece = data.draw(
+        st.sampled_from(["", '"', "0", "-1", "1e400", "null", "[]", "{}", ",", "\\ud800", "\x00", "9" * 30])
+    )
+    text = data.draw(st.sampled_from([FULL[:end], FULL[start:end], FULL[:start] + piece + FULL[min(end, start + 9) :]]))
+    with contextlib.suppress(ReportError):
+        report = from_json(text, "a.json")
+        assert from_json(to_json(report), "b.json").to_plain() == report.to_plain()
+
+
+@given(st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
+@settings(max_examples=50, deadline=None)
+def test_nothing_else_comes_out_of_any_text(text):
+    with pytest.raises(ReportError):
+        from_json(text, "a.json")

@@ -1,0 +1,217 @@
+"""What a session says at its end: how much of it at which verbosity, in which style, on which screen."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.baselines.entry import Absent
+from pytest_gpumem.composition import Composition, Explanation
+from pytest_gpumem.reports.layout import Line, text_of
+from pytest_gpumem.reports.screen import Screen, cells
+from pytest_gpumem.reports.terminal import MARKUP, terminal_text
+from pytest_gpumem.selection import Selection
+from pytest_gpumem.session_report import SessionReport, Terms
+from tests.hostile import TEXTS
+from tests.reports.made_up import GB, cell, explained, new, ok, recorded, regressed, result, verdict_on
+
+GATING = Terms(baseline=True)
+
+
+def report(*results, terms=GATING, **more) -> SessionReport:
+    return SessionReport("2026-11-21T16:20:05Z", "0.1.0", terms=terms, results=results, **more)
+
+
+def lines(said: SessionReport, verbosity: int = 0, width: int | None = None, **more) -> list[str]:
+    text = terminal_text(said, Screen(width), verbosity, **more)
+    return [text_of(line) for line in (*text.tables, *text.lines)]
+
+
+def style_of(line: Line):
+    (span,) = line
+    return span.style
+
+
+# How much
+
+
+def test_where_everything_is_fine_the_accounting_line_is_all():
+    assert lines(report(ok(1), ok(2), ok(3))) == ["gpumem: 3 gated"]
+
+
+def test_what_is_not_fine_is_a_table_and_the_rest_is_counted():
+    assert lines(report(ok(1), regressed(2), ok(3))) == [
+        "test               peak    change  verdict",
+        "a.py::test_002  2.00 GB  +100.0 %  regressed",
+        "... and 2 ok (-v shows all)",
+        "",
+        "gpumem: 3 gated, 1 regressed",
+    ]
+
+
+def test_the_first_run_of_all_shows_its_figures():
+    assert lines(report(recorded(1), terms=Terms())) == [
+        "test               peak  verdict",
+        "a.py::test_001  1.00 GB  recorded",
+        "",
+        "gpumem: 0 gated, 1 recorded (no budget, and no --gpumem-baseline)",
+    ]
+
+
+def test_recording_baselines_shows_what_was_recorded_and_where_it_went():
+    said = report(new(1), terms=Terms(update="new"), said=("store: 1 baseline written (new), 0 left as they were",))
+    assert lines(said) == [
+        "test               peak  verdict",
+        "a.py::test_001  1.00 GB  new",
+        "new: there is no baseline for NVIDIA H100 80GB HBM3 yet",
+        "",
+        "gpumem store: 1 baseline written (new), 0 left as they were",
+        "gpumem: 0 gated, 1 new",
+    ]
+
+
+def test_what_was_not_compared_is_told_of_tests_that_are_fine_as_well():
+    then = {"peak_allocated": GB}
+    said = lines(report(result(verdict_on(then, then, notes=("not counted: no such mode",)))))
+    assert said == ["note: a.py::test_a: not counted: no such mode", "", "gpumem: 1 gated"]
+
+
+def test_what_a_recording_has_to_say_is_told_once_at_any_verbosity_but_q():
+    noted = Explanation(Composition(GB, (), notes=("the recorded run had another peak",)))
+    said = report(result(verdict_on({"peak_allocated": GB}, {"peak_allocated": GB}, explanation=noted)))
+    counts = [sum("had another peak" in line for line in lines(said, verbosity)) for verbosity in (-1, 0, 1, 2)]
+    assert counts == [0, 1, 1, 1]
+
+
+def test_tests_that_are_not_measured_are_left_to_pytest_to_tell():
+    said, alone = (terminal_text(report(ok(1), others_failed=count), Screen()) for count in (3, 0))
+    assert said == alone
+
+
+def test_v_shows_everything():
+    said = lines(report(ok(1), regressed(2), ok(3)), 1)
+    assert [line.split()[0] for line in said if line] == ["test", *(f"a.py::test_00{n}" for n in (1, 2, 3)), "gpumem:"]
+
+
+def test_vv_shows_phases_and_compositions():
+    said = report(explained(peak_forward=5 * GB))
+    assert not any("forward" in line or "activations" in line for line in lines(said, 1))
+    assert any(line.split() == ["forward", "5.00", "GB"] for line in lines(said, 2))
+    assert any("activations" in line for line in lines(said, 2))
+
+
+def test_what_explaining_always_asked_for_is_shown_without_any_v():
+    assert "a.py::test_a: 5.00 GB at the peak" in lines(report(explained()), explain_all=True)
+    assert not any("at the peak" in line for line in lines(report(explained())))
+
+
+def test_q_leaves_the_accounting_line_and_why_the_session_is_red():
+    said = report(
+        new(1),
+        said=("store: ...",),
+        errors=("baselines were not written: no room",),
+        selection=Selection(idle_budgets=("the budget holds nothing",)),
+    )
+    assert lines(said, -1) == [
+        "gpumem: the budget holds nothing",
+        "gpumem: baselines were not written: no room",
+        f"gpumem: {said.nothing_gated}",
+        "gpumem: 0 gated, 1 new",
+    ]
+
+
+MATRIX = (cell("fp32", 0, 4 * GB), cell("bf16", 1, 2 * GB), cell("tf32", 2, None, "TF32 is not for CPUs"))
+
+
+def test_a_matrix_is_shown_for_its_figures_and_where_a_gate_is_asked_for_all():
+    title = "a.py::test_matrix"
+    assert any(line.startswith(f"{title} ") for line in lines(report(*MATRIX, terms=Terms())))
+    assert not any(line.startswith(f"{title} ") for line in lines(report(*MATRIX)))
+    assert any(line.startswith(f"{title} ") for line in lines(report(*MATRIX), 1))
+
+
+def test_asking_for_a_gate_of_nothing_is_told():
+    assert lines(report()) == ["gpumem: nothing to gate: no measured test was selected"]
+    assert lines(report(terms=Terms())) == []
+
+
+def test_tests_that_were_not_run_are_accounted_for():
+    assert lines(report(not_run=(("a.py", "test_b"),))) == ["gpumem: 0 gated, 1 not run to the end"]
+
+
+# Styles
+
+
+@pytest.mark.parametrize(
+    ("said", "style"),
+    [
+        (report(ok()), "good"),
+        (report(ok(), regressed("test_b")), "bad"),
+        (report(ok(), not_run=(("a.py", "test_b"),)), "bad"),
+        (report(ok(), result(test="test_b", unmeasured="no CUDA device")), "doubtful"),
+        (report(recorded(), terms=Terms()), None),
+    ],
+    ids=["ok", "regressed", "not-run", "unmeasured", "recorded"],
+)
+def test_the_accounting_line_has_the_style_of_the_worst_that_it_tells(said, style):
+    assert style_of(terminal_text(said, Screen()).lines[-1]) == style
+
+
+def test_a_verdict_has_the_style_of_its_meaning():
+    text = terminal_text(report(ok(1), regressed(2), new(3)), Screen(), 1)
+    styles = {span.text: span.style for line in text.tables for span in line if span.text in ("ok", "regressed", "new")}
+    assert styles == {"ok": "good", "regressed": "bad", "new": None}
+
+
+def test_pytest_has_a_markup_for_every_style():
+    text = terminal_text(report(*MATRIX, regressed(1), explained(peak_forward=5 * GB)), Screen(), 2)
+    assert {span.style for line in (*text.tables, *text.lines) for span in line} <= set(MARKUP)
+
+
+# Screens
+
+
+EVERYTHING = report(
+    ok("test_with_a_name_that_is_rather_long_for_a_terminal[fp32-ckpt-blocks]"),
+    regressed("test_漢字" * 8, operators=7, step_time=0.5),
+    result(verdict_on({"peak_allocated": GB}, Absent(("NVIDIA A100",))), test="test_foreign"),
+    *MATRIX,
+    explained(peak_forward=5 * GB, forward_time=0.25),
+)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 132])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_no_row_is_wider_than_the_terminal(width, encoding):
+    text = terminal_text(EVERYTHING, Screen(width, encoding), 2)
+    prose = ("foreign: ", "  saving and cost", "what other peaks", "not shown", "  not shown")
+    rows = [line for line in map(text_of, text.tables) if not line.startswith(prose)]
+    assert len(rows) > 20
+    assert max(map(cells, rows)) <= width
+
+
+def test_nothing_is_cut_where_there_is_no_terminal():
+    name = "test_" + "x" * 500
+    assert any(f"a.py::{name} " in line for line in lines(report(regressed(name))))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1", "cp1252"])
+@pytest.mark.parametrize("hostile", TEXTS.values(), ids=TEXTS)
+def test_no_text_of_a_test_breaks_a_line_or_cannot_be_written(hostile, encoding):
+    then = {"peak_allocated": GB}
+    noted = Explanation(Composition(GB, (), notes=(hostile,)))
+    said = report(
+        result(verdict_on(then, None, f"m{hostile}", notes=(hostile,)), verdict_on(then, None), test=hostile),
+        result(verdict_on(then, then, explanation=noted), file=f"{hostile}.py", test="test_b"),
+        result(test="test_c", unmeasured=hostile or "so"),
+        said=(hostile,),
+        errors=(hostile,),
+        selection=Selection(idle_budgets=(hostile,)),
+        terms=Terms(),
+    )
+    plain = terminal_text(report(result(verdict_on(then, None, "m"), verdict_on(then, None), test="x")), Screen(), 2)
+    text = terminal_text(said, Screen(None, encoding), 2)
+    for line in (*text.tables, *text.lines):
+        assert len(text_of(line).splitlines()) <= 1
+        assert "\x1b" not in text_of(line)
+        text_of(line).encode(encoding)
+    assert len(text.tables) > len(plain.tables)

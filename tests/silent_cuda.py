@@ -1,0 +1,65 @@
+"""What the stand-ins for a GPU have in common: a `CudaRuntime` of which nothing is known but what runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pytest_gpumem.devices.nvml import GpuNow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
+
+
+class SilentCuda:
+    """Waits for nothing, has no NVML and counts no kernels. What a stand-in does not say itself is asked of it by mistake."""
+
+    def synchronize(self) -> None:
+        return
+
+    def clear_workspaces(self) -> None:
+        return
+
+    def empty_cache(self) -> None:
+        return
+
+    def gpu(self) -> GpuNow:
+        return GpuNow()
+
+    def sm_clock(self) -> float | None:
+        return None
+
+    def launches(self, run: Callable[[], object]) -> int | None:
+        run()
+        return None
+
+    def torch_device(self) -> torch.device:
+        self._is_not_there("device")
+
+    def properties(self) -> GpuProperties:
+        self._is_not_there("properties")
+
+    def statistics(self) -> dict[str, int]:
+        self._is_not_there("statistics")
+
+    def reset_peaks(self) -> None:
+        self._is_not_there("peaks")
+
+    def allocate(self, nbytes: int) -> object:
+        self._is_not_there("memory")
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        self._is_not_there("clock")
+
+    def segments(self) -> list[dict[str, Any]]:
+        self._is_not_there("segments")
+
+    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
+        self._is_not_there("events")
+
+    def _is_not_there(self, what: str) -> NoReturn:
+        raise AssertionError(f"{type(self).__name__} has no {what}")

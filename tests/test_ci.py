@@ -1,0 +1,360 @@
+"""The workflows and the composite action: valid, safe, and of use where they are run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from check_jsonschema import main as check_jsonschema
+from click.testing import CliRunner
+
+from tests.workflows import ACTION, ROOT, Runner, read_yaml
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def valid(schema: str, *files: Path) -> None:
+    done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", *map(str, files)])
+    assert done.exit_code == 0, done.output
+
+
+def steps_of(file: Path) -> list[tuple[str, dict]]:
+    """Every step of a workflow or an action, with a name to tell it by."""
+    plain = read_yaml(file.read_text(encoding="utf-8"))
+    jobs = plain["jobs"] if "jobs" in plain else {"action": plain["runs"]}
+    return [
+        (f"{file.name}: {name}: {step.get('name', step.get('uses', step.get('run')))}", step)
+        for name, job in jobs.items()
+        for step in job["steps"]
+    ]
+
+
+STEPS = [step for file in [*WORKFLOWS, ACTION] for step in steps_of(file)]
+
+
+def test_the_workflows_are_workflows():
+    assert {file.name for file in WORKFLOWS} >= {"ci.yml", "gpu.yml"}
+    valid("github-workflows", *WORKFLOWS)
+
+
+def test_the_action_is_an_action():
+    valid("github-actions", ACTION)
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS, ids=[name for name, _ in STEPS])
+def test_no_script_contains_an_expression(name, step):
+    """Its value, which may be a branch's name or somebody's title, would be run."""
+    assert "${{" not in step.get("run", ""), name
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS, ids=[name for name, _ in STEPS])
+def test_actions_of_others_are_pinned_to_a_commit(name, step):
+    uses = step.get("uses", "./")
+    if not uses.startswith(("./", "actions/")):
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", uses), name
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_a_workflow_may_do_no_more_than_it_must_and_ends(file):
+    plain = read_yaml(file.read_text(encoding="utf-8"))
+    assert plain["permissions"] == {"contents": "read"}
+    assert "pull_request_target" not in plain["on"]
+    for name, job in plain["jobs"].items():
+        assert job["timeout-minutes"] <= 60, name
+        checkouts = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
+        assert all(step["with"]["persist-credentials"] is False for step in checkouts), name
+
+
+def test_pull_requests_from_forks_do_not_run_on_the_gpu_and_who_can_write_runs_nothing():
+    jobs = read_yaml((ROOT / ".github/workflows/gpu.yml").read_text(encoding="utf-8"))["jobs"]
+    ours = {name: job for name, job in jobs.items() if "self-hosted" in job["runs-on"]}
+    assert ours.keys() == {"gate", "record"}
+    assert "github.event.pull_request.head.repo.full_name == github.repository" in ours["gate"]["if"]
+    assert "github.event_name == 'workflow_dispatch'" in ours["record"]["if"]
+    assert not any("write" in job.get("permissions", {}).get("contents", "") for job in ours.values())
+    writing = [job for job in jobs.values() if job.get("permissions", {}).get("contents") == "write"]
+    assert [step["run"] for job in writing for step in job["steps"] if "run" in step] == [
+        "rm -rf example_project/gpumem-baselines"
+    ]
+
+
+def test_every_input_of_the_action_is_used_and_every_output_is_one_of_a_step():
+    text = ACTION.read_text(encoding="utf-8")
+    plain = read_yaml(text)
+    assert set(re.findall(r"inputs\.([\w-]+)", text)) == set(plain["inputs"])
+    ids = {step["id"] for step in plain["runs"]["steps"] if "id" in step}
+    assert {re.search(r"steps\.(\w+)\.", about["value"])[1] for about in plain["outputs"].values()} <= ids
+
+
+def test_ci_documents_every_input_and_output_of_the_action():
+    plain = read_yaml(ACTION.read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8").partition("\n## GitHub Actions\n")[2]
+    inputs, outputs = (
+        dict(re.findall(r"^\| `([\w-]+)` \| (.*?) \|", table, flags=re.MULTILINE))
+        for table in text.partition("\n## ")[0].split("\n| output |")
+    )
+    assert list(outputs) == list(plain["outputs"])
+    words = {"none": "", "that of the job": "${{ github.token }}"}
+    told = {name: words.get(default, default.strip("`")) for name, default in inputs.items()}
+    assert told == {name: about["default"] for name, about in plain["inputs"].items()}
+
+
+# A Python that notes what it is asked for. `venv` copies it, `pip` of the plugin installs that, and `pytest` leaves a report
+# and ends as it is told.
+PYTHON = """\
+#!/bin/bash
+printf '%s\\0' "$0" "$@" >>"$LOG"; echo >>"$LOG"
+case "$1 $2" in
+  "-m venv") mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
+  "-m pip") if [[ $* == *"[report]" ]]; then touch "$PLUGIN"; fi ;;
+  "-m pytest") if [[ -e $MADE ]]; then cp "$MADE" gpumem-report/gpumem.json; fi; exit "$ENDS" ;;
+  "-m pytest_gpumem.cli.main") echo "$GITHUB_TOKEN" >>"$LOG.token"; exit "$COMMENTS" ;;
+  "-c "*distributions*) [[ -e $PLUGIN ]] ;;
+  "-c "*base_prefix*) [[ $VENV == no ]] ;;
+  "-c "*plotly*) [[ $PLOTLY == yes ]] ;;
+  *) exec "$REAL" "$@" ;;
+esac
+"""
+
+
+class Machine:
+    """A runner with that Python, and what became of a run of the action on it."""
+
+    def __init__(self, folder: Path, pull_request: bool = True) -> None:
+        self.folder = folder
+        for name in ("bin", "temp", "work"):
+            (folder / name).mkdir()
+        (folder / "bin" / "python3").write_text(PYTHON)
+        (folder / "bin" / "python3").chmod(0o755)
+        self.log = folder / "log"
+        environment = {
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "LOG": str(self.log),
+            "PLUGIN": str(folder / "plugin"),
+            "MADE": str(folder / "made.json"),
+            "REAL": sys.executable,
+            "VENV": "no",
+            "PLOTLY": "yes",
+            "ENDS": "0",
+            "COMMENTS": "0",
+        }
+        event = {"pull_request": {"number": 7}} if pull_request else {}
+        self.runner = Runner(folder / "work", folder / "temp", environment, {"event": event})
+        (folder / "plugin").touch()
+        self.makes("gpumem: 1 gated")
+
+    def makes(self, accounting: str) -> None:
+        (self.folder / "made.json").write_text(json.dumps({"accounting": accounting}))
+
+    def run(self, **inputs: str) -> tuple[bool, dict[str, str]]:
+        return self.runner.run_action({name.replace("_", "-"): value for name, value in inputs.items()})
+
+    def asked(self, module: str) -> list[list[str]]:
+        """The arguments of each run of a module, the Python first."""
+        lines = self.log.read_text().split("\0\n")[:-1]
+        return [[words[0], *words[3:]] for line in lines if (words := line.split("\0"))[1:3] == ["-m", module]]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_what_is_there_is_used_as_it_is(machine):
+    assert machine.run() == (
+        True,
+        {"passed": "true", "accounting": "gpumem: 1 gated", "report": f"{machine.folder}/work/gpumem-report"},
+    )
+    assert machine.asked("pip") == machine.asked("venv") == []
+    ((python, *arguments),) = machine.asked("pytest")
+    assert python == f"{machine.folder}/bin/python3"
+    report = f"--gpumem-report={machine.folder}/work/gpumem-report/gpumem"
+    assert arguments == ["--gpumem-baseline", f"{report}.json", f"{report}.md", f"{report}.html"]
+
+
+def test_what_is_missing_is_installed_where_it_stays_for_the_job_only(machine):
+    (machine.folder / "plugin").unlink()
+    assert machine.run(install="-e '.[test, more]' --no-deps")[0]
+    python = f"{machine.folder}/temp/gpumem-python/bin/python"
+    ((_, *made),) = machine.asked("venv")
+    assert made == ["--system-site-packages", str(Path(python).parents[1])]
+    (project, plugin) = machine.asked("pip")
+    assert project == [python, "install", "-e", ".[test, more]", "--no-deps"]
+    assert plugin[:2] == [python, "install"]
+    assert Path(plugin[2].removesuffix("[report]")).resolve() == ROOT
+    assert machine.asked("pytest")[0][0] == python
+
+
+def test_a_virtual_environment_is_installed_into(machine):
+    machine.runner.environment["VENV"] = "yes"
+    assert machine.run(install="-r requirements.txt")[0]
+    assert machine.asked("venv") == []
+    assert machine.asked("pip") == [[f"{machine.folder}/bin/python3", "install", "-r", "requirements.txt"]]
+
+
+@pytest.mark.parametrize("name", ["arguments", "install"])
+def test_arguments_are_taken_apart_and_not_run(machine, name):
+    evil = "-k 'a b' $(touch evil) `touch evil` ; touch evil && * ~ $HOME \"it's\" '' \\\\"
+    assert machine.run(**{name: evil})[0]
+    words = [
+        "-k",
+        "a b",
+        "$(touch",
+        "evil)",
+        "`touch",
+        "evil`",
+        ";",
+        "touch",
+        "evil",
+        "&&",
+        "*",
+        "~",
+        "$HOME",
+        "it's",
+        "",
+        "\\",
+    ]
+    (asked,) = machine.asked("pytest" if name == "arguments" else "pip")
+    assert asked[-len(words) :] == words
+    assert not list(machine.folder.rglob("evil"))
+
+
+@pytest.mark.parametrize("name", ["arguments", "install"])
+def test_a_quote_that_is_not_closed_is_told(machine, name):
+    assert not machine.run(**{name: "-k 'a"})[0]
+    assert f"::error title=gpumem::the input {name} is not quoted as for a shell" in machine.runner.log
+    assert not machine.runner.uses
+
+
+def test_a_python_that_is_not_there_is_told(machine):
+    passed, outputs = machine.run(python="python9")
+    assert (passed, outputs["passed"]) == (False, "")
+    assert "::error title=gpumem::there is no Python called python9" in machine.runner.log
+
+
+@pytest.mark.parametrize("code", ["1", "2", "5"])
+def test_a_red_gate_is_red_after_everything_was_uploaded(machine, code):
+    machine.runner.environment["ENDS"] = code
+    machine.makes("gpumem: 1 gated, 1 regressed")
+    passed, outputs = machine.run(name="gpumem-h100")
+    assert not passed
+    assert (outputs["passed"], outputs["accounting"]) == ("false", "gpumem: 1 gated, 1 regressed")
+    ((action, given),) = machine.runner.uses
+    assert action.startswith("actions/upload-artifact@")
+    assert given == {"name": "gpumem-h100", "path": f"{outputs['report']}/gpumem.*", "overwrite": "true"}
+    assert [asked[1:] for asked in machine.asked("pytest_gpumem.cli.main")] == [
+        [
+            "comment",
+            f"{outputs['report']}/gpumem.json",
+            "--name",
+            "gpumem-h100",
+            "--link",
+            "https://github.com/a/b/actions/runs/1/artifacts/2",
+        ]
+    ]
+
+
+def test_a_run_without_a_report_says_so_and_does_not_show_an_old_one(machine):
+    assert machine.run()[0]
+    (machine.folder / "made.json").unlink()
+    machine.runner.environment["ENDS"] = "4"
+    passed, outputs = machine.run()
+    assert (passed, outputs["passed"], outputs["accounting"]) == (False, "false", "")
+    report = Path(outputs["report"])
+    assert [file.name for file in report.iterdir()] == ["gpumem.md"]
+    assert "pytest ended with exit code 4" in (report / "gpumem.md").read_text()
+    assert machine.asked("pytest_gpumem.cli.main")[-1][2] == f"{report}/gpumem.md"
+
+
+def test_a_comment_that_cannot_be_put_does_not_change_the_verdict(machine):
+    machine.runner.environment["COMMENTS"] = "1"
+    assert machine.run()[0]
+
+
+def test_a_comment_is_put_where_one_is_wanted_with_the_token_that_was_given(machine, tmp_path_factory):
+    assert machine.run(token="secret")[0]
+    assert (machine.folder / "log.token").read_text() == "secret\n"
+    assert machine.run(comment="false")[0]
+    assert len(machine.asked("pytest_gpumem.cli.main")) == 1
+    other = Machine(tmp_path_factory.mktemp("push"), pull_request=False)
+    assert other.run()[0]
+    assert other.asked("pytest_gpumem.cli.main") == []
+
+
+def test_without_plotly_the_other_reports_are_made(machine):
+    machine.runner.environment["PLOTLY"] = "no"
+    assert machine.run()[0]
+    assert not any(word.endswith(".html") for word in machine.asked("pytest")[0])
+    assert "::notice title=gpumem::no HTML report without plotly" in machine.runner.log
+
+
+@pytest.mark.parametrize(
+    "text", ["1 gated\npassed=false\ncode=9", "EOF\n<<", "\ud800 \u202e 漢字", "50 % ${{ secrets.X }}"]
+)
+def test_what_tests_say_makes_no_outputs_of_its_own(machine, text):
+    machine.makes(text)
+    passed, outputs = machine.run()
+    assert (passed, outputs["passed"]) == (True, "true")
+    assert outputs["accounting"] == text.replace("\ud800", "\\ud800")
+
+
+def test_the_action_runs_in_the_folder_that_it_is_given(machine):
+    (machine.folder / "work" / "sub folder").mkdir()
+    _, outputs = machine.run(working_directory="sub folder", report="gpumem-report")
+    assert outputs["report"] == f"{machine.folder}/work/sub folder/gpumem-report"
+
+
+@pytest.mark.parametrize("failing", ["", "browser", "lint"])
+def test_ci_waits_for_the_browser_and_tests_nothing_without_it(tmp_path, failing):
+    for folder in (".ci", "bin"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    make = '#!/bin/bash\nif [[ $1 == browser ]]; then sleep 0.2; fi\necho "$1" >>log; echo "$1 says"; [[ $1 != "$FAILING" ]]\n'
+    (tmp_path / "bin" / "make").write_text(make)
+    (tmp_path / "bin" / "make").chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / ".ci" / "run"],
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FAILING": failing},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == (not failing)
+    ran = {"": ["lint", "browser", "test"], "browser": ["lint", "browser"], "lint": ["lint"]}
+    assert (tmp_path / "log").read_text().split() == ran[failing]
+    assert ("browser says" in done.stdout) == (failing == "browser")
+
+
+BROWSER = {
+    "there": (["chromium"], "0", 0, "there is a chromium: "),
+    "nowhere to take it from": ([], "0", 1, "there is no apt-get"),
+    "not allowed": (["apt-get"], "1000", 1, "run as root, 'apt-get install --no-install-recommends chromium'"),
+    "installed": (["apt-get"], "0", 0, "install -q -y --no-install-recommends chromium"),
+    "failing": (["apt-get"], "0", 1, "chromium could not be installed (see above)"),
+}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("case", BROWSER)
+def test_the_browser_is_installed_or_it_is_said_why_not(case, tmp_path):
+    present, user, code, said = BROWSER[case]
+    (tmp_path / "sh").symlink_to(shutil.which("sh"))
+    scripts = {"id": f"echo {user}", **dict.fromkeys(present, f'echo "$@"; exit {int(case == "failing")}')}
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!{shutil.which('sh')}\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        [shutil.which("make"), "-C", str(ROOT), "browser"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == (code != 0)
+    assert said in done.stdout + done.stderr

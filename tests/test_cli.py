@@ -1,0 +1,51 @@
+"""The ``gpumem`` command as a whole: each of its commands teaches, and says what its exit status means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pytest_gpumem.cli.main import main
+
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
+COMMANDS = sorted(main.commands)
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells of the reference's table of exit codes, by command."""
+    section = REFERENCE.read_text(encoding="utf-8").split("\n## Exit codes\n")[1].split("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `gpumem ")]
+    return {
+        cells[0].strip().strip("`").removeprefix("gpumem "): [cell.strip() for cell in cells[1:]] for cells in lines
+    }
+
+
+def test_the_reference_has_the_exit_codes_of_every_command():
+    assert sorted(rows()) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_help_says_what_for_how_and_with_which_exit_status(command):
+    result = CliRunner().invoke(main, [command, "--help"])
+    assert result.exit_code == 0
+    # The line of usage, then what it is for; and at least one line that can be typed.
+    assert f"\n      gpumem {command} " in result.output or f"\n    gpumem {command} " in result.output
+    said = " ".join(result.output.partition("Exit status:")[2].partition("Options:")[0].split())
+    told = {code for code in ("0", "1", "130") if re.search(rf"(^|, ){code} ", said)}
+    documented = {code for code, cell in zip(("0", "1", "2", "130"), rows()[command], strict=True) if cell}
+    assert told == documented - {"2"}
+    assert re.search(r", 2 ", said)
+
+
+def test_the_help_of_all_names_every_command_and_fits_a_terminal():
+    result = CliRunner().invoke(main, ["--help"])
+    assert set(COMMANDS) <= set(re.findall(r"^  (\w+) ", result.output, flags=re.MULTILINE))
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_wrong_usage_ends_with_2(command):
+    assert CliRunner().invoke(main, [command, "--no-such-option"]).exit_code == (1 if command == "prune" else 2)

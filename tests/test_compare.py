@@ -1,0 +1,360 @@
+"""``gpumem compare``: reports and revisions of the store against each other, by the gate's own rule."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.baselines.format import render
+from pytest_gpumem.baselines.place import place_of
+from pytest_gpumem.baselines.store import path_of
+from pytest_gpumem.cli.main import main
+from pytest_gpumem.comparing import Failure, compared, side_of_report, side_of_store
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.measurement import Environment, Workload
+from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.reports.comparison import accounting, markdown, remarks
+from pytest_gpumem.reports.comparison import to_json as comparison_json
+from pytest_gpumem.reports.escaping import visible
+from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.results import TestResult
+from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.timing.samples import Round, Sample, Times
+from tests.git_store import H100, MB, Repository, entry
+from tests.hostile import TEXTS
+from tests.reports.rendered import read
+from tests.test_merging import TEST, measured, shard, skipped
+
+A100 = Environment("a100", "NVIDIA A100", {"torch": "2.11.0"})
+KEY = Key("a.py", "test_a", "call")
+
+
+def stored(**entries):
+    return side_of_store("store", [("h100", Key("a.py", test, "call"), one) for test, one in entries.items()])
+
+
+def judged(old, new):
+    return compared(old, new, DEFAULT_TOLERANCES)
+
+
+def outcomes(found):
+    return {row.key.test: row.outcome for row in found.rows}
+
+
+# Judging
+
+
+def test_two_stores_are_judged_by_the_tolerances_of_the_gate():
+    old = stored(test_a=entry(100 * MB), test_b=entry(400 * MB), test_c=entry(100 * MB), test_d=entry(100 * MB))
+    new = stored(test_a=entry(102 * MB), test_b=entry(401 * MB), test_c=entry(90 * MB), test_d=entry(100 * MB))
+    found = judged(old, new)
+    assert outcomes(found) == {
+        "test_a": Outcome.REGRESSED,
+        "test_b": Outcome.OK,
+        "test_c": Outcome.IMPROVED,
+        "test_d": Outcome.OK,
+    }
+    assert found.worse
+    assert not judged(new, new).worse
+
+
+def test_another_workload_is_stale_and_compares_nothing():
+    found = judged(stored(test_a=entry()), stored(test_a=entry(99 * MB, workload=Workload("call", batch="int64[8]"))))
+    assert (outcomes(found), found.worse, found.anything) == ({"test_a": Outcome.STALE}, False, False)
+
+
+def test_what_one_side_has_only_is_new_or_gone_and_not_worse():
+    found = judged(stored(test_a=entry(), test_b=entry()), stored(test_b=entry(), test_c=entry()))
+    assert [one.key.test for one in found.gone] == ["test_a"]
+    assert [one.key.test for one in found.added] == ["test_c"]
+    assert not found.worse
+
+
+def test_a_device_is_compared_with_itself_only():
+    here = side_of_store("here", [("h100", KEY, entry())])
+    there = side_of_store("there", [("a100", KEY, entry(99 * MB, device=A100))])
+    report = side_of_report("report", shard(measured(peak=99 * MB, device=A100)))
+    for found in (judged(here, there), judged(here, report)):
+        assert (found.rows, found.anything) == ((), False)
+
+
+def test_a_report_is_judged_against_a_store_and_against_a_report():
+    report = side_of_report("new", shard(measured(peak=20 * MB)))
+    assert outcomes(judged(stored(test_a=entry(10 * MB)), report)) == {"test_a": Outcome.REGRESSED}
+    assert outcomes(judged(report, stored(test_a=entry(10 * MB)))) == {"test_a": Outcome.IMPROVED}
+    assert outcomes(judged(side_of_report("old", shard(measured(peak=20 * MB))), report)) == {"test_a": Outcome.OK}
+
+
+@pytest.mark.parametrize(
+    ("result", "not_run", "worse"),
+    [
+        (skipped(why="it failed by itself", failed=True), (), True),
+        (skipped(), (), False),
+        (None, (("a.py", "test_a"),), True),
+    ],
+)
+def test_a_test_that_gave_no_figures_is_gone_with_the_reason_and_worse_if_it_failed(result, not_run, worse):
+    new = side_of_report("new", shard(*([result] if result else []), not_run=not_run))
+    found = judged(stored(test_a=entry(), test_b=entry()), replace(new, figures=stored(test_b=entry()).figures))
+    (gone,) = found.gone
+    assert gone.missing is not None
+    assert (gone.missing.failed, found.worse) == (worse, worse)
+
+
+OVER_BUDGET = measured(Outcome.OVER_BUDGET, failed=True)
+TORN = measured(failed=True)
+TORN = replace(TORN, verdict=replace(TORN.verdict, failure=None))
+RELATIONS = TestResult(
+    TestVerdict("a.py", "test_r", failure="GPU memory: a relation does not hold\n\n  more"), False, True
+)
+FINE = shard(measured(), measured(test=("a.py", "test_b")))
+
+
+def after(*results, **changes):
+    """What comes of a session with these results in which test_b is as before, after `FINE`."""
+    new = shard(*results, measured(test=("a.py", "test_b")), **changes)
+    return judged(side_of_report("old", FINE), side_of_report("new", new))
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (after(not_run=(TEST,)), ("a.py", "test_a", "it did not run to its end")),
+        (after(replace(OVER_BUDGET, verdict=replace(OVER_BUDGET.verdict, failure="over\nx"))), (*TEST, "over")),
+        (after(TORN), (*TEST, "its tear-down failed")),
+        (after(replace(TORN, verdict=replace(TORN.verdict, failed_by_itself=True))), (*TEST, "it failed by itself")),
+        (after(measured(), RELATIONS), ("a.py", "test_r", "GPU memory: a relation does not hold")),
+    ],
+    ids=["not run", "over budget", "tear-down", "by itself", "relations"],
+)
+def test_a_test_that_failed_in_the_new_report_only_is_worse_whatever_its_figures_say(found, told):
+    assert found.worse
+    assert [(one.file, one.test, one.why) for one in found.failed] == [told]
+    id_ = f"{told[0]}::{told[1]}"
+    assert [said for said in remarks(found) if id_ in said and said.startswith("failed: ") and told[2] in said]
+    assert ", 1 failed;" in accounting(found)
+    page = read(markdown(found, "si"))
+    assert [row[-1] for row in page.rows if row[0].startswith(id_)] == ["failed"]
+    plain = json.loads(comparison_json(found, 1))
+    assert plain["failed"] == [{"file": told[0], "test": told[1], "reason": told[2]}]
+
+
+def test_what_failed_on_both_sides_is_not_worse():
+    old = shard(OVER_BUDGET, RELATIONS, not_run=(("a.py", "test_n"),))
+    found = judged(side_of_report("old", old), side_of_report("new", old))
+    assert (found.failed, found.worse, remarks(found)) == ((), False, [])
+
+
+def test_what_failed_on_another_device_before_has_failed_on_this_one_only_now():
+    both = [measured(device=H100), measured(device=A100)]
+    failed = [measured(failed=True, device=H100), measured(failed=True, device=A100)]
+    old = side_of_report("old", shard(failed[0], both[1]))
+    assert judged(old, side_of_report("new", shard(*failed))).worse
+    assert not judged(old, side_of_report("new", shard(failed[0], both[1]))).worse
+
+
+def test_a_test_whose_file_could_not_be_collected_is_gone_for_that_and_worse():
+    found = after(not_collected=("a.py",))
+    assert (found.gone[0].missing.why, found.worse) == ("its file could not be collected", True)
+
+
+def test_a_regression_is_told_once():
+    found = after(measured(peak=20 * MB, failed=True))
+    assert "1 regressed" in accounting(found)
+    assert "failed" not in accounting(found)
+    assert [one.test for one in found.failed] == ["test_a"]
+
+
+def test_a_tolerance_that_a_hook_made_infinite_can_be_told_of_a_baseline_of_zero():
+    old, new = (stored(test_a=entry(metrics={"retained": bytes_})) for bytes_ in (0, 5))
+    found = compared(old, new, {**DEFAULT_TOLERANCES, "retained": Tolerance(0.0, math.inf)})
+    assert read(markdown(found, "si")).rows[1][-2:] == ["+inf", "ok"]
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan], ids=repr)
+@pytest.mark.parametrize("metric", ["throughput", "step_time"])
+def test_a_figure_that_is_no_finite_number_is_told_as_the_report_tells_it(tmp_path, monkeypatch, metric, number):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("old", 0.5), ("new", number)):
+        one = measured(peak=10 * MB)
+        verdict = one.verdict.verdicts[0]
+        figures = {"peak_allocated": 10 * MB, metric: value}
+        verdict = replace(verdict, measurement=replace(verdict.measurement, metrics=figures))
+        report = shard(replace(one, verdict=replace(one.verdict, verdicts=(verdict,))))
+        (tmp_path / f"{name}.json").write_text(to_json(report), encoding="utf-8")
+    for form in ([], ["--markdown"], ["--json"]):
+        result = compare("old.json", "new.json", *form)
+        assert (result.exit_code, result.exception is None or isinstance(result.exception, SystemExit)) == (0, True)
+    written = json.loads(result.output, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    (told,) = [one for one in written["tests"][0]["metrics"] if one["metric"] == metric]
+    assert told["new"] == {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}[repr(number)]
+
+
+def times(seconds: float) -> Times:
+    return Times((Sample(tuple(Round(seconds, 1e9) for _ in range(10))),) * 2)
+
+
+def test_step_times_are_judged_where_the_new_side_has_rounds_and_told_where_it_has_medians():
+    machine = replace(H100, details={"machine": "one"})
+    slow = measured(peak=10 * MB)
+    measurement = replace(
+        slow.verdict.verdicts[0].measurement,
+        environment=machine,
+        metrics={"peak_allocated": 10 * MB, "step_time": 0.02},
+        times=times(0.02),
+    )
+    verdict = replace(slow.verdict, verdicts=(replace(slow.verdict.verdicts[0], measurement=measurement),))
+    runs = Runs((0.01, 0.01, 0.01), (1e7, 1e7, 1e7))
+    old = stored(test_a=entry(device=machine, metrics={"step_time": 0.01}, runs=runs))
+    found = judged(old, side_of_report("new", shard(replace(slow, verdict=verdict))))
+    assert outcomes(found) == {"test_a": Outcome.REGRESSED}
+    medians = stored(test_a=entry(device=machine, metrics={"step_time": 0.02}, runs=Runs((0.02,), (2e7,))))
+    (row,) = judged(old, medians).rows
+    (time,) = (change for change in row.changes if change.metric == "step_time")
+    assert (row.outcome, time.outcome, time.is_news) == (Outcome.OK, Outcome.RECORDED, True)
+
+
+@pytest.mark.parametrize("text", [*TEXTS.values(), "a|<b>x</b>|`@bob"], ids=[*TEXTS, "all at once"])
+def test_whatever_a_test_is_called_markdown_keeps_its_table(text):
+    places = [("h100", Key("a.py", f"{text}{name}", "call")) for name in "rnd"]
+    old = side_of_store(text, [(*places[0], entry(10 * MB)), (*places[1], entry())])
+    new = side_of_store(text, [(*places[0], entry(20 * MB)), (*places[2], entry())])
+    found = judged(old, replace(new, failures=(Failure("a.py", f"{text}f", text),)))
+    page = read(markdown(found, "si"))
+    assert [len(row) for row in page.rows] == [7] * 5
+    told = [visible(str(key)) for _, key in sorted(places, key=lambda place: "rdn".index(place[1].test[-1]))]
+    assert [row[0] for row in page.rows[1:]] == [*told, visible(f"a.py::{text}f")]
+    assert set(page.tags) <= {"h3", "p", "table", "thead", "tbody", "tr", "th", "td", "code", "ul", "li"}
+
+
+# The command
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    made = Repository(tmp_path / "project")
+    monkeypatch.chdir(made.path)
+    made.commit("first", {"test_a": entry(10 * MB), "test_b": entry(20 * MB)})
+    made.git("tag", "v1")
+    made.commit("second", {"test_a": entry(15 * MB), "test_c": entry(5 * MB)})
+    return made
+
+
+def compare(*arguments):
+    return CliRunner().invoke(main, ["compare", *map(str, arguments)])
+
+
+def test_two_revisions_of_the_store_are_compared(repository):
+    result = compare("v1", "HEAD")
+    assert result.exit_code == 1
+    table, _, last = result.output.rpartition("\n\n")
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        [
+            "a.py::test_a",
+            "(call)",
+            "peak",
+            "allocated",
+            "10.00",
+            "MB",
+            "15.00",
+            "MB",
+            "+50.0",
+            "%",
+            "+10.0",
+            "%",
+            "regressed",
+        ],
+        ["a.py::test_c", "(call)", "peak", "allocated", "5.00", "MB", "new"],
+        ["a.py::test_b", "(call)", "peak", "allocated", "20.00", "MB", "gone"],
+    ]
+    assert last.startswith("gpumem compare: 1 compared, 1 regressed, 1 new, 1 gone; old v1 (")
+
+
+def test_a_revision_is_compared_with_the_store_as_it_lies_here(repository):
+    repository.store({"test_a": entry(15 * MB), "test_c": entry(4 * MB)})
+    assert "1 unchanged" in compare("HEAD").output
+    assert compare("v1").exit_code == 1
+
+
+def test_the_store_is_found_where_the_settings_say_in_every_revision(repository, monkeypatch):
+    (repository.path / "gpumem-baselines").rename(repository.path / "kept")
+    (repository.path / "pyproject.toml").write_text('[tool.gpumem]\nstore = "kept"\n', encoding="utf-8")
+    repository.commit("moved")
+    assert compare("HEAD").exit_code == 0
+    assert compare("HEAD", "v1").exit_code == 2
+
+
+def test_reports_are_compared_with_each_other_and_with_a_revision(repository):
+    for name, peak in (("old", 10 * MB), ("new", 20 * MB)):
+        (repository.path / f"{name}.json").write_text(to_json(shard(measured(peak=peak))), encoding="utf-8")
+    assert compare("old.json", "new.json").exit_code == 1
+    assert compare("new.json", "old.json").exit_code == 0
+    assert compare("v1", "old.json").exit_code == 0
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--markdown",)], ids=str)
+def test_the_stores_password_is_not_told(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.json").write_text(to_json(shard(measured(peak=10 * MB))), encoding="utf-8")
+    url = "memory://me:hunter2secret@host/compared"
+    place_of(url, tmp_path).write(path_of("h100", "a.py"), render({KEY: entry(10 * MB)}))
+    result = compare("old.json", "--store", url, *form)
+    assert result.exit_code == 0, result.output
+    assert "host/compared" in result.output
+    assert "hunter2secret" not in result.output
+
+
+def test_a_failure_of_the_new_report_is_in_the_exit_status_and_in_the_output(repository):
+    for name, results in (("old", [measured()]), ("new", [OVER_BUDGET])):
+        (repository.path / f"{name}.json").write_text(to_json(shard(*results)), encoding="utf-8")
+    result = compare("old.json", "new.json")
+    assert result.exit_code == 1
+    assert "failed: a.py::test_a: why" in result.output.splitlines()
+    assert compare("new.json", "new.json").exit_code == 0
+
+
+def test_tolerances_are_those_of_the_settings(repository):
+    settings = '[tool.gpumem.tolerance]\npeak_allocated = "60 %"\n'
+    (repository.path / "pyproject.toml").write_text(settings, encoding="utf-8")
+    assert compare("v1", "HEAD").exit_code == 0
+
+
+def test_programs_and_comments_get_the_same(repository):
+    found = json.loads(compare("v1", "HEAD", "--json").output)
+    assert (found["exit_status"], found["tests"][0]["outcome"]) == (1, "regressed")
+    assert [found["added"][0]["test"], found["gone"][0]["test"]] == ["test_c", "test_b"]
+    text = compare("v1", "HEAD", "--markdown").output
+    assert "| `a.py::test_a (call)` | peak allocated | 10.00 MB | 15.00 MB | +50.0 % | +10.0 % | regressed |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["v1", "nothing"], "there is no revision 'nothing'"),
+        (["none.json", "v1"], "there is no file none.json"),
+        (["v1", "pyproject.toml"], "pyproject.toml: it is not JSON"),
+        (["v1", "HEAD", "--store", "memory://x"], "is no folder"),
+        (["v1", "HEAD", "--store", "elsewhere"], "is in no git repository"),
+        (["HEAD", "HEAD", "--store", "empty"], "nothing could be compared"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_and_ends_with_2(repository, tmp_path, arguments, said):
+    (tmp_path / "elsewhere").mkdir()
+    (repository.path / "empty").mkdir()
+    arguments = [str(tmp_path / "elsewhere") if word == "elsewhere" else word for word in arguments]
+    result = compare(*arguments)
+    assert (result.exit_code, said in result.output) == (2, True), result.output
+
+
+def test_a_broken_file_of_a_revision_is_named_with_it(repository):
+    (repository.path / "gpumem-baselines/h100/a.py.toml").write_text("format = 99\n", encoding="utf-8")
+    repository.commit("broken")
+    result = compare("v1", "HEAD")
+    assert result.exit_code == 2
+    assert "HEAD:gpumem-baselines/h100/a.py.toml: format is 99" in result.output

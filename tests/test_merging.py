@@ -1,0 +1,295 @@
+"""Merging shards: the same bytes in whatever order, nothing lost, and a verdict on the whole only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.merging import MergeError, in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.json_report import from_json, to_json
+from pytest_gpumem.reports.matrix import matrices
+from pytest_gpumem.reports.summary import measured_in
+from pytest_gpumem.results import TestResult
+from pytest_gpumem.selection import Selection
+from pytest_gpumem.session_report import SessionReport, Stored, Terms
+from tests.hostile import TEXTS
+
+H100 = Environment("h100", "NVIDIA H100", {"torch": "2.11.0"})
+A100 = Environment("a100", "NVIDIA A100", {"torch": "2.11.0"})
+GATE = Terms(baseline=True)
+TEST = ("a.py", "test_a")
+
+
+def measured(
+    outcome: Outcome = Outcome.OK,
+    test: tuple[str, str] = TEST,
+    *,
+    peak: int = 1,
+    failed: bool = False,
+    passed: bool | None = None,
+    device: Environment = H100,
+) -> TestResult:
+    allowed = None if outcome in (Outcome.NEW, Outcome.RECORDED) else 1.0
+    metric = MetricVerdict("peak_allocated", outcome, peak, allowed=allowed)
+    measurement = Measurement("call", Workload("call"), device, {"peak_allocated": peak})
+    verdict = TestVerdict(*test, (Verdict(measurement, (metric,)),), failure="why" if failed else None)
+    return TestResult(verdict, not failed if passed is None else passed, failed)
+
+
+def skipped(test: tuple[str, str] = TEST, why: str = "it was skipped", *, failed: bool = False) -> TestResult:
+    return TestResult(TestVerdict(*test, unmeasured=why), passed=False, failed=failed)
+
+
+def shard(*results: TestResult, **changes) -> SessionReport:
+    ran = frozenset((one.verdict.file, one.verdict.test) for one in results)
+    selection = Selection(measured=ran, collected=ran)
+    report = SessionReport("2026-11-21T16:20:05Z", "0.1.0", "abc123456", GATE, results, selection=selection)
+    return replace(report, **changes)
+
+
+# The same bytes in any order
+
+NAMES = st.sampled_from(["a", "b", TEXTS["newlines"], TEXTS["surrogates"], "x; y", "y; x"])
+FILES = st.sampled_from(["a.py", "b.py", "c.py"])
+TESTS = st.tuples(FILES, NAMES)
+RESULTS = st.one_of(
+    st.builds(
+        measured,
+        st.sampled_from(Outcome),
+        TESTS,
+        peak=st.integers(0, 2),
+        failed=st.booleans(),
+        passed=st.sampled_from([None, False]),
+        device=st.sampled_from([H100, A100]),
+    ),
+    st.builds(skipped, TESTS, NAMES, failed=st.booleans()),
+)
+KEYS = st.tuples(st.sampled_from(["h100", "a100"]), st.builds(Key, FILES, NAMES, st.just("call")))
+SHARDS = st.builds(
+    SessionReport,
+    ended=st.sampled_from(["2026-11-21T16:20:05Z", "2026-11-21T16:20:06Z"]),
+    version=st.just("0.1.0"),
+    commit=st.sampled_from([None, "abc1234", "abc12345"]),
+    terms=st.just(GATE),
+    # Of one session a test has one result on a device.
+    results=st.lists(RESULTS, max_size=4).map(lambda found: merged([shard(*found)]).results),
+    not_run=st.lists(TESTS, max_size=2).map(lambda tests: tuple(sorted(set(tests)))),
+    selection=st.builds(
+        Selection,
+        measured=st.frozensets(TESTS, max_size=3),
+        files=st.frozensets(FILES),
+        idle_budgets=st.lists(NAMES, max_size=2).map(lambda texts: tuple(sorted(set(texts)))),
+        collected=st.frozensets(TESTS, max_size=3),
+        collected_files=st.frozensets(FILES),
+    ),
+    stored=st.builds(
+        Stored,
+        baselines=st.lists(KEYS, max_size=3).map(lambda keys: tuple(sorted(set(keys)))),
+        gone=st.frozensets(FILES, max_size=2),
+    ),
+    said=st.lists(NAMES, max_size=2).map(tuple),
+    errors=st.lists(NAMES, max_size=2).map(tuple),
+    ended_early=st.one_of(st.none(), NAMES),
+    not_collected=st.lists(FILES, max_size=2).map(lambda files: tuple(sorted(set(files)))),
+    others_failed=st.integers(0, 2),
+)
+unhurried = settings(deadline=None, max_examples=60)
+
+
+@unhurried
+@given(st.lists(SHARDS, min_size=1, max_size=4), st.randoms())
+def test_shards_in_any_order_give_the_same_bytes(shards, random):
+    first = to_json(merged(shards))
+    random.shuffle(shards)
+    assert to_json(merged(shards)) == first
+
+
+@unhurried
+@given(st.lists(SHARDS, min_size=2, max_size=4), st.integers(1, 3))
+def test_merging_what_was_merged_gives_the_same_bytes_as_merging_all_at_once(shards, cut):
+    cut = min(cut, len(shards) - 1)
+    halves = [from_json(to_json(merged(part)), "a.json") for part in (shards[:cut], shards[cut:])]
+    assert to_json(merged(halves)) == to_json(merged(shards))
+
+
+@unhurried
+@given(st.lists(SHARDS, min_size=1, max_size=3))
+def test_the_whole_is_red_when_a_test_of_any_shard_failed(shards):
+    failed = {one.verdict.nodeid for part in shards for one in part.results if one.failed}
+    whole = merged(shards)
+    assert {one.verdict.nodeid for one in whole.results if one.failed} == failed
+    assert not (failed and whole.passed)
+
+
+# One test in several shards
+
+
+@pytest.mark.parametrize(
+    ("worse", "better"),
+    [
+        (measured(Outcome.REGRESSED, failed=True), measured()),
+        (measured(Outcome.OK, failed=True), measured(Outcome.REGRESSED)),
+        (measured(Outcome.UNCERTAIN), measured(Outcome.OK)),
+        (measured(Outcome.OK, passed=False), measured(Outcome.OK)),
+        (measured(), skipped()),
+        (skipped(failed=True), skipped()),
+    ],
+)
+def test_of_a_test_in_two_shards_the_result_that_speaks_most_against_it_counts(worse, better):
+    shards = [shard(better), shard(worse)]
+    assert merged(shards).results == (worse,)
+    assert several(shards) == [TEST]
+
+
+def test_a_test_that_was_measured_on_two_devices_keeps_both_results():
+    here, there = measured(device=H100), measured(Outcome.REGRESSED, failed=True, device=A100)
+    whole = merged([shard(here), shard(there)])
+    assert whole.results == (there, here)
+    assert not whole.passed
+
+
+def test_results_of_several_devices_are_told_apart():
+    config = Cell("a.py::test_a", "fp32", 0)
+    results = [
+        replace(one, verdict=replace(one.verdict, cell=config))
+        for one in (measured(device=H100), measured(device=A100))
+    ]
+    whole = merged([shard(one) for one in results])
+    assert [one.title for one in measured_in(whole.results)] == [
+        "a.py::test_a on NVIDIA A100",
+        "a.py::test_a on NVIDIA H100",
+    ]
+    assert list(matrices(whole.results)) == ["a.py::test_a on NVIDIA A100", "a.py::test_a on NVIDIA H100"]
+    (alone,) = measured_in(merged([shard(results[0])]).results)
+    assert alone.title == "a.py::test_a"
+
+
+def test_a_failure_where_nothing_was_measured_is_not_settled_by_another_shard():
+    strict = skipped(failed=True)
+    whole = merged([shard(strict), shard(measured())])
+    assert whole.results == (strict, measured())
+    assert not whole.passed
+
+
+# What is missing, and what only the whole can tell
+
+
+def test_a_test_that_ran_in_another_shard_is_not_missing():
+    crashed = shard(not_run=(TEST, ("a.py", "test_b")))
+    assert merged([crashed, shard(measured())]).not_run == (("a.py", "test_b"),)
+
+
+def test_nothing_was_gated_only_if_no_shard_compared_anything():
+    fresh = shard(measured(Outcome.NEW, ("a.py", "test_b")))
+    assert fresh.nothing_gated
+    assert merged([fresh, fresh]).nothing_gated == fresh.nothing_gated
+    whole = merged([fresh, shard(measured())])
+    assert whole.nothing_gated is None
+    assert whole.passed
+
+
+def test_a_whole_that_left_every_measured_test_out_gated_nothing_though_each_shard_may():
+    left_out = shard(selection=Selection(collected=frozenset({TEST})))
+    assert left_out.passed
+    for whole in (merged([left_out]), merged([left_out, left_out])):
+        assert whole.problems == ("nothing was gated: 1 measured test was collected, and none was run in any shard",)
+        assert not from_json(to_json(whole), "whole.json").passed
+        assert merged([whole, shard(measured())]).passed
+
+
+def test_tests_that_are_not_measured_and_failed_in_any_shard_make_the_whole_red():
+    whole = merged([shard(measured(), others_failed=1), shard(others_failed=2), shard()])
+    assert whole.problems == ("3 tests that are not measured failed",)
+    assert not whole.passed
+
+
+def test_the_same_tests_in_the_same_environment_seem_to_be_the_same_shard():
+    first, again, other = shard(measured()), shard(measured(peak=2), ended="later"), shard(measured(test=("b.py", "b")))
+    assert run_twice([first, other, again]) == (0, 2)
+    assert run_twice([first, shard(measured(device=A100)), other]) is None
+    assert run_twice([shard(), shard()]) is None
+
+
+def test_a_baseline_is_unused_only_if_no_shard_collected_its_test():
+    keys = tuple(("h100", Key("a.py", test, "call")) for test in ("test_a", "test_b", "test_gone"))
+
+    def part(test: str) -> SessionReport:
+        known = Selection(collected=frozenset({("a.py", test)}), collected_files=frozenset({"a.py"}))
+        return shard(selection=known, stored=Stored(keys))
+
+    assert len(part("test_a").unused) == 2
+    assert merged([part("test_a"), part("test_b")]).unused == [keys[2]]
+
+
+def test_a_file_that_one_shard_has_is_not_gone():
+    key = ("h100", Key("a.py", "test_a", "call"))
+    absent, there = shard(stored=Stored((key,), frozenset({"a.py"}))), shard(stored=Stored((key,)))
+    assert merged([absent]).unused == [key]
+    assert merged([absent, there, absent]).unused == []
+
+
+def test_tests_that_every_shard_left_to_the_others_are_found():
+    def part(test: str) -> SessionReport:
+        everything = frozenset(("a.py", name) for name in ("test_a", "test_b", "test_c"))
+        return shard(selection=Selection(measured=frozenset({("a.py", test)}), collected=everything))
+
+    assert in_no_shard(merged([part("test_a"), part("test_b")])) == [("a.py", "test_c")]
+    assert in_no_shard(merged([part("test_a"), part("test_b"), part("test_c")])) == []
+
+
+def test_a_budget_that_holds_a_test_of_one_shard_is_not_idle():
+    idle, holding = shard(selection=Selection(idle_budgets=("b", "a"))), shard(selection=Selection(idle_budgets=("b",)))
+    assert merged([idle, holding]).selection.idle_budgets == ("b",)
+
+
+def test_whatever_went_wrong_in_a_shard_went_wrong_in_the_whole():
+    parts = [
+        shard(measured(), errors=("disk full",), said=("store: 1 written",)),
+        shard(errors=("disk full",), ended_early="KeyboardInterrupt", said=("store: 1 written",)),
+        shard(not_collected=("b.py",), ended_early="stopping after 1 failures"),
+    ]
+    whole = merged(parts)
+    assert whole.problems == (
+        "disk full",
+        "the session ended early: KeyboardInterrupt; stopping after 1 failures",
+        "b.py could not be collected",
+    )
+    assert whole.said == ("store: 1 written", "store: 1 written")
+    assert whole.shards == 3
+
+
+# Reports of different sessions
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"version": "0.2.0"}, "a.json is of pytest-gpumem 0.1.0, b.json of 0.2.0"),
+        ({"terms": Terms()}, "a.json was run with baseline = true, b.json with baseline = false"),
+        ({"terms": replace(GATE, update="new")}, "a.json was run with update = none, b.json with update = new"),
+        ({"terms": replace(GATE, units="iec")}, "a.json was run with units = si, b.json with units = iec"),
+        ({"commit": "def123456"}, "b.json is of commit def123456, a.json of abc123456"),
+    ],
+)
+def test_shards_of_different_sessions_are_refused_with_what_differs(changes, problem):
+    parts = [shard(measured()), shard(**changes)]
+    with pytest.raises(MergeError) as refused:
+        merged(parts, ["a.json", "b.json"])
+    assert str(refused.value).startswith(problem)
+    with pytest.raises(MergeError):
+        merged(parts[::-1], ["b.json", "a.json"])
+
+
+def test_a_commit_may_be_unknown_and_abbreviated_to_another_length():
+    assert merged([shard(commit=None), shard(commit="abc123456789"), shard()]).commit == "abc123456789"
+
+
+def test_nothing_is_no_whole():
+    with pytest.raises(MergeError, match="nothing to merge"):
+        merged([])

@@ -1,0 +1,145 @@
+"""`python`, `pytest` and `gpumem` for scripts, without the seconds that torch takes to load: forks of one process that has it.
+
+`Commands` puts them into a folder for ``PATH``. `pip install` is written down there and not run. Run as a script, this is
+the process that is forked.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_CLIENT = """\
+#!{python} -SE
+import json, os, socket, sys
+name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
+if name.startswith("python"):
+    if arguments[:3] == ["-m", "pip", "install"]:
+        name, arguments = "pip", arguments[2:]
+    elif arguments[:2] in (["-m", "pytest"], ["-m", "pytest_gpumem.cli.main"]):
+        name, arguments = {{"pytest": "-m pytest"}}.get(arguments[1], "gpumem"), arguments[2:]
+    else:
+        os.execv({python!r}, [{python!r}, *arguments])
+if name == "pip":
+    with open({log!r}, "a") as log:
+        print(json.dumps(arguments), file=log)
+    sys.exit(0)
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    what = json.dumps([name, arguments, os.getcwd(), dict(os.environ)]).encode("utf-8", "surrogateescape")
+    socket.send_fds(server, [len(what).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(what)
+    code = server.recv(8)
+sys.exit(int(code) if code else 70)
+"""
+_NAMES = ("python", "python3", "pytest", "gpumem", "pip")
+
+
+class Commands:
+    """The commands in ``folder``, until `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = folder / "pip.log"
+        # The path of a socket may have about 100 characters, and that of a test's folder may have more.
+        self._place = tempfile.TemporaryDirectory(prefix="gpumem-", dir="/tmp")
+        address = f"{self._place.name}/commands"
+        text = _CLIENT.format(python=sys.executable, log=str(self._log), address=address)
+        for name in _NAMES:
+            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).chmod(0o755)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def installed(self) -> list[list[str]]:
+        """The arguments of each ``pip`` so far, without ``install``."""
+        lines = self._log.read_text(encoding="utf-8").splitlines() if self._log.exists() else []
+        return [json.loads(line)[1:] for line in lines]
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._place.cleanup()
+
+
+def _serve(address: str) -> None:
+    """Fork for every command that is asked for, until standard input ends."""
+    import jinja2  # noqa: F401
+    import plotly.offline  # noqa: F401
+    import torch._inductor  # noqa: F401 -- torch's profiler loads it
+
+    import pytest_gpumem
+
+    for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
+        importlib.import_module(module.name)
+    # No command has to go through all of that again in each of its collections.
+    gc.collect()
+    gc.freeze()
+    # The commands do not find this file's neighbours.
+    sys.path.pop(0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen()
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        while server in select.select([server, sys.stdin], [], [])[0]:
+            client, _ = server.accept()
+            with client:
+                if os.fork() == 0:
+                    server.close()
+                    _run(client)
+
+
+def _run(client: socket.socket) -> NoReturn:
+    """Be the command that ``client`` asks for, with its streams, folder and environment, and tell it the exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    with client.makefile("rb") as sent:
+        name, arguments, folder, environment = json.loads(sent.read(int.from_bytes(size, "big")))
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [name, *arguments]
+    if name == "-m pytest":
+        sys.path.insert(0, folder)
+    code: object = 1
+    try:
+        if "pytest" in name:
+            import pytest
+
+            code = pytest.main()
+        else:
+            from pytest_gpumem.cli.main import main
+
+            main()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # noqa: BLE001 -- as the interpreter would
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    client.sendall(str(int(code) if isinstance(code, int) else 1).encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
