@@ -8,6 +8,7 @@ import pytest
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explaining import ExplainingTests
+from pytest_gpumem.gate.verdict import SKIPPED
 from pytest_gpumem.judging import Judging, forget_properties, is_told, shorten_summary, tell
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
@@ -290,7 +291,7 @@ def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
         # Skipped by `refuse`, or by the test itself.
         said = str(error.msg)
         refused = said.startswith(_REFUSED)
-        return measured.not_measured(said.removeprefix(_REFUSED) if refused else "it was skipped")
+        return measured.not_measured(said.removeprefix(_REFUSED) if refused else SKIPPED)
     return measured.not_measured("it failed by itself", failed_by_itself=True)
 
 

@@ -56,7 +56,16 @@ def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None)
         shards=sum(report.shards for report in reports),
         others_failed=sum(report.others_failed for report in reports),
         merged=True,
+        unmeasured_shards=tuple(sorted({tests for report in reports for tests in _unmeasured_shards(report)})),
     )
+
+
+def _unmeasured_shards(report: SessionReport) -> tuple[tuple[tuple[str, str], ...], ...]:
+    if report.merged:
+        return report.unmeasured_shards
+    if not report.results or any(_devices(result) for result in report.results):
+        return ()
+    return (tuple(sorted({(result.verdict.file, result.verdict.test) for result in report.results})),)
 
 
 def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:

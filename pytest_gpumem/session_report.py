@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.baselines.entry import Key
 from pytest_gpumem.baselines.unused import unused
 from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.verdict import SKIPPED
 from pytest_gpumem.results import TestResult, accounting, nothing_gated
 from pytest_gpumem.selection import Selection
 
@@ -74,6 +75,8 @@ class SessionReport:
     """How many tests failed that are not measured, also in set-up or tear-down."""
     merged: bool = False
     """Whether shards were merged into it: it stands for all that was asked to be gated, and not for a part."""
+    unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
+    """The tests, as (file, test), of each shard that measured none of them; sorted."""
 
     @property
     def accounting(self) -> str:
@@ -90,7 +93,37 @@ class SessionReport:
         if self.others_failed:
             count = "1 test that is" if self.others_failed == 1 else f"{self.others_failed} tests that are"
             found.append(f"{count} not measured failed")
-        return (*found, *([self.nothing_gated] if self.nothing_gated is not None else []))
+        return (*found, *([self.nothing_gated] if self.nothing_gated is not None else self.idle_parts))
+
+    @property
+    def idle_parts(self) -> list[str]:
+        """What compared nothing though the rest of a whole did, each as a sentence: a device, or a shard that could
+        measure nothing.
+
+        Each is red by itself, and may be of a machine of its own: what the others compared does not stand in for it. Tests
+        that skipped themselves would have done so anywhere.
+        """
+        if not (self.merged and self.terms.baseline):
+            return []
+        found = []
+        by_device: dict[str, list[TestResult]] = {}
+        for result in self.results:
+            for device in {one.measurement.environment.device for one in result.verdict.verdicts}:
+                by_device.setdefault(device, []).append(result)
+        for device, results in sorted(by_device.items()):
+            sentence = nothing_gated(results, ACCEPTS[self.terms.update])
+            if sentence is not None:
+                found.append(f"on {device} {sentence}")
+        left = {
+            (result.verdict.file, result.verdict.test): result
+            for result in self.results
+            if result.verdict.unmeasured not in (None, SKIPPED)
+        }
+        for tests in self.unmeasured_shards:
+            sentence = nothing_gated([left[test] for test in tests if test in left])
+            if sentence is not None:
+                found.append(f"in one shard {sentence}")
+        return found
 
     @property
     def nothing_gated(self) -> str | None:
@@ -140,6 +173,7 @@ class SessionReport:
             "shards": self.shards,
             "others_failed": self.others_failed,
             "merged": self.merged,
+            "unmeasured_shards": [[list(test) for test in tests] for tests in self.unmeasured_shards],
         }
 
     @classmethod
@@ -160,4 +194,7 @@ class SessionReport:
             shards=plain["shards"],
             others_failed=plain["others_failed"],
             merged=plain["merged"],
+            unmeasured_shards=tuple(
+                tuple((file, test) for file, test in tests) for tests in plain["unmeasured_shards"]
+            ),
         )

@@ -194,6 +194,28 @@ def test_nothing_was_gated_only_if_no_shard_compared_anything():
     assert whole.passed
 
 
+def test_a_device_on_which_nothing_was_compared_is_red_in_the_whole():
+    fresh = measured(Outcome.NEW, ("a.py", "test_b"), device=A100)
+    whole = merged([shard(fresh), shard(measured())])
+    assert whole.nothing_gated is None
+    (problem,) = whole.problems
+    assert problem.startswith(f"on {A100.device} nothing was gated: 1 test new")
+    assert not whole.passed
+    assert merged([shard(fresh), shard(measured(device=A100))]).passed
+
+
+def test_a_shard_that_measured_nothing_is_red_in_the_whole_unless_another_one_measured_its_tests():
+    lost = shard(skipped(("a.py", "test_b"), "no CUDA device"))
+    whole = merged([lost, shard(measured())])
+    assert whole.problems == ("in one shard nothing was gated: 1 test unmeasured, no CUDA device",)
+    assert not whole.passed
+    assert not merged([whole, shard(measured(test=("a.py", "test_c")))]).passed
+    assert merged([lost, shard(measured(test=("a.py", "test_b")))]).passed
+    assert merged([shard(skipped(("a.py", "test_b"))), shard(measured())]).passed
+    among_others = shard(skipped(("a.py", "test_b"), "no CUDA device"), measured())
+    assert merged([among_others]).passed
+
+
 def test_a_whole_that_left_every_measured_test_out_gated_nothing_though_each_shard_may():
     left_out = shard(selection=Selection(collected=frozenset({TEST})))
     assert left_out.passed

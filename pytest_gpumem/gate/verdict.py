@@ -155,6 +155,10 @@ class Location:
     line: int
 
 
+SKIPPED = "it was skipped"
+"""Why a test that skipped itself was not measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class TestVerdict:
     """What the gate says of a test: the verdicts on its measurements, or why there are none."""

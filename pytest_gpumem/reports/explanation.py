@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 5
 
-_PLURALS = {
+PLURALS = {
     "parameter": "parameters",
     "buffer": "buffers",
     "gradient": "gradients",
@@ -28,6 +28,7 @@ _PLURALS = {
     "temporary": "temporaries",
     "workspace": "workspaces",
 }
+"""What every report calls the blocks of a category; the others are called as they are."""
 
 
 def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSystem) -> list[list[str]]:
@@ -74,7 +75,7 @@ def growth_lines(difference: Difference, units: UnitSystem) -> list[str]:
         after = change.after.nbytes if change.after else 0
         rows.append(
             (
-                _category(row),
+                category_of(row),
                 format_bytes(before, units) if before else "-",
                 format_bytes(after, units) if after else "-",
                 format_bytes_change(change.nbytes, units),
@@ -106,7 +107,7 @@ def composition_table(title: str, composition: Composition, units: UnitSystem, m
     """The largest rows of a composition."""
     rows = [
         (
-            _category(row),
+            category_of(row),
             format_bytes(row.nbytes, units),
             row.module or _nowhere(row),
             row.where,
@@ -157,10 +158,11 @@ def guilty_metrics(verdict: Verdict, failing: Collection[object]) -> list[str]:
     ]
 
 
-def _category(row: Row) -> str:
+def category_of(row: Row) -> str:
+    """What blocks are for, as a person says it."""
     if row.operator == REST:
         return REST
-    return _PLURALS.get(row.category, row.category)
+    return PLURALS.get(row.category, row.category)
 
 
 def _nowhere(row: Row) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.difference import REST
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.escaping import code_in_table, plain, table
-from pytest_gpumem.reports.explanation import MOST_ROWS
+from pytest_gpumem.reports.explanation import MOST_ROWS, category_of
 from pytest_gpumem.reports.matrix import matrix_cells, said_of
+from pytest_gpumem.reports.summary import metric_reasons, told_once, whole_reasons
 from pytest_gpumem.reports.values import allowance, change, shown
 from pytest_gpumem.units import format_bytes, format_bytes_change
 
@@ -115,7 +115,7 @@ def _cells(row: CompositionRow) -> list[str]:
     """What blocks are for, and where they are made; of those that are only known together, nothing but that."""
     if row.operator == REST:
         return [REST, "", "", "", ""]
-    return [plain(row.category), *map(code_in_table, (row.module, row.where, row.operator, row.what))]
+    return [plain(category_of(row)), *map(code_in_table, (row.module, row.where, row.operator, row.what))]
 
 
 def changed(results: Iterable[TestResult], units: UnitSystem) -> str:
@@ -136,15 +136,11 @@ def changed(results: Iterable[TestResult], units: UnitSystem) -> str:
 
 def reasons(results: Iterable[TestResult]) -> list[str]:
     """Why tests were not compared, or not measured: each reason once, with how often."""
-    told: Counter[str] = Counter()
-    for result in results:
-        if result.verdict.unmeasured:
-            told[f"unmeasured: {result.verdict.unmeasured}"] += 1
-    for _, verdict in _measured(results):
-        if verdict.reason:
-            told[f"{verdict.outcome.words}: {verdict.reason}"] += 1
-        told.update(f"{one.outcome.words}: {one.reason}" for one in verdict.metrics if one.reason)
-    return [f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in told.items()]
+    everything = list(results)
+    told = [f"unmeasured: {one.verdict.unmeasured}" for one in everything if one.verdict.unmeasured]
+    for _, verdict in _measured(everything):
+        told += [*whole_reasons(verdict), *metric_reasons(verdict)]
+    return told_once(told)
 
 
 def all_tests(results: Sequence[TestResult], units: UnitSystem) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict, Verdict
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
 from pytest_gpumem.reports.values import change, shown
@@ -33,6 +33,8 @@ STYLES: dict[Outcome, Style | None] = {
     Outcome.REGRESSED: "bad",
     Outcome.OVER_BUDGET: "bad",
 }
+_WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
+"""What a metric is where there is nothing that its measurement may be compared with."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
 """Nothing was found of them; what there is to see is what was measured."""
 _TITLES = {
@@ -118,12 +120,29 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
 
 def reasons(measured: Iterable[Measured]) -> list[str]:
     """Why something was not compared, each reason once."""
-    everything = [one.verdict for one in measured]
-    counts = Counter((one.outcome.words, one.reason) for one in everything if one.reason)
-    counts.update(
-        (metric.outcome.words, metric.reason) for one in everything for metric in one.metrics if metric.reason
+    verdicts = [one.verdict for one in measured]
+    return told_once(
+        [reason for one in verdicts for reason in whole_reasons(one)]
+        + [reason for one in verdicts for reason in metric_reasons(one)]
     )
-    return [f"{outcome}: {reason}{f' ({n} times)' if n > 1 else ''}" for (outcome, reason), n in counts.items()]
+
+
+def whole_reasons(verdict: Verdict) -> list[str]:
+    """Why a whole measurement was not compared, after the outcome that says so: a budget may have been broken all the same."""
+    if not verdict.reason:
+        return []
+    without = [metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE]
+    return [f"{worst(without).words if without else 'not compared'}: {verdict.reason}"]
+
+
+def metric_reasons(verdict: Verdict) -> list[str]:
+    """What there is to say of single metrics, after their outcomes."""
+    return [f"{one.outcome.words}: {one.reason}" for one in verdict.metrics if one.reason]
+
+
+def told_once(reasons: Iterable[str]) -> list[str]:
+    """Each of them once, with how often it was there."""
+    return [f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in Counter(reasons).items()]
 
 
 def notes(measured: Iterable[Measured]) -> list[str]:

@@ -31,9 +31,9 @@ const CHARTS = (() => {
 
   return {
     over_time(chart, theme, narrow) {
-      const data = chart.series.map(({ name, y }) => ({
+      const data = chart.series.map(({ name, category, y }) => ({
         type: "scatter", mode: "lines", name, x: chart.time, y, stackgroup: "one",
-        line: { shape: "hv", width: 0 }, fillcolor: theme(`c-${name.replace(" ", "-")}`),
+        line: { shape: "hv", width: 0 }, fillcolor: theme(`c-${category.replace(" ", "-")}`),
         hovertemplate: `${name} %{y:,.4~g} ${chart.unit}<extra></extra>`,
       }));
       // What lasts less than a pixel is still to be seen as a line.
@@ -69,13 +69,14 @@ const CHARTS = (() => {
         layout: layoutOf(theme, {
           height: narrow ? 380 : 360, shapes: bands, annotations, hovermode: "x unified",
           xaxis: { title: titled("time while recorded", theme), ticksuffix: ` ${chart.clock}`, range: [0, end], showgrid: false, nticks: narrow ? 4 : 10 },
-          yaxis: { ticksuffix: ` ${chart.unit}`, rangemode: "tozero", range: [0, 1.2 * chart.peak.y || 1] },
+          yaxis: { ticksuffix: ` ${chart.unit}`, rangemode: "tozero", range: [0, 1.2 * chart.peak.y || 1], ...(chart.unit === "B" && chart.peak.y < 8 ? { dtick: 1 } : {}) },
         }),
       };
     },
 
     rounds(chart, theme, narrow) {
       const data = [], shapes = [];
+      // There is no half of a round: plotly would label it as a whole one.
       let begin = 1;
       for (const [number, sample] of chart.samples.entries()) {
         const last = begin + sample.y.length - 1;
@@ -118,7 +119,7 @@ const CHARTS = (() => {
         data,
         layout: layoutOf(theme, {
           height: narrow ? 340 : 280, shapes,
-          xaxis: { title: titled("round", theme), range: [0.5, begin - 0.5], showgrid: false, zeroline: false, tickformat: "d", nticks: narrow ? 5 : 12 },
+          xaxis: { title: titled("round", theme), range: [0.5, begin - 0.5], showgrid: false, zeroline: false, tickformat: "d", ...(begin <= 12 ? { dtick: 1 } : { nticks: narrow ? 5 : 12 }) },
           yaxis: { ticksuffix: ` ${chart.unit}`, nticks: 5 },
         }),
       };

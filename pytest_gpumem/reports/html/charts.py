@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.composition import CATEGORIES
+from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.html.texts import in_one_line
 from pytest_gpumem.reports.matrix import efficient
 from pytest_gpumem.units import format_bytes, format_seconds
@@ -40,7 +41,12 @@ def over_time_chart(over_time: OverTime, units: UnitSystem) -> dict[str, Any]:
         "clock": second,
         "time": [_short(time / 1e9 / clock) for time in over_time.time_ns],
         "series": [
-            {"name": name, "y": [_short(value / size) for value in over_time.categories[name]]} for name in drawn
+            {
+                "name": PLURALS.get(name, name),
+                "category": name,
+                "y": [_short(value / size) for value in over_time.categories[name]],
+            }
+            for name in drawn
         ],
         "peak": {"x": _short(peak_at / 1e9 / clock), "y": _short(peak / size), "text": format_bytes(peak, units)},
         "phases": [
@@ -59,12 +65,12 @@ def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
     times = verdict.measurement.times
     if times is None:
         return None
-    longest = max((one.seconds for sample in times.samples for one in sample.rounds), default=0.0)
-    if not math.isfinite(longest):
-        return None
     judged = verdict.of("step_time")
     baseline = None if judged is None else judged.baseline
-    clock, unit = _unit_of_seconds(max(longest, baseline or 0.0))
+    drawn = [baseline or 0.0, *(one.seconds for sample in times.samples for one in sample.rounds)]
+    if not all(map(math.isfinite, drawn)):
+        return None
+    clock, unit = _unit_of_seconds(max(drawn))
     against = "" if baseline is None else f", {format_seconds(baseline)} in the baseline"
     count = sum(len(sample.rounds) for sample in times.samples)
     return {

@@ -4,7 +4,8 @@
   const table = document.querySelector("table.tests");
   const tests = table ? [...table.tBodies].filter((body) => body.dataset.outcome) : [];
   const panels = new Map([...document.querySelectorAll("noscript[data-of]")].map((one) => [one.dataset.of, one]));
-  const drawn = new Set();
+  // The charts that are drawn, and whether for a narrow screen.
+  const drawn = new Map();
 
   // Filter.
 
@@ -81,7 +82,7 @@
   }
 
   function openLinked() {
-    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const target = document.getElementById(location.hash.slice(1));
     if (!target) return;
     if (tests.includes(target)) {
       if (target.hidden) showAll();
@@ -106,16 +107,20 @@
   function drawWithin(element) {
     for (const figure of element.querySelectorAll("figure.chart")) {
       const plot = figure.querySelector(".plot");
-      const first = !drawn.has(figure);
-      drawn.add(figure);
-      if (first) draw(figure, plot);
-      else plotly().Plots.resize(plot);
+      if (drawn.get(figure) === isNarrow(figure)) plotly().Plots.resize(plot);
+      else draw(figure, plot);
     }
   }
 
+  const isNarrow = (figure) => figure.clientWidth < 600;
+
   function draw(figure, plot) {
+    // What is closed has no width: it is drawn anew when it is opened.
+    drawn.delete(figure);
+    if (!figure.clientWidth) return;
+    drawn.set(figure, isNarrow(figure));
     const chart = JSON.parse(figure.querySelector("script").textContent);
-    const { data, layout } = CHARTS[chart.kind](chart, themeOf(plot), figure.clientWidth < 600);
+    const { data, layout } = CHARTS[chart.kind](chart, themeOf(plot), drawn.get(figure));
     const config = { displayModeBar: false, responsive: true, doubleClick: "reset", showTips: false };
     plotly().react(plot, data, layout, config);
   }
@@ -123,6 +128,11 @@
   function themeOf(element) {
     const style = getComputedStyle(element);
     return (name) => style.getPropertyValue(`--${name}`).trim();
+  }
+
+  function isMarked(row) {
+    const selection = getSelection();
+    return !selection.isCollapsed && selection.containsNode(row, true);
   }
 
   // Listen.
@@ -135,8 +145,8 @@
     table.tHead.addEventListener("click", ({ target }) => target.closest("button") && sort(target.closest("button")));
     table.addEventListener("click", ({ target }) => {
       const body = target.closest("tbody[data-outcome]");
-      // A click anywhere in a test's line opens it, unless it was to mark some of its text.
-      if (!body || !body.rows[0].contains(target) || String(getSelection())) return;
+      // A click anywhere in a test's line opens it, unless it was to mark some of its text: that is never its button's.
+      if (!body || !body.rows[0].contains(target) || (!target.closest("button") && isMarked(body.rows[0]))) return;
       const opened = body.querySelector("th button").getAttribute("aria-expanded") !== "true";
       open(body, opened);
       history.replaceState(null, "", opened ? `#${body.id}` : location.pathname + location.search);
@@ -159,7 +169,11 @@
   }
   addEventListener("hashchange", openLinked);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    for (const figure of drawn) draw(figure, figure.querySelector(".plot"));
+    for (const figure of [...drawn.keys()]) draw(figure, figure.querySelector(".plot"));
+  });
+  addEventListener("resize", () => {
+    const others = [...drawn].filter(([figure, narrow]) => figure.clientWidth && isNarrow(figure) !== narrow);
+    for (const [figure] of others) draw(figure, figure.querySelector(".plot"));
   });
   if (location.hash) openLinked();
 })();

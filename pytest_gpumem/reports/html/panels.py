@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.composition import CATEGORIES
 from pytest_gpumem.explain.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.explanation import category_of
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
 from pytest_gpumem.reports.values import allowance, change, shown
@@ -27,12 +30,21 @@ MOST_ROWS = 30
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value beside what it is held against, as fractions of the longest of them. ``limit`` is the most that is tolerated."""
+    """A value beside what it is held against, as fractions of the track, which is twice its baseline, or else its budget.
+
+    So one glance compares rows: the marks that they are held against stand beneath each other, and a change of 10 % is as
+    long in every row. What is longer than its track ends with it, and is said to.
+    """
 
     now: float
     baseline: float | None = None
     limit: float | None = None
+    """The most that is tolerated."""
     budget: float | None = None
+    cut: bool = False
+    """Whether the value is longer than the track."""
+    beyond: str = ""
+    """A budget that is: how many times the baseline. It has no place on the track then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +79,8 @@ class PartRow:
     after: str = ""
     reason: str = ""
     shrank: bool = False
+    colour: str = ""
+    """The category that its bar has the colour of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +159,33 @@ def _metric(metric: MetricVerdict, units: UnitSystem) -> MetricRow:
 
 
 def bar_of(metric: MetricVerdict) -> Bar | None:
-    """The bar of a metric that has something to be held against; nothing in it is longer than 1."""
-    if metric.baseline is None and metric.budget is None:
+    """The bar of a metric that has something to be held against that is more than nothing; nothing in it is longer than 1."""
+    middle = metric.baseline or metric.budget
+    if not middle or middle < 0 or not all(map(math.isfinite, (metric.value, middle))):
         return None
     limit = None
     if metric.baseline is not None and metric.allowed is not None:
         limit = metric.baseline + (-metric.allowed if METRICS[metric.metric].larger_is_better else metric.allowed)
-    longest = max(value for value in (metric.value, metric.baseline, limit, metric.budget, 0.0) if value is not None)
+
+    def times(value: float) -> float:
+        return value / middle
 
     def part(value: float | None) -> float | None:
-        return None if value is None else min(1.0, max(0.0, value / longest)) if longest > 0 else 0.0
+        return None if value is None else min(1.0, max(0.0, times(value) / 2))
 
-    return Bar(part(metric.value) or 0.0, part(metric.baseline), part(limit), part(metric.budget))
+    far = metric.budget is not None and times(metric.budget) > 2
+    return Bar(
+        part(metric.value) or 0.0,
+        part(metric.baseline),
+        part(limit),
+        None if far else part(metric.budget),
+        cut=times(metric.value) > 2,
+        beyond=_multiple(times(metric.budget)) if far and metric.budget is not None else "",
+    )
+
+
+def _multiple(ratio: float) -> str:
+    return f"{ratio:.1f}×" if ratio < 10 else f"{ratio:,.0f}×" if ratio < 10_000 else "> 9,999×"
 
 
 def _origin(verdict: Verdict) -> str:
@@ -205,7 +234,7 @@ def _change(one: Change, largest: int, units: UnitSystem) -> PartRow:
     row = one.row
     told = row.operator != REST
     return PartRow(
-        in_one_line(row.category if told else REST),
+        in_one_line(category_of(row)),
         format_bytes_change(one.nbytes, units),
         in_one_line(row.module or _nowhere(row)),
         in_one_line(row.where),
@@ -227,13 +256,14 @@ def _composition(title: str, composition: Composition, units: UnitSystem) -> Par
         title,
         tuple(
             PartRow(
-                in_one_line(row.category),
+                in_one_line(category_of(row)),
                 format_bytes(row.nbytes, units),
                 in_one_line(row.module or _nowhere(row)),
                 in_one_line(row.where),
                 in_one_line(row.operator),
                 in_one_line(row.what),
                 max(0.0, row.nbytes / largest) if largest else 0.0,
+                colour=row.category if row.category in CATEGORIES else "",
             )
             for row in rows
         ),

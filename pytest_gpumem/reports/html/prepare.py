@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.results import TestResult
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.session_report import SessionReport, Terms
     from pytest_gpumem.units import UnitSystem
 
 _ACCEPT = "\n  accept:   "
@@ -114,7 +114,7 @@ class Page:
 def page_of(report: SessionReport) -> Page:
     """What the page of ``report`` shows. Tests that fail come first."""
     units = report.terms.units
-    tests = [_row(result, units) for result in report.results]
+    tests = [_row(result, report.terms) for result in report.results]
     tests += [
         TestRow(
             anchor_of(f"{file}::{test}"),
@@ -164,8 +164,8 @@ def _problems(report: SessionReport, failed: int) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _row(result: TestResult, units: UnitSystem) -> TestRow:
-    verdict = result.verdict
+def _row(result: TestResult, terms: Terms) -> TestRow:
+    verdict, units = result.verdict, terms.units
     words = BY_ITSELF if verdict.failed_by_itself else verdict.outcome.words
     telling = _telling(verdict)
     failure = in_lines(verdict.failure or "")
@@ -182,7 +182,7 @@ def _row(result: TestResult, units: UnitSystem) -> TestRow:
         failure=failure,
         accept=_accepting(failure),
         headline=failure.partition("\n")[0],
-        said=_said(result),
+        said=_said(result, terms.update),
         line="" if where is None else in_one_line(f"{where.file}:{where.line}"),
     )
 
@@ -215,16 +215,27 @@ def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def _said(result: TestResult) -> tuple[str, ...]:
+def _said(result: TestResult, update: str | None) -> tuple[str, ...]:
     verdict = result.verdict
     said = []
     if verdict.unmeasured:
         said.append(f"not measured: {in_lines(verdict.unmeasured)}")
     if verdict.failed_by_itself:
-        said.append("it failed for a reason of its own; what it measured until then is not judged")
+        told = "" if verdict.unmeasured else "; what it measured until then is not judged"
+        said.append(f"it failed for a reason of its own{told}")
+    elif result.failed and verdict.failure is None:
+        said.append("it failed in its set-up, its tear-down or a subtest: what was measured is not what failed it")
+    elif not result.failed and verdict.outcome in FAILING:
+        said.append(f"it did not fail for this: {_why_spared(verdict, update)}")
     if verdict.relations:
         said.append(f"it asserted {verdict.relations} relation{'' if verdict.relations == 1 else 's'}, which held")
     return tuple(said)
+
+
+def _why_spared(verdict: TestVerdict, update: str | None) -> str:
+    if verdict.failure is None and update is not None:
+        return f"--gpumem-update={update} compares only to know what to write"
+    return "it is expected to fail (xfail), or passed when it ran again"
 
 
 def _matrix(title: str, rows: list[Any], units: UnitSystem) -> MatrixView:

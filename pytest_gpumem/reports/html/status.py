@@ -37,9 +37,11 @@ class Status:
         return _MARKS[self.words]
 
     @property
-    def always_fails(self) -> bool:
-        """Whether the words say already that it fails."""
-        return self.words in _ALWAYS_FAIL
+    def note(self) -> str:
+        """What to say beside the words, where they alone would be taken for the opposite of what became of the test."""
+        if self.fails == (self.words in _ALWAYS_FAIL):
+            return ""
+        return "failed" if self.fails else "not failed"
 
     @property
     def severity(self) -> int:
