@@ -14,6 +14,8 @@ import pytest
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
+from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.session_report import SessionReport, Terms
 from tests.workflows import ACTION, ROOT, Runner, read_yaml
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -33,6 +35,30 @@ def steps_of(file: Path) -> list[tuple[str, dict]]:
         for name, job in jobs.items()
         for step in job["steps"]
     ]
+
+
+PROPOSING = {"actions/checkout", "actions/download-artifact", "peter-evans/create-pull-request"}
+"""The actions of a job that opens a pull request with baselines."""
+
+
+def done_by(*jobs: dict) -> set[str]:
+    """What jobs do: their scripts, and the actions that they use."""
+    return {step["run"] if "run" in step else step["uses"].partition("@")[0] for job in jobs for step in job["steps"]}
+
+
+def keeps_no_token(job: dict) -> bool:
+    """Whether checkouts leave the job's token where nothing that is run later can read it."""
+    checkouts = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
+    return all(step.get("with", {}).get("persist-credentials") is False for step in checkouts)
+
+
+def names_the_gpu(step: dict) -> bool:
+    """Whether a step measures on the GPU or fails, whatever settings say and the machine has; or measures nothing."""
+    script = step.get("run", "")
+    measures = "--gpumem-baseline" in script or "--gpumem-update" in script
+    if step.get("uses", "").partition("@")[0].endswith("/actions/gpumem"):
+        measures, script = True, step.get("with", {}).get("arguments", "")
+    return not measures or "--gpumem-device=cuda" in script.split()
 
 
 STEPS = [step for file in [*WORKFLOWS, ACTION] for step in steps_of(file)]
@@ -67,8 +93,7 @@ def test_a_workflow_may_do_no_more_than_it_must_and_ends(file):
     assert "pull_request_target" not in plain["on"]
     for name, job in plain["jobs"].items():
         assert job["timeout-minutes"] <= 60, name
-        checkouts = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
-        assert all(step["with"]["persist-credentials"] is False for step in checkouts), name
+        assert keeps_no_token(job), name
 
 
 def test_pull_requests_from_forks_do_not_run_on_the_gpu_and_who_can_write_runs_nothing():
@@ -79,9 +104,19 @@ def test_pull_requests_from_forks_do_not_run_on_the_gpu_and_who_can_write_runs_n
     assert "github.event_name == 'workflow_dispatch'" in ours["record"]["if"]
     assert not any("write" in job.get("permissions", {}).get("contents", "") for job in ours.values())
     writing = [job for job in jobs.values() if job.get("permissions", {}).get("contents") == "write"]
-    assert [step["run"] for job in writing for step in job["steps"] if "run" in step] == [
-        "rm -rf example_project/gpumem-baselines"
-    ]
+    assert done_by(*writing) == PROPOSING | {"rm -rf example_project/gpumem-baselines"}
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), steps_of(ROOT / ".github/workflows/gpu.yml"), ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_a_gpu_is_what_is_gated_where_there_is_to_be_one(name, step):
+    assert names_the_gpu(step), name
+
+
+def test_a_step_that_measures_and_names_no_gpu_is_found():
+    assert not names_the_gpu({"run": "python -m pytest --gpumem-baseline"})
+    assert not names_the_gpu({"uses": "./.github/actions/gpumem", "with": {"arguments": "--gpumem-device=auto"}})
 
 
 def test_every_input_of_the_action_is_used_and_every_output_is_one_of_a_step():
@@ -110,6 +145,7 @@ def test_ci_documents_every_input_and_output_of_the_action():
 PYTHON = """\
 #!/bin/bash
 printf '%s\\0' "$0" "$@" >>"$LOG"; echo >>"$LOG"
+isolated=(); if [[ $1 == -I ]]; then isolated=(-I); shift; fi
 case "$1 $2" in
   "-m venv") mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   "-m pip") if [[ $* == *"[report]" ]]; then touch "$PLUGIN"; fi ;;
@@ -118,7 +154,7 @@ case "$1 $2" in
   "-c "*distributions*) [[ -e $PLUGIN ]] ;;
   "-c "*base_prefix*) [[ $VENV == no ]] ;;
   "-c "*plotly*) [[ $PLOTLY == yes ]] ;;
-  *) exec "$REAL" "$@" ;;
+  *) exec "$REAL" "${isolated[@]}" "$@" ;;
 esac
 """
 
@@ -149,16 +185,23 @@ class Machine:
         (folder / "plugin").touch()
         self.makes("gpumem: 1 gated")
 
-    def makes(self, accounting: str) -> None:
-        (self.folder / "made.json").write_text(json.dumps({"accounting": accounting}))
+    def makes(self, accounting: str, passed: bool = True, results: int = 1) -> None:
+        """What pytest reports: of the keys of a report, with as much in them as the action reads."""
+        told = {"accounting": accounting, "passed": passed, "results": [{}] * results}
+        assert told.keys() <= json.loads(to_json(SessionReport("2026-11-21T10:00:00Z", "1.0", None, Terms()))).keys()
+        (self.folder / "made.json").write_text(json.dumps(told))
 
     def run(self, **inputs: str) -> tuple[bool, dict[str, str]]:
         return self.runner.run_action({name.replace("_", "-"): value for name, value in inputs.items()})
 
     def asked(self, module: str) -> list[list[str]]:
-        """The arguments of each run of a module, the Python first."""
-        lines = self.log.read_text().split("\0\n")[:-1]
-        return [[words[0], *words[3:]] for line in lines if (words := line.split("\0"))[1:3] == ["-m", module]]
+        """The arguments of each run of a module, the Python first, whether it was isolated or not."""
+        runs = [[word for word in words if word != "-I"] for words in self.runs()]
+        return [[words[0], *words[3:]] for words in runs if words[1:3] == ["-m", module]]
+
+    def runs(self) -> list[list[str]]:
+        """Each run of a Python, which comes first, with its arguments."""
+        return [line.split("\0") for line in self.log.read_text().split("\0\n")[:-1]]
 
 
 @pytest.fixture
@@ -234,14 +277,14 @@ def test_a_quote_that_is_not_closed_is_told(machine, name):
 
 def test_a_python_that_is_not_there_is_told(machine):
     passed, outputs = machine.run(python="python9")
-    assert (passed, outputs["passed"]) == (False, "")
+    assert (passed, outputs["passed"]) == (False, "false")
     assert "::error title=gpumem::there is no Python called python9" in machine.runner.log
 
 
 @pytest.mark.parametrize("code", ["1", "2", "5"])
 def test_a_red_gate_is_red_after_everything_was_uploaded(machine, code):
     machine.runner.environment["ENDS"] = code
-    machine.makes("gpumem: 1 gated, 1 regressed")
+    machine.makes("gpumem: 1 gated, 1 regressed", passed=False)
     passed, outputs = machine.run(name="gpumem-h100")
     assert not passed
     assert (outputs["passed"], outputs["accounting"]) == ("false", "gpumem: 1 gated, 1 regressed")
@@ -260,15 +303,65 @@ def test_a_red_gate_is_red_after_everything_was_uploaded(machine, code):
     ]
 
 
-def test_a_run_without_a_report_says_so_and_does_not_show_an_old_one(machine):
+def test_a_report_that_did_not_pass_is_red_though_pytest_ended_with_0(machine):
+    machine.makes("gpumem: 1 gated, 1 regressed", passed=False)
+    passed, outputs = machine.run()
+    assert (passed, outputs["passed"]) == (False, "false")
+    why = "pytest ended with exit code 0, and its report says: gpumem: 1 gated, 1 regressed"
+    assert f"::error title=gpumem::the gate did not pass: {why}" in machine.runner.log
+    assert machine.asked("pytest_gpumem.cli.main")[-1][2].endswith("/gpumem.json")
+
+
+@pytest.mark.parametrize("text", ['{"accounting": "gpu', "{}", "[]", '{"accounting": "", "passed": true}', "\xff"])
+def test_a_report_that_is_not_whole_is_red(machine, text):
+    (machine.folder / "made.json").write_bytes(text.encode("latin-1"))
+    passed, outputs = machine.run()
+    assert (passed, outputs["passed"], outputs["accounting"]) == (False, "false", "")
+    said = "nothing was gated: pytest ended with exit code 0, and gpumem.json is not a whole report"
+    assert f"::error title=gpumem::{said}" in machine.runner.log
+    assert machine.asked("pytest_gpumem.cli.main")[-1][2].endswith("/gpumem.md")
+
+
+def test_a_test_that_is_red_after_the_report_is_red_though_the_report_passed(machine):
+    machine.runner.environment["ENDS"] = "1"
+    passed, outputs = machine.run()
+    assert (passed, outputs["passed"]) == (False, "false")
+
+
+def test_a_run_in_which_no_measured_test_was_selected_is_red_and_the_comment_says_so(machine):
+    machine.makes("gpumem: 0 gated", results=0)
+    passed, outputs = machine.run()
+    assert (passed, outputs["passed"]) == (False, "false")
+    said = "pytest ended with exit code 0, and no measured test was selected"
+    assert f"::error title=gpumem::nothing was gated: {said}" in machine.runner.log
+    report = machine.asked("pytest_gpumem.cli.main")[-1][2]
+    assert report == f"{outputs['report']}/gpumem.md"
+    assert said in Path(report).read_text()
+
+
+def test_only_the_tests_can_import_from_the_working_folder(machine):
+    """There a pull request may have put what the action would import, and run with the token of its comment."""
+    (machine.folder / "plugin").unlink()
+    for name in ("json", "uuid", "click", "shlex", "pathlib"):
+        (machine.folder / "work" / f"{name}.py").write_text("raise SystemExit('not the library')")
+    passed, _ = machine.run(install="-r requirements.txt", arguments="-k it")
+    assert passed, machine.runner.log
+    assert [words[1:3] for words in machine.runs() if words[1] != "-I"] == [["-m", "pytest"]]
+    assert len(machine.runs()) == 11
+
+
+@pytest.mark.parametrize("code", ["0", "4"])
+def test_a_run_without_a_report_says_so_and_does_not_show_an_old_one(machine, code):
     assert machine.run()[0]
     (machine.folder / "made.json").unlink()
-    machine.runner.environment["ENDS"] = "4"
+    machine.runner.environment["ENDS"] = code
     passed, outputs = machine.run()
     assert (passed, outputs["passed"], outputs["accounting"]) == (False, "false", "")
     report = Path(outputs["report"])
     assert [file.name for file in report.iterdir()] == ["gpumem.md"]
-    assert "pytest ended with exit code 4" in (report / "gpumem.md").read_text()
+    said = f"pytest ended with exit code {code}, and wrote no report"
+    assert said in (report / "gpumem.md").read_text()
+    assert f"::error title=gpumem::nothing was gated: {said}" in machine.runner.log
     assert machine.asked("pytest_gpumem.cli.main")[-1][2] == f"{report}/gpumem.md"
 
 
@@ -302,6 +395,10 @@ def test_what_tests_say_makes_no_outputs_of_its_own(machine, text):
     passed, outputs = machine.run()
     assert (passed, outputs["passed"]) == (True, "true")
     assert outputs["accounting"] == text.replace("\ud800", "\\ud800")
+    machine.makes(text, passed=False)
+    assert not machine.run()[0]
+    (told,) = (line for line in machine.runner.log.splitlines() if line.startswith("::error"))
+    assert told.endswith(text.replace("\ud800", "\\ud800").replace("%", "%25").replace("\n", "%0A"))
 
 
 def test_the_action_runs_in_the_folder_that_it_is_given(machine):

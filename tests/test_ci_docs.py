@@ -1,8 +1,8 @@
 """docs/ci.md, followed to the letter: an empty repository gets a gate, a regression turns it red, and a reason green again.
 
 Every block of the page is used. Python, TOML and text are files, shell is run, and so are the scripts of the workflows and
-of GitLab's jobs, in which only `pip install` does nothing: what it would install is here. Commands within sentences, for
-whoever sets a runner up as root, are not run.
+of GitLab's jobs, in which only `pip install` does nothing: what it would install is here. The GPU is a CPU. Commands within
+sentences, for whoever sets a runner up as root, are not run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fake_github import fake_github
-from tests.test_ci import valid
+from tests.test_ci import PROPOSING, done_by, keeps_no_token, names_the_gpu, valid
 from tests.warm import Commands
 from tests.workflows import ROOT, Runner, read_yaml
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FUSED = "return x + self.mlp(self.norm(x))"
+GPU, CPU = "--gpumem-device=cuda", "--gpumem-device=cpu"
 KEEPS_A_COPY = "return x + self.mlp(self.norm(x).double().exp().log().float())"
 
 
@@ -60,13 +61,14 @@ class Repository:
         self.commands = commands
         for path in (self.folder, self.temp, folder / "home"):
             path.mkdir(exist_ok=True)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "GITHUB_", "GIT_"))}
+        ours = ("PYTEST", "PYTHON", "GITHUB_", "GIT_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         self.environment = kept | {
             "PATH": f"{commands.folder}:{os.environ['PATH']}",
             "HOME": str(folder / "home"),
             "CUDA_VISIBLE_DEVICES": "",
             # What the machine does meanwhile is nothing to a test of the page.
-            "PYTEST_ADDOPTS": "-p no:randomly -p no:hypothesispytest -p no:cacheprovider --gpumem-no-time",
+            "PYTEST_ADDOPTS": "-p no:randomly -p no:hypothesispytest -p no:cacheprovider --gpumem-no-time " + CPU,
             **{f"GIT_{who}_{what}": "reader" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
         }
 
@@ -87,10 +89,10 @@ class Repository:
     def follow(self, one: Block) -> str:
         """Do as a block says: write the file, or run the commands."""
         if one.language == "sh":
-            return self.shell(one.text)
+            return self.shell(one.text.replace(GPU, CPU))
         path = self.folder / one.title
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(one.text, encoding="utf-8")
+        path.write_text(one.text.replace(GPU, CPU), encoding="utf-8")
         return ""
 
     def runner(self, github: dict[str, str]) -> Runner:
@@ -144,7 +146,11 @@ def mine(started, tmp_path, commands) -> Repository:
 
 
 def test_an_empty_repository_gets_baselines_and_a_workflow_of_five_lines(started):
-    assert started.shell("git status --porcelain") == ""
+    assert started.shell("git status --porcelain --untracked-files=no") == ""
+    files = started.shell("git ls-files").splitlines()
+    (baselines,) = (file for file in files if file.startswith("gpumem-baselines/"))
+    workflow = ".github/workflows/gpumem.yml"
+    assert {*files} == {"model.py", "test_model.py", "requirements.txt", workflow, baselines}
     assert started.shell("git ls-remote origin main").split()[0] == started.shell("git rev-parse HEAD").strip()
     assert ["-r", "requirements.txt"] in started.commands.installed()
     assert list(started.folder.glob("gpumem-baselines/*/test_model.py.toml"))
@@ -210,11 +216,33 @@ def test_the_workflow_without_the_action_gates_and_comments(mine):
 def test_the_job_of_gitlab_gates_and_keeps_what_it_says_it_keeps(mine):
     file = titled(".gitlab-ci.yml")
     mine.follow(file)
-    (job,) = read_yaml(file.text).values()
+    (job,) = read_yaml((mine.folder / file.title).read_text(encoding="utf-8")).values()
     # GitLab's runner starts one shell for all lines.
     assert "gpumem: 1 gated\n" in mine.shell("\n".join(job["script"]))
     kept = [*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]]
     assert all((mine.folder / path).stat().st_size for path in kept)
+
+
+def test_a_gate_that_lost_its_tests_is_red(mine):
+    (workflow,) = (one for one in START if one.language == "yaml")
+    (job,) = mine.jobs(workflow).values()
+    mine.shell("git mv test_model.py check_model.py")
+    (mine.folder / "test_plain.py").write_text("def test_plain():\n    pass\n", encoding="utf-8")
+    with fake_github() as github:
+        runner = mine.runner(github.environment())
+        assert not runner.run_job(job)
+        (comment,) = github.comments
+    assert "::error title=gpumem::nothing was gated: pytest ended with exit code 0, and no measured test" in runner.log
+    assert "no measured test was selected" in comment["body"]
+
+
+def test_a_gate_that_only_collects_is_red(mine):
+    (workflow,) = (one for one in START if one.language == "yaml")
+    (job,) = mine.jobs(workflow).values()
+    job["steps"][-1]["with"] |= {"arguments": "--collect-only -q --gpumem-device=cpu", "comment": "false"}
+    runner = mine.runner({"GITHUB_TOKEN": ""})
+    assert not runner.run_job(job)
+    assert "::error title=gpumem::nothing was gated: pytest ended with exit code 0, and wrote no report" in runner.log
 
 
 def test_the_plain_commands_gate_and_feed_a_dashboard(mine):
@@ -252,10 +280,11 @@ def test_the_runner_records_baselines_with_the_reason_that_was_given(mine):
     mine.shell("rm -r gpumem-baselines")
     runner = mine.runner({"GITHUB_TOKEN": ""})
     assert runner.run_job(jobs["record"], {"reason": 'a "new" $(touch evil) batch'}), runner.log
+    assert (mine.temp / "python/bin/python").exists(), "packages stay on the runner"
     (stored,) = mine.folder.glob("gpumem-baselines/*/test_model.py.toml")
     assert 'a \\"new\\" $(touch evil) batch' in stored.read_text(encoding="utf-8")
     assert not (mine.folder / "evil").exists()
-    assert [step["run"] for step in jobs["propose"]["steps"] if "run" in step] == ["rm -rf gpumem-baselines"]
+    assert done_by(jobs["propose"]) == PROPOSING | {"rm -rf gpumem-baselines"}
 
 
 def test_the_workflows_of_the_page_are_valid(tmp_path):
@@ -269,8 +298,20 @@ def test_the_workflows_of_the_page_are_valid(tmp_path):
     for file in workflows:
         for job in read_yaml(file.read_text(encoding="utf-8"))["jobs"].values():
             assert not any("${{" in step.get("run", "") for step in job["steps"])
+            assert keeps_no_token(job)
+            assert all(map(names_the_gpu, job["steps"]))
             if "workflow_dispatch" not in file.read_text(encoding="utf-8"):
                 assert job["if"] == "github.event.pull_request.head.repo.full_name == github.repository"
+
+
+def test_no_block_of_the_page_gates_on_another_device_than_the_gpu():
+    (gitlab,) = read_yaml(titled(".gitlab-ci.yml").text).values()
+    assert all(names_the_gpu({"run": script}) for script in gitlab["script"])
+    assert not any("device =" in one.text for one in BLOCKS)
+    readme = next(one for one in blocks(ROOT / "README.md") if one.language == "yaml")
+    job = read_yaml(readme.text)
+    assert keeps_no_token(job)
+    assert all(map(names_the_gpu, job["steps"]))
 
 
 def test_every_block_of_the_page_is_of_a_kind_that_is_tested():

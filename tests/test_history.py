@@ -47,7 +47,7 @@ def test_every_change_is_told_with_author_value_change_reason_and_subject(reposi
     ]
     assert result.output.startswith("a.py::test_a (call) on h100: peak allocated\n")
     assert last[:9] in result.output
-    assert "█" in result.output
+    assert "▔" in result.output
 
 
 def test_a_renamed_file_is_followed(repository):
@@ -221,28 +221,33 @@ def label(value: float) -> str:
     return f"{value:g} GB"
 
 
-def test_the_last_value_stands_at_the_right_and_the_highest_column_is_full():
+def test_the_last_value_stands_at_the_right_and_nothing_is_filled_beneath_a_mark():
     assert plot([1, 3, 2], label, Screen(40), height=2) == [
-        " 3 GB         ███████ ▁▁▁▁▁▁▁",
-        " 1 GB ▁▁▁▁▁▁▁ ███████ ███████",
+        " 3 GB         ▔▔▔▔▔▔▔",
+        " 1 GB ▁▁▁▁▁▁▁         ▔▔▔▔▔▔▔",
+        "     (the axis begins at 1 GB, not at 0)",
     ]
+
+
+def test_an_axis_that_begins_at_nothing_needs_no_words():
+    assert not any("axis" in line for line in plot([0, 3], label, Screen(40)))
 
 
 def test_a_stream_without_blocks_gets_ascii():
     lines = plot([1, 3, 2], label, Screen(40, "ascii"), height=2)
     assert all(line.isascii() for line in lines)
-    assert len(lines) == 2
+    assert len(lines) == 3
 
 
 def test_a_gap_is_no_value():
-    lowest = plot([1, None, 3], label, Screen(40), height=2)[-1]
-    assert lowest == " 1 GB ▁▁▁▁▁▁▁         ███████"
+    lowest = plot([1, None, 3], label, Screen(40), height=2)[1]
+    assert lowest == " 1 GB ▁▁▁▁▁▁▁"
 
 
 def test_no_line_is_wider_than_the_screen_and_the_latest_are_kept():
-    lines = plot([1] * 100 + [2], label, Screen(30))
-    assert max(map(len, lines)) <= 30
-    assert lines[0].endswith("█")
+    lines = plot([1] * 100 + [2], label, Screen(40))
+    assert max(map(len, lines)) <= 40
+    assert lines[0].endswith("▔")
 
 
 @pytest.mark.parametrize("values", [[], [None], [5], [5, 5], [5, None, 5]])

@@ -1,6 +1,7 @@
 """`python`, `pytest` and `gpumem` for scripts, without the seconds that torch takes to load: forks of one process that has it.
 
-`Commands` puts them into a folder for ``PATH``. `pip install` is written down there and not run. Run as a script, this is
+`Commands` puts them into a folder for ``PATH``. `pip install` is written down there and not run, and what `python -m venv`
+makes has them, too. Run as a script, this is
 the process that is forked.
 """
 
@@ -25,15 +26,21 @@ if TYPE_CHECKING:
 
 _CLIENT = """\
 #!{python} -SE
-import json, os, socket, sys
+import json, os, shutil, socket, sys
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
 if name.startswith("python"):
+    isolated = [word for word in arguments[:1] if word == "-I"]
+    arguments = arguments[len(isolated):]
+    if arguments[:2] == ["-m", "venv"]:
+        # One in which all that is here is installed: these commands.
+        shutil.copytree(os.path.dirname(os.path.abspath(sys.argv[0])), os.path.join(arguments[-1], "bin"))
+        sys.exit(0)
     if arguments[:3] == ["-m", "pip", "install"]:
         name, arguments = "pip", arguments[2:]
     elif arguments[:2] in (["-m", "pytest"], ["-m", "pytest_gpumem.cli.main"]):
         name, arguments = {{"pytest": "-m pytest"}}.get(arguments[1], "gpumem"), arguments[2:]
     else:
-        os.execv({python!r}, [{python!r}, *arguments])
+        os.execv({python!r}, [{python!r}, *isolated, *arguments])
 if name == "pip":
     with open({log!r}, "a") as log:
         print(json.dumps(arguments), file=log)
@@ -118,6 +125,7 @@ def _run(client: socket.socket) -> NoReturn:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environment
     sys.argv = [name, *arguments]
     if name == "-m pytest":
         sys.path.insert(0, folder)

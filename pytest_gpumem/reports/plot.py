@@ -17,7 +17,7 @@ _WIDEST = 8
 
 
 def plot(values: Sequence[float | None], label: Callable[[float], str], screen: Screen, height: int = 6) -> list[str]:
-    """A mark for each of ``values``, the last at the right; ``None`` leaves a gap. Nothing where there are not two to tell apart.
+    """A mark for each of ``values``, the last at the right; ``None`` is a gap. Nothing where there are not two to tell apart.
 
     The axis begins at the smallest and ends at the largest, which ``label`` names; a last line says so where that is not 0.
     So nothing is filled beneath a mark: how long that were would mean nothing. Where there is no room for all, the earliest
@@ -44,7 +44,8 @@ def plot(values: Sequence[float | None], label: Callable[[float], str], screen: 
         columns = "".join(_column(mark, wide) for mark in cells_of_row)
         lines.append(f"{screen.legible(name).rjust(margin)} {columns}".rstrip())
     if low != 0:
-        lines.append(f"{' ' * margin} (the axis begins at {screen.legible(label(low))})"[: screen.width or None])
+        told = f"(the axis begins at {screen.legible(label(low))}, not at 0)"
+        lines.append(told.rjust(min(screen.width or 80, margin + 1 + cells(told))))
     return lines
 
 

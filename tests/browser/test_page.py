@@ -9,7 +9,8 @@ from pytest_gpumem.gate.verdict import Cell, Outcome
 from pytest_gpumem.reports.html.anchors import anchor_of
 from pytest_gpumem.reports.html.page import html
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
-from tests.browser.conftest import prefer
+from pytest_gpumem.timing.samples import Round, Sample, Times
+from tests.browser.conftest import INK, prefer
 from tests.browser.reports import FAILURE, explained, many, small
 from tests.hostile import TEXTS
 from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
@@ -136,6 +137,53 @@ def test_a_link_to_a_test_opens_it_and_an_open_test_is_in_the_address(opens):
     assert page.url.endswith(f"#{b}")
 
 
+def test_a_test_opens_while_some_text_elsewhere_is_marked_but_not_when_its_own_is(opens):
+    page = opens(TEXTS_ONLY)
+    button = page.locator("tbody[data-outcome] th button").first
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('.accounting'))")
+    for expanded in ("true", "false"):
+        button.focus()
+        page.keyboard.press("Enter")
+        assert button.get_attribute("aria-expanded") == expanded
+    page.get_by_label("Search").fill("test_b")
+    page.keyboard.press("Control+A")
+    button.evaluate("(one) => one.click()")
+    assert button.get_attribute("aria-expanded") == "true"
+    row = "document.querySelector('tbody[data-outcome] tr')"
+    page.evaluate(f"getSelection().selectAllChildren({row}.cells[2]); {row}.cells[2].click()")
+    assert button.get_attribute("aria-expanded") == "true"
+    page.evaluate(f"getSelection().removeAllRanges(); {row}.cells[2].click()")
+    assert button.get_attribute("aria-expanded") == "false"
+
+
+def test_an_address_that_is_no_link_of_the_page_is_no_error(opens):
+    assert shown(opens(TEXTS_ONLY, fragment="#%")) == ["test_b", "test_a"]
+
+
+def test_what_was_drawn_for_a_narrow_screen_is_drawn_anew_for_a_wide_one(opens):
+    page = opens(SMALL, width=375)
+    page.locator("details.matrix summary").click()
+    drawn(page, "details.matrix")
+    assert page.locator(".matrix .textpoint").count() == 0
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.locator(".matrix .textpoint").first.wait_for(state="attached")
+    # Closed, it has no width, and is not drawn for any.
+    page.locator("details.matrix summary").click()
+    page.emulate_media(color_scheme="dark")
+    page.evaluate(PAINTED)
+    page.locator("details.matrix summary").click()
+    page.locator(f".matrix .legendtext[style*='{INK['dark']}']").first.wait_for()
+    assert page.locator(".matrix .textpoint").count() == 2
+
+
+def test_rounds_are_counted_in_whole_numbers(opens):
+    few = Times((Sample((Round(0.5), Round(0.51))),))
+    page = opens(session(result(measured(peak(Outcome.OK), measurement={"times": few}))))
+    page.locator("tbody[data-outcome] th button").click()
+    drawn(page, PANEL)
+    assert page.locator(".rounds .xtick text").all_text_contents() == ["1", "2"]
+
+
 def test_the_command_that_accepts_can_be_copied(opens):
     page = opens(TEXTS_ONLY, permissions=["clipboard-read", "clipboard-write"])
     page.locator("tbody[data-outcome] th button").first.click()
@@ -227,7 +275,7 @@ def test_hostile_texts_take_no_effect_wherever_they_stand(opens):
     page.evaluate(OPEN_TESTS)
     page.evaluate(OPEN_DETAILS)
     drawn(page, "body")
-    ours = "[document.scripts, document.querySelectorAll('img, b:not(.fails), iframe, a:not(.skip):not([href^=\"#\"]), [onerror]')].map((some) => some.length)"
+    ours = "[document.scripts, document.querySelectorAll('img, b:not(.fails, .spared), iframe, a:not(.skip):not([href^=\"#\"]), [onerror]')].map((some) => some.length)"
     scripts, foreign = page.evaluate(ours)
     charts = page.locator("figure.chart").count()
     # Those of the package, plotly's twice: as text and as it runs.

@@ -28,6 +28,7 @@ from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panels_of
 from pytest_gpumem.reports.html.prepare import page_of
 from pytest_gpumem.reports.matrix import Row as ConfigRow
 from pytest_gpumem.reports.needs import lacking
+from pytest_gpumem.results import TestResult
 from pytest_gpumem.session_report import Terms
 from pytest_gpumem.timing.samples import Round, Sample, Times
 from tests.hostile import TEXTS
@@ -100,6 +101,51 @@ def test_a_baseline_of_nothing_has_a_change_that_is_told_and_not_sorted_by():
     assert (row.cells[1].text, row.cells[1].sort) == ("+2.00 GB", None)
 
 
+SPARED = "it did not fail for this: "
+IN_ANOTHER_PHASE = "it failed in its set-up, its tear-down or a subtest: what was measured is not what failed it"
+
+
+@pytest.mark.parametrize(
+    ("passed", "failure", "update", "note", "said"),
+    [
+        (
+            False,
+            "over budget",
+            None,
+            "not failed",
+            f"{SPARED}it is expected to fail (xfail), or passed when it ran again",
+        ),
+        (True, None, None, "not failed", f"{SPARED}it is expected to fail (xfail), or passed when it ran again"),
+        (True, None, "new", "not failed", f"{SPARED}--gpumem-update=new compares only to know what to write"),
+    ],
+)
+def test_what_did_not_fail_for_a_regression_says_so_and_why(passed, failure, update, note, said):
+    verdict = replace(REGRESSED.verdict, failure=failure)
+    report = session(TestResult(verdict, passed=passed, failed=False), terms=Terms(baseline=True, update=update))
+    (row,) = page_of(report).tests
+    assert (row.status.note, row.said) == (note, (said,))
+    text = html(report)
+    assert said in text
+    assert '<b class="spared">not failed</b>' in text
+
+
+def test_what_failed_beside_its_measurement_says_where():
+    (row,) = page_of(session(TestResult(OK.verdict, passed=False, failed=True))).tests
+    assert (row.status.note, row.said) == ("failed", (IN_ANOTHER_PHASE,))
+    (gated,) = page_of(session(REGRESSED)).tests
+    assert (gated.status.note, gated.said) == ("", ())
+
+
+def test_what_failed_by_itself_before_it_was_measured_is_not_said_to_be_measured():
+    by_itself = replace(OK.verdict, failed_by_itself=True)
+    unmeasured = replace(by_itself, verdicts=(), unmeasured="it failed before its step")
+    said = [
+        page_of(session(TestResult(one, passed=False, failed=True))).tests[0].said for one in (by_itself, unmeasured)
+    ]
+    assert said[0] == ("it failed for a reason of its own; what it measured until then is not judged",)
+    assert said[1] == ("not measured: it failed before its step", "it failed for a reason of its own")
+
+
 @pytest.mark.parametrize("command", ['pytest "a.py::test_b" --gpumem-update=all', "pytest 'a\nb' --gpumem-update=all"])
 def test_the_command_that_accepts_is_taken_whole(command):
     told = f"GPU memory regressed\n\n  note: x\n\n  accept:   {command}"
@@ -129,18 +175,56 @@ def test_where_a_baseline_comes_from_and_why_it_was_accepted_is_told():
 # Bars.
 
 
-def test_a_bar_is_as_long_as_what_it_shows_beside_the_longest():
-    metric = MetricVerdict("peak_allocated", Outcome.REGRESSED, 5, baseline=4, allowed=1, budget=10)
-    assert bar_of(metric) == Bar(now=0.5, baseline=0.4, limit=0.5, budget=1.0)
+def test_a_bar_is_from_nothing_to_twice_what_it_is_held_against():
+    metric = MetricVerdict("peak_allocated", Outcome.REGRESSED, 5, baseline=4, allowed=1, budget=8)
+    assert bar_of(metric) == Bar(now=0.625, baseline=0.5, limit=0.625, budget=1.0)
+    assert bar_of(MetricVerdict("peak_allocated", Outcome.OK, 2, budget=8)) == Bar(now=0.125, budget=0.5)
 
 
-def test_what_is_held_against_nothing_has_no_bar():
-    assert bar_of(MetricVerdict("forward_time", Outcome.RECORDED, 0.1)) is None
+def test_the_same_bytes_are_as_long_whatever_the_budget_and_a_regression_is_longer():
+    far, near, steady = (
+        bar_of(MetricVerdict("peak_allocated", Outcome.REGRESSED, now, 100, 2, budget))
+        for now, budget in ((135, 1000), (135, None), (100, None))
+    )
+    assert (far.now, far.baseline, far.limit) == (near.now, near.baseline, near.limit)
+    assert far.now > near.baseline == steady.now
+    assert near.now / steady.now == 1.35
+
+
+@pytest.mark.parametrize(("budget", "told"), [(770, "7.7 x"), (500_000, "5,000 x"), (10**9, "> 9,999 x")])
+def test_a_budget_far_off_is_told_and_has_no_place_on_the_track(budget, told):
+    bar = bar_of(MetricVerdict("peak_allocated", Outcome.OK, 100, 100, 2, budget))
+    assert (bar.budget, bar.beyond, bar.cut) == (None, told, False)
+    text = html(session(result(measured(MetricVerdict("peak_allocated", Outcome.OK, 100, 100, 2, budget)))))
+    assert f">{entities.escape(told)}</text>" in text
+    assert "every bar is from 0 to twice its baseline, or its budget where that is none or 0" in text
+    assert "scale of its own" not in text
+
+
+def test_what_is_longer_than_its_track_is_cut_off_and_said_to_be():
+    assert bar_of(MetricVerdict("peak_allocated", Outcome.OK, 200, 100, 2)).cut is False
+    far = MetricVerdict("peak_allocated", Outcome.REGRESSED, 201, 100, 2)
+    assert bar_of(far) == Bar(1.0, 0.5, 0.51, cut=True)
+    text = html(session(result(measured(far))))
+    assert text.count('class="cut"') == 2
+    assert "longer than there is room for" in text
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        MetricVerdict("forward_time", Outcome.RECORDED, 0.1),
+        MetricVerdict("retained", Outcome.REGRESSED, 100, 0, 0),
+        MetricVerdict("step_time", Outcome.UNCERTAIN, float("nan"), 0.1, 0.01),
+    ],
+)
+def test_what_is_held_against_nothing_has_no_bar(metric):
+    assert bar_of(metric) is None
 
 
 def test_the_limit_of_what_is_better_when_larger_lies_below_its_baseline():
     bar = bar_of(MetricVerdict("throughput", Outcome.OK, 90, baseline=100, allowed=20))
-    assert bar == Bar(now=0.9, baseline=1.0, limit=0.8)
+    assert bar == Bar(now=0.45, baseline=0.5, limit=0.4)
 
 
 @unhurried
@@ -167,8 +251,8 @@ def test_memory_over_a_step_is_in_units_that_fit_and_without_what_was_never_ther
     assert (chart["unit"], chart["clock"]) == ("GB", "ms")
     assert chart["time"] == [0, 2, 5]
     assert chart["series"] == [
-        {"name": "parameter", "y": [0.003, 3, 1e-8]},
-        {"name": "activation", "y": [0, 5.1235, 0]},
+        {"name": "parameters", "category": "parameter", "y": [0.003, 3, 1e-8]},
+        {"name": "activations", "category": "activation", "y": [0, 5.1235, 0]},
     ]
     assert chart["peak"] == {"x": 2, "y": 8.1235, "text": "8.12 GB"}
     assert chart["phases"][1] == {"name": "backward", "begin": 1, "end": 5}
@@ -190,6 +274,12 @@ def test_rounds_stand_with_what_disturbed_them_their_median_and_the_baselines():
     assert sample["disturbed"] == [None] * 7 + ["it was hot"]
     assert (sample["low"], sample["median"], sample["high"]) == (10, 13, 16)
     assert chart["label"] == "Step time of 8 rounds: median 13.00 ms, 12.00 ms in the baseline."
+
+
+@pytest.mark.parametrize("seconds", [(0.5, float("nan")), (float("nan"), 0.5), (0.5, float("inf"))])
+def test_rounds_of_which_one_has_no_length_are_no_chart(seconds):
+    times = Times((Sample(tuple(map(Round, seconds))),))
+    assert rounds_chart(measured(peak(Outcome.OK), measurement={"times": times})) is None
 
 
 def test_a_step_without_times_has_no_rounds():
@@ -245,6 +335,7 @@ def test_what_a_peak_is_made_of_adds_up_to_it():
     explanation = everything("x").results[0].verdict.verdicts[0].measurement.explanation
     whole = replace(explanation, peak=Composition(9 * GB, (Row("activation", 5 * GB),)))
     table = panel_of(measured(peak(Outcome.OK), measurement={"explanation": whole})).compositions[0]
+    assert [(row.category, row.colour) for row in table.rows] == [("activations", "activation")]
     assert [row.nbytes for row in table.rows] == ["5.00 GB"]
     assert table.rest == "4.00 GB"
 

@@ -72,7 +72,7 @@ def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accep
     ]
     rows = cells(text)
     assert ["peak allocated", "8.12 GB", "9.31 GB", "+14.7 %", "+0.5 %", "regressed"] in rows
-    assert ["activation", "", "5.00 GB", "+5.00 GB", "x", "x (from x)", "x", "24 x x", "x"] in rows
+    assert ["activations", "", "5.00 GB", "+5.00 GB", "x", "x (from x)", "x", "24 x x", "x"] in rows
     assert ["2 other changes", "", "", "-4.00 GB", "", "", "", "", ""] in rows
     assert "\n- so\n" in text
     assert "Baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.10.0, commit `abc123456`" in text
@@ -85,7 +85,7 @@ def test_a_test_that_is_over_budget_shows_what_is_there_at_its_peak_and_has_noth
     )
     text = markdown(session(result(verdict, failure="Memory over budget: ...")))
     assert ["what is there at the peak", "bytes", "module", "line", "operator", "tensors"] in cells(text)
-    assert ["activation", "5.00 GB", "x", "x (from x)", "x", "24 x x"] in cells(text)
+    assert ["activations", "5.00 GB", "x", "x (from x)", "x", "24 x x"] in cells(text)
     assert ["the rest", "1.00 GB", "", "", "", ""] in cells(text)
     assert "accept" not in text
 

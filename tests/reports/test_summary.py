@@ -5,7 +5,9 @@ from __future__ import annotations
 import textwrap
 
 from pytest_gpumem.baselines.entry import Absent
+from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.reports import markdown_tables
 from pytest_gpumem.reports.columns import columns, plain_lines
 from pytest_gpumem.reports.summary import (
     MOST_FIGURES,
@@ -194,6 +196,18 @@ def test_why_measurements_were_not_compared_is_said_once():
         "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 times)",
         "foreign: there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3",
     ]
+
+
+def test_a_broken_budget_is_not_why_something_was_not_compared():
+    absent = {"peak_allocated": GB, "retained": 0}
+    budget = Budget(peak_allocated=GB // 2)
+    over = result(verdict_on(absent, Absent(), budget=budget))
+    alone = result(verdict_on({"peak_allocated": GB}, Absent(), budget=budget), test="test_b")
+    assert (over.verdict.outcome, alone.verdict.outcome) == (Outcome.OVER_BUDGET,) * 2
+    why = "there is no baseline for NVIDIA H100 80GB HBM3 yet"
+    told = [f"new: {why}", f"not compared: {why}"]
+    assert reasons(measured_in([over, alone])) == told
+    assert markdown_tables.reasons([over, alone]) == told
 
 
 def test_why_times_were_not_compared_is_told_once_for_all_tests():

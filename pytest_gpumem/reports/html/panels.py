@@ -185,7 +185,7 @@ def bar_of(metric: MetricVerdict) -> Bar | None:
 
 
 def _multiple(ratio: float) -> str:
-    return f"{ratio:.1f}×" if ratio < 10 else f"{ratio:,.0f}×" if ratio < 10_000 else "> 9,999×"
+    return f"{ratio:.1f} x" if ratio < 10 else f"{ratio:,.0f} x" if ratio < 10_000 else "> 9,999 x"
 
 
 def _origin(verdict: Verdict) -> str:
