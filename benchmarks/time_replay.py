@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Replay:
     """A device on which time passes as it did in a series, for what `sample_step` asks of one."""
 
-    seconds_between_paces = CpuDevice.seconds_between_paces
+    seconds_between_readings = CpuDevice.seconds_between_readings
 
     def __init__(self, series: Series, cores: int) -> None:
         self._series = series

@@ -71,7 +71,7 @@ class Scripted(CpuDevice):
     def pace(self):
         return self.script["pace"]
 
-    seconds_between_paces = 0.0
+    seconds_between_readings = 0.0
 
     def log(self, what):
         with (HERE / "log.txt").open("a") as file:

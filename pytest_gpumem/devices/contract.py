@@ -141,8 +141,8 @@ class Device(Protocol):
         """
 
     @property
-    def seconds_between_paces(self) -> float:
-        """How far apart the pace is to be read: as far as reading it would show in the step that comes next."""
+    def seconds_between_readings(self) -> float:
+        """How far apart pace and conditions are to be read: as far as that would show in the steps that come next."""
 
     def alone(self) -> AbstractContextManager[str | None]:
         """A stretch in which no measured test of another process of this user runs on this device, for taking times.

@@ -54,7 +54,7 @@ class CudaDevice:
     """
 
     name = "cuda"
-    seconds_between_paces = 0.0
+    seconds_between_readings = 0.0
     """NVML is asked by the host."""
 
     def __init__(self, runtime: CudaRuntime, lock: DeviceLock | None = None) -> None:

@@ -43,7 +43,7 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
     else:
         rounds.begin()
     sized = False
-    while len(rounds.kept) < max(fewest, _needed(took)) or (spent < seconds and not _is_known(rounds.kept)):
+    while len(rounds.kept) < max(fewest, _needed(took)) or (spent < seconds and not rounds.are_enough()):
         took = device.time(functools.partial(_repeat, step, steps))
         spent += took
         if sized or took >= SECONDS_A_ROUND / 2:
@@ -61,54 +61,54 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 
 
 class _Rounds:
-    """The rounds of a sample, each between two readings of the clock that steps run by and of what may disturb it."""
+    """The rounds of a sample, some at a time between two readings of the clock that steps run by and of what may disturb it."""
 
     def __init__(self, device: Device) -> None:
         self.kept: list[Round] = []
         self._own: list[float | None] = []
-        """Of each of them, seconds a step without waiting for a core, where nothing but load is known to have disturbed."""
+        """Of those that have been read, seconds a step without waiting for a core; ``None`` where more than load disturbed."""
         self._device = device
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
-        self._paced = 0
-        """How many of the rounds have the pace that they ran at."""
-        self._since_pace = 0.0
-        """Seconds of the rounds behind them."""
+        self._unread = 0.0
+        """Seconds of the rounds since the latest reading."""
 
     def read_pace(self) -> None:
         """Read how fast the clock runs. Not before the first step: the clock of a GPU at rest is another one."""
         self._pace = self._device.pace()
-        self._since_pace = 0.0
 
     def begin(self) -> None:
         """What was timed so far counts for nothing."""
         self.kept.clear()
         self._own.clear()
-        self._paced = 0
+        self._unread = 0.0
         self._before = self._device.conditions()
 
     def keep(self, seconds: float, steps: int = 1) -> None:
         """A round of so many steps has ended, of so many seconds each."""
-        self._since_pace += seconds * steps
+        self._unread += seconds * steps
         self.kept.append(Round(max(seconds, _SHORTEST)))
-        # In this order: reading the conditions takes so long that a GPU may have come to rest.
-        if self._since_pace >= self._device.seconds_between_paces:
+        if self._unread >= self._device.seconds_between_readings:
             self.end()
-        now = self._device.conditions()
-        self.kept[-1] = replace(self.kept[-1], disturbed=disturbance(self._before, now))
-        share = own_share(self._before, now)
-        self._own.append(None if share is None else share * seconds)
-        self._before = now
 
     def end(self) -> None:
-        """The rounds since the pace was last read ran at what it was then and is now."""
-        if self._paced == len(self.kept):
+        """The rounds since the latest reading ran at the pace between then and now, and under what has changed since."""
+        unread = self.kept[len(self._own) :]
+        if not unread:
             return
-        before = self._pace
+        pace = self._pace
+        # In this order: reading the conditions takes so long that a GPU may have come to rest.
         self.read_pace()
-        pace = _between(before, self._pace)
-        self.kept[self._paced :] = [replace(one, pace=pace) for one in self.kept[self._paced :]]
-        self._paced = len(self.kept)
+        now = self._device.conditions()
+        disturbed, share = disturbance(self._before, now), own_share(self._before, now)
+        pace = _between(pace, self._pace)
+        self.kept[len(self._own) :] = [replace(one, pace=pace, disturbed=disturbed) for one in unread]
+        self._own += [None if share is None else share * one.seconds for one in unread]
+        self._before, self._unread = now, 0.0
+
+    def are_enough(self) -> bool:
+        """Whether the median is known. Only asked behind a reading: between two rounds as little as possible is done."""
+        return len(self._own) == len(self.kept) and _is_known(self.kept)
 
     def load(self) -> str | None:
         """What kept the machine busy all the while, as a clause."""

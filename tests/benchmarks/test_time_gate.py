@@ -114,7 +114,7 @@ def test_every_load_is_in_the_plan_and_has_neighbours_that_end_with_it() -> None
 class Clock:
     """A device on which a step takes 8 ms, and reading costs nothing."""
 
-    seconds_between_paces = 0.0
+    seconds_between_readings = 0.0
 
     def __init__(self) -> None:
         self.now = 50.0

@@ -557,7 +557,7 @@ class Scripted:
     def pace(self):
         return None
 
-    seconds_between_paces = 0.0
+    seconds_between_readings = 0.0
 
     @contextmanager
     def alone(self):

@@ -31,7 +31,7 @@ class Clock:
     other processes use all the time, and ``waited`` the share of it in which the thread has no core.
     """
 
-    seconds_between_paces = 0.0
+    seconds_between_readings = 0.0
 
     def __init__(
         self, *seconds_of_a_step: float, retries=(), paces=(None,), others: float = 0.0, waited: float | None = None
@@ -236,10 +236,26 @@ def test_the_pace_of_a_round_is_that_between_its_two_ends():
 
 def test_where_reading_the_pace_shows_in_the_next_step_it_is_read_seldom_and_holds_for_the_rounds_in_between():
     clock = Clock(0.1, paces=[10.0, 20.0, 40.0, 80.0])
-    clock.seconds_between_paces = 0.25
+    clock.seconds_between_readings = 0.25
     sample = sampled(clock, 0.75)
     assert [one.pace for one in sample.rounds] == [15.0, 15.0, 15.0, 30.0, 30.0, 30.0, 60.0, 60.0]
     assert clock.paces_read_after == [1, 3, 6, 8]
+
+
+def test_what_disturbed_rounds_that_were_read_together_disturbed_each_of_them():
+    clock = Clock(0.1, retries=[0, 0, 0, 0, 1])
+    clock.seconds_between_readings = 0.25
+    sample = sampled(clock, 1.2)
+    told = [one.disturbed is not None for one in sample.rounds]
+    assert told[:9] == [False] * 3 + [True] * 3 + [False] * 3
+
+
+def test_sampling_does_not_stop_for_rounds_that_turn_out_to_be_disturbed():
+    clock = Clock(0.02, retries=[0] * 13 + [1], waited=0.0)
+    clock.seconds_between_readings = 0.25
+    sample = sampled(clock, 2.0)
+    assert sum(one.disturbed is None for one in sample.rounds) >= ROUNDS_BEFORE_A_STOP
+    assert sample.invalid is None
 
 
 def test_the_pace_is_not_read_before_the_first_step():
