@@ -42,7 +42,7 @@ class Metric:
 # Bytes that tensors ask for repeat exactly, so the tolerance only has to swallow what nobody would act on.
 _EXACT = Tolerance(relative=0.005, absolute=1e6)
 # The whole interval has to lie beyond it, so that 10 % is found where runs of the same code vary by up to 1.5 %.
-_SPEED = Tolerance(relative=0.04)
+_SPEED = Tolerance(relative=0.025)
 # The allocator reserves in segments of up to 20 MiB, and whether a step finds room in a segment that somebody else's
 # bytes keep open is chance: two such segments are noise.
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)

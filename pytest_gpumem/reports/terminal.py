@@ -82,7 +82,9 @@ def _figures(report: SessionReport, measured: Sequence[Measured], verbosity: int
     units, pieces = report.terms.units, list[Piece]()
     if verbosity > 0 or not report.terms.baseline:
         for title, rows in matrices(report.results).items():
-            pieces += [*_matrix(title, rows, units), NOTHING]
+            # Why nothing of it was measured, the accounting tells.
+            if verbosity > 0 or any(row.peak is not None for row in rows):
+                pieces += [*_matrix(title, rows, units), NOTHING]
     if verbosity > 1:
         pieces += details(measured, units)
     elif explain_all:

@@ -129,6 +129,13 @@ def test_a_matrix_is_shown_for_its_figures_and_where_a_gate_is_asked_for_all():
     assert any(line.startswith(f"{title} ") for line in lines(report(*MATRIX), 1))
 
 
+def test_a_matrix_of_which_nothing_was_measured_is_shown_on_request_only():
+    title = "a.py::test_matrix"
+    skipped = [cell("tf32", 0, None, "it was skipped"), cell("fp32", 1, None, "it was skipped")]
+    assert not any(line.startswith(f"{title} ") for line in lines(report(*skipped, terms=Terms())))
+    assert any(line.startswith(f"{title} ") for line in lines(report(*skipped, terms=Terms()), 1))
+
+
 def test_asking_for_a_gate_of_nothing_is_told():
     assert lines(report()) == ["gpumem: nothing to gate: no measured test was selected"]
     assert lines(report(terms=Terms())) == []
