@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 import uuid
@@ -16,6 +15,7 @@ from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.url import Url
 from pytest_gpumem.measurement import Environment, Workload
+from tests.baselines.racing import all_at_once
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -233,23 +233,7 @@ def test_sessions_that_write_at_the_same_time_lose_nothing(root):
             Store(Folder(root)).change({Key("tests/test_gpt.py", f"test_{mine}_{number}", "call"): entry})
         """
     )
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", writer, str(root), str(number), str(entries)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(processes)
-    ]
-    for process in started:
-        assert process.stdout.readline() == "ready\n"
-    for process in started:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in started:
-        process.communicate()
-        assert process.returncode == 0
+    all_at_once([sys.executable, "-c", writer, str(root), str(number), str(entries)] for number in range(processes))
     assert stored_tests(root) == [f"test_{mine}_{number}" for mine in range(processes) for number in range(entries)]
 
 

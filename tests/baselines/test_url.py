@@ -7,7 +7,6 @@ import functools
 import http.server
 import json
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,6 +17,7 @@ import pytest
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.place import PlaceError, place_of
 from pytest_gpumem.baselines.url import Url
+from tests.baselines.racing import all_at_once
 
 PATH = "cpu-x86_64/tests/test_gpt.py.toml"
 
@@ -177,18 +177,7 @@ def test_processes_that_write_one_bucket_at_the_same_time_lose_nothing(s3_url):
     from pytest_gpumem.baselines.store import Store
 
     command = [sys.executable, "-c", textwrap.dedent(WRITER), s3_url]
-    started = [
-        subprocess.Popen([*command, str(number), "5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for number in range(2)
-    ]
-    for process in started:
-        assert process.stdout.readline() == "ready\n"
-    for process in started:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in started:
-        process.communicate()
-        assert process.returncode == 0
+    all_at_once([*command, str(number), "5"] for number in range(2))
     stored = Store(Url(s3_url)).keys()
     assert [key.test for _, key in stored] == [f"test_{mine}_{number}" for mine in range(2) for number in range(5)]
 
