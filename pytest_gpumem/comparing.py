@@ -211,11 +211,15 @@ def _row(place: Place, old: Measurement | Entry, new: Measurement | Entry, toler
     verdict = judge(measurement, Budget(), baseline, tolerances)
     judged = {metric.metric: metric for metric in verdict.metrics}
     changes = tuple(
-        _change(name, old.metrics.get(name), measurement.metrics.get(name), judged.get(name))
+        _change(name, _value(name, old), _value(name, measurement), judged.get(name))
         for name in METRICS
         if name in old.metrics or name in measurement.metrics
     )
     return Row(place[0], place[1], changes, verdict.reason)
+
+
+def _value(name: str, of: Measurement | Entry) -> float | None:
+    return of.metrics.get(name, METRICS[name].where_absent)
 
 
 def _change(name: str, old: float | None, new: float | None, judged: MetricVerdict | None) -> Change:

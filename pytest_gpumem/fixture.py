@@ -243,6 +243,7 @@ class Gpumem:
             explanation=step.explanation,
             times=step.figures.times,
             work=step.work,
+            lowest_peak=step.figures.lowest_peak,
         )
 
     def _asked(self, name: str | None, explain: bool | None) -> Asked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -25,7 +25,7 @@ from pytest_gpumem.results import PROPERTY
 from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pytest_gpumem.baselines.entry import Absent
     from pytest_gpumem.baselines.store import Store
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.settings import Settings
 
 
+_T = TypeVar("_T")
 _FAILURE = pytest.StashKey[BaseException]()
 """The gate's failure of a test."""
 
@@ -96,6 +97,17 @@ class Judging:
             location=measured.location,
         )
 
+    def with_missing(self, measured: Measured, verdict: TestVerdict, slug: str) -> TestVerdict:
+        """``verdict`` with the measurements that have baselines on the device called ``slug`` and were not taken.
+
+        Of a test that came to the end of its call.
+        """
+        if not self._compares:
+            return verdict
+        taken = {one.measurement.name for one in verdict.verdicts}
+        stored = self._stored(lambda: self._store.names(slug, measured.file, measured.test))
+        return replace(verdict, missing=tuple(name for name in stored if name not in taken))
+
     def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
         """Whether a measurement is to be explained: it fails by its bytes, or is going to be a baseline."""
         if self._settings.explain != "on-failure":
@@ -123,10 +135,9 @@ class Judging:
         ``decides_only``: only where the test fails otherwise.
         """
         assert measurement.times is not None, "only asked for what was timed"
-        compares = self._settings.baseline or self._settings.update is not None
         verdict = self.verdict(item, measured, [measurement])
         doubted = {
-            "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if compares else set(),
+            "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if self._compares else set(),
             "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
         }
         metrics = verdict.verdicts[0].metrics
@@ -176,10 +187,20 @@ class Judging:
         return None
 
     def _baseline(self, measured: Measured, measurement: Measurement) -> Entry | Absent | None:
-        if not self._settings.baseline and self._settings.update is None:
+        if not self._compares:
             return None
+        return self._stored(lambda: self._store.find(measured.key(measurement.name), measurement.environment.slug))
+
+    @property
+    def _compares(self) -> bool:
+        """Whether this session reads the store."""
+        return self._settings.baseline or self._settings.update is not None
+
+    @staticmethod
+    def _stored(read: Callable[[], _T]) -> _T:
+        """Return what ``read`` gives of the store, and fail the test where that cannot be understood."""
         try:
-            return self._store.find(measured.key(measurement.name), measurement.environment.slug)
+            return read()
         except (StoreError, PlaceError) as error:
             # The session has read the whole store at its start, so that somebody has changed it since.
             pytest.fail(f"gpumem: {error}", pytrace=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.composition import Composition, Explanation, MissingComposition, explanation_from_plain
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.timing.samples import Times, times_from_plain
+from pytest_gpumem.units import format_count, format_large_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +46,21 @@ class Workload:
         if self == earlier:
             return []
         mine, theirs = asdict(self), asdict(earlier)
-        return [f"{name} was {theirs[name]}, now {mine[name]}" for name in mine if mine[name] != theirs[name]]
+        return [
+            f"{name} {now}, {'were' if name == 'parameters' else 'was'} {was}"
+            for name in mine
+            if mine[name] != theirs[name]
+            for now, was in (_told_apart(mine[name], theirs[name]),)
+        ]
+
+
+def _told_apart(now: str | int | None, was: str | int | None) -> tuple[str, str]:
+    """Two different values of a field as a person reads them; numbers with as many digits as tell them apart."""
+    for show in (format_large_count, format_count):
+        texts = [show(value) if isinstance(value, int) else str(value or "none") for value in (now, was)]
+        if texts[0] != texts[1]:
+            break
+    return texts[0], texts[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,8 @@ class Measurement:
     """The rounds that `step_time` is the median of, where time was taken."""
     work: Mapping[str, float] = field(default_factory=dict)
     """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
+    lowest_peak: int | None = None
+    """The smallest `peak_allocated` of the later half of the steps, in bytes, where they did not settle."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
@@ -133,6 +150,11 @@ class Measurement:
     def peak_reserved(self) -> int:
         """The most bytes that the allocator took from the GPU, less those held for others at the start (CUDA only)."""
         return int(self._metric("peak_reserved"))
+
+    @property
+    def growth(self) -> int:
+        """Bytes that every further step keeps: a leak. 0 of a step that repeats."""
+        return int(self._metric("growth"))
 
     @property
     def retained(self) -> int:
@@ -251,6 +273,7 @@ class Measurement:
             "explanation": None if self.explanation is None else self.explanation.kept().to_plain(),
             "times": None if self.times is None else self.times.to_plain(),
             "work": list(self.work.items()),
+            "lowest_peak": self.lowest_peak,
         }
 
 
@@ -267,4 +290,5 @@ def from_plain(plain: Mapping[str, Any]) -> Measurement:
         explanation=None if plain["explanation"] is None else explanation_from_plain(plain["explanation"]),
         times=None if plain["times"] is None else times_from_plain(plain["times"]),
         work=dict(plain["work"]),
+        lowest_peak=plain["lowest_peak"],
     )

@@ -228,7 +228,8 @@ class Measuring:
         else:
             self._explaining.explain_call(item, measured, run)
             verdict = self._judging.verdict(item, measured, run.measurements, run.relations)
-        self._judging.conclude(item, measured, verdict)
+        slug = self._environment(run.device).slug
+        self._judging.conclude(item, measured, self._judging.with_missing(measured, verdict, slug))
         return result
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:

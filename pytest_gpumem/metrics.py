@@ -37,10 +37,14 @@ class Metric:
     larger_is_better: bool = False
     depends_on: tuple[str, ...] = ()
     """Details of an environment that move this metric though nobody changed the code."""
+    where_absent: float | None = None
+    """Its value in a baseline that does not have it; ``None`` where nothing can be said of that."""
 
 
 # Bytes that tensors ask for repeat exactly, so the tolerance only has to swallow what nobody would act on.
-_EXACT = Tolerance(relative=0.005, absolute=1e6)
+_EXACT = Tolerance(relative=0.005, absolute=64e3)
+# Some hundred scalars a step, which people keep on purpose to log them; any tensor that matters is larger.
+_SCALARS = Tolerance(relative=0.0, absolute=1024)
 # The whole interval has to lie beyond it, so that 10 % is found where runs of the same code vary by up to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
 # The allocator reserves in segments of up to 20 MiB, and whether a step finds room in a segment that somebody else's
@@ -58,6 +62,7 @@ METRICS: dict[str, Metric] = {
         Metric("peak_backward", "peak backward", "bytes", None),
         Metric("peak_optimizer", "peak optimizer", "bytes", None),
         Metric("peak_reserved", "peak reserved", "bytes", _SEGMENTS, depends_on=("allocator",)),
+        Metric("growth", "growth per step", "bytes", _SCALARS, where_absent=0),
         Metric("retained", "retained", "bytes", _EXACT),
         Metric("cyclic_garbage", "cyclic garbage", "bytes", _EXACT),
         Metric("flops", "FLOPs", "count", _COUNTED, depends_on=("torch",)),

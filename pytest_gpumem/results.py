@@ -118,7 +118,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0) -> str:
         "failed" if result.verdict.failed_by_itself else result.verdict.outcome.words for result in everything
     )
     parts = [f"{gated} gated"]
-    for outcome in (Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN):
+    for outcome in (Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.MISSING, Outcome.IMPROVED, Outcome.UNCERTAIN):
         if counts[outcome.words]:
             parts.append(f"{counts[outcome.words]} {outcome.words}")
     for outcome in (Outcome.NEW, Outcome.STALE, Outcome.FOREIGN, Outcome.UNMEASURED, Outcome.RECORDED):

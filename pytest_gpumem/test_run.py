@@ -157,6 +157,7 @@ class TestRun:
         explanation: Explanation | None = None,
         times: Times | None = None,
         work: Mapping[str, float] | None = None,
+        lowest_peak: int | None = None,
     ) -> Measurement:
         """A measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         taken = {measurement.name for measurement in self.measurements}
@@ -173,6 +174,7 @@ class TestRun:
             explanation,
             times,
             work or {},
+            lowest_peak,
         )
 
     def explain_call(self, call: Callable[[], object]) -> None:

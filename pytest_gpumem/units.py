@@ -29,6 +29,7 @@ _SHOWN: dict[UnitSystem, tuple[str, ...]] = {
     "si": ("B", "kB", "MB", "GB", "TB"),
     "iec": ("B", "KiB", "MiB", "GiB", "TiB"),
 }
+_COUNTS = ("", "k", "M", "G", "T")
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 _RATE = re.compile(r"\s*(?P<number>\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*(?P<of>[A-Za-z]+)\s*/\s*s\s*")
 _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<unit>[^\d\s].*?)?\s*")
@@ -168,6 +169,11 @@ def format_rate(rate: float, of: str = "") -> str:
 def format_count(count: int) -> str:
     """``"1,284"``."""
     return f"{count:,}"
+
+
+def format_large_count(count: int) -> str:
+    """``"1.19 M"``: two decimals in the largest unit that keeps the number at one or more."""
+    return _in_largest_unit(count, 1000, _COUNTS).rstrip()
 
 
 def format_flops(count: int) -> str:

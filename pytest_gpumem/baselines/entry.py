@@ -73,6 +73,8 @@ def entry_of(measurement: Measurement, recorded: str, commit: str | None, reason
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
+        # Nothing is written of what an entry that does not have it says as well.
+        if value != METRICS[name].where_absent
     }
     explanation = measurement.explanation
     # One that was recorded in a run with another peak would not explain this one.

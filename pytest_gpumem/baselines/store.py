@@ -42,6 +42,10 @@ class Store:
         )
         return Absent(tuple(sorted(set(elsewhere))))
 
+    def names(self, slug: str, file: str, test: str) -> list[str]:
+        """Return the names of the measurements of a test that have a baseline on the device called ``slug``, sorted."""
+        return sorted(key.name for key in self._entries(path_of(slug, file)) if key.test == test)
+
     def keys(self, slug: str | None = None) -> list[tuple[str, Key]]:
         """Every baseline as (slug, key), sorted; those of one device when ``slug`` is given."""
         found = ((path.partition("/")[0], path) for path in self._known_paths())

@@ -21,9 +21,11 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
     None: frozenset(),
     "new": frozenset({Outcome.NEW, Outcome.FOREIGN}),
     "improved": frozenset(),
-    "all": frozenset({Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.REGRESSED, Outcome.UNCERTAIN}),
+    "all": frozenset(
+        {Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.MISSING, Outcome.REGRESSED, Outcome.UNCERTAIN}
+    ),
 }
-"""The outcomes that an update mends by writing what was measured."""
+"""The outcomes that an update mends by writing what was measured, or by taking out what its test no longer measures."""
 
 
 def entries_to_write(

@@ -85,24 +85,36 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
 
 
 def _with_leftovers(lives: tuple[Life, ...], own_bytes: int) -> tuple[Life, ...]:
-    """Blocks of nobody that were there before, made the step's where this step leaves blocks of that size as well."""
-    room = own_bytes - sum(life.nbytes for life in lives if life.born < 0 and life.own)
+    """Tell blocks that were there before, and are on nothing, as those of that size that this step leaves as well.
+
+    They are the step's as far as ``own_bytes`` has room for them beside what else it held when it began.
+    """
     left: dict[int, list[Life]] = {}
     for life in lives:
         if life.born >= 0 and life.died is None and life.label is None:
             left.setdefault(life.nbytes, []).append(life)
+
+    def is_leftover(life: Life) -> bool:
+        return life.born < 0 and life.label is None and life.nbytes in left
+
+    room = own_bytes - sum(life.nbytes for life in lives if life.born < 0 and life.own and not is_leftover(life))
     told: list[Life] = []
     turns: dict[int, int] = {}
-    for life in lives:
-        likes = left.get(life.nbytes, [])
-        if life.born < 0 and not life.own and life.label is None and likes and life.nbytes <= room:
+    # What leads to its blocks is known of those that are the step's already: they come first.
+    for life in sorted(lives, key=lambda life: not life.own):
+        if not is_leftover(life):
+            told.append(life)
+            continue
+        fits = life.nbytes <= room
+        if fits:
+            room -= life.nbytes
+            likes = left[life.nbytes]
             turn = turns.get(life.nbytes, 0)
             turns[life.nbytes] = turn + 1
-            room -= life.nbytes
             told.append(replace(life, own=True, like=likes[turn % len(likes)]))
         else:
-            told.append(life)
-    return tuple(told)
+            told.append(replace(life, own=False))
+    return tuple(sorted(told, key=lambda life: (life.born, life.address)))
 
 
 @dataclass(slots=True)

@@ -66,6 +66,8 @@ class Expected:
 
     peak: int
     turnover: int | None
+    own: int | None = None
+    """The bytes that it held when it began, where each step keeps more: those that were run since are not of this peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,12 @@ class Recorded:
         own_bytes = self.own_bytes + self.left.nbytes
         return replace(self, trace=trace, timeline=timeline_of(trace, own_bytes), own_bytes=own_bytes, left=Left())
 
+    def without_later_growth(self, own_bytes: int) -> Recorded:
+        """The same, read as if it had begun with ``own_bytes``: without what the steps since then have kept."""
+        if own_bytes >= self.own_bytes:
+            return self
+        return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
+
     def is_as(self, expected: Expected) -> bool:
         """Whether it allocated what was measured."""
         return self.peak == expected.peak and expected.turnover in (None, self.turnover)
@@ -163,6 +171,8 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
         if done.left.nbytes and not done.is_as(expected):
             wider = done.with_what_was_left()
             done = wider if wider.is_as(expected) else done
+        if expected.own is not None:
+            done = done.without_later_growth(expected.own)
         if done.is_as(expected) and compiled_graphs_so_far() == graphs:
             return _explained(done), done
         seen.append(done)

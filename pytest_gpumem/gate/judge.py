@@ -38,22 +38,20 @@ def judge(
     ``tolerances`` holds the tolerance of every metric that is judged against a baseline.
     """
     why_not, outcome = _not_comparable(measurement, baseline)
-    comparable = baseline if isinstance(baseline, Entry) and outcome is None else None
+    entry = baseline if isinstance(baseline, Entry) else None
     metrics = tuple(
-        judge_step_time(measurement, budget, comparable, tolerances.get(name))
+        judge_step_time(measurement, budget, entry if outcome is None else None, tolerances.get(name))
         if name == "step_time"
-        else _judge_metric(
-            METRICS[name], value, budget.limit(name), measurement, comparable, outcome, tolerances.get(name)
-        )
+        else _judge_metric(METRICS[name], value, budget.limit(name), measurement, entry, outcome, tolerances.get(name))
         for name, value in measurement.metrics.items()
         if name != "throughput"
     )
     throughput = judge_throughput(measurement, budget.min_throughput)
     if throughput is not None:
         metrics += (throughput,)
-    origin = _origin(baseline) if isinstance(baseline, Entry) else None
+    origin = _origin(entry) if entry is not None else None
     elsewhere = baseline.elsewhere if isinstance(baseline, Absent) else ()
-    return Verdict(measurement, metrics, origin, why_not, elsewhere, _growth(measurement, comparable))
+    return Verdict(measurement, metrics, origin, why_not, elsewhere, _growth(measurement, entry))
 
 
 def _growth(measurement: Measurement, baseline: Entry | None) -> Difference | None:
@@ -72,12 +70,14 @@ def _judge_metric(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """``baseline`` is there when it may be compared with; ``why_not`` is the outcome when it may not."""
-    earlier = None if baseline is None else baseline.metrics.get(metric.name)
+    """``why_not`` is the outcome where no comparison was asked for, or where it is not one of the same work."""
+    earlier = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
     if limit is not None and value > limit:
         return MetricVerdict(metric.name, Outcome.OVER_BUDGET, value, earlier, budget=limit)
     if tolerance is not None and baseline is not None:
-        return _compare(metric, value, limit, measurement, baseline, tolerance)
+        compared = _compare(metric, value, limit, measurement, baseline, tolerance)
+        if why_not is None or (metric.unit == "bytes" and compared.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN)):
+            return compared
     if tolerance is not None and why_not is not None:
         return MetricVerdict(metric.name, why_not, value, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
@@ -102,7 +102,7 @@ def _not_comparable(measurement: Measurement, baseline: Entry | Absent | None) -
 def _compare(
     metric: Metric, value: float, limit: int | None, measurement: Measurement, baseline: Entry, tolerance: Tolerance
 ) -> MetricVerdict:
-    earlier = baseline.metrics.get(metric.name)
+    earlier = baseline.metrics.get(metric.name, metric.where_absent)
     if earlier is None:
         return MetricVerdict(metric.name, Outcome.NEW, value, budget=limit, reason="the baseline has no such metric")
     allowed = tolerance.allowed(earlier)
@@ -113,7 +113,7 @@ def _compare(
         outcome = Outcome.OK
     elif worse > allowed:
         outcome = Outcome.REGRESSED
-        reason = _doubt(metric, worse / earlier if earlier else math.inf, measurement, baseline)
+        reason = _doubt(metric, earlier, allowed, measurement, baseline)
         if reason is not None:
             outcome = Outcome.UNCERTAIN
     elif worse < -allowed:
@@ -123,18 +123,25 @@ def _compare(
     return MetricVerdict(metric.name, outcome, value, earlier, allowed, limit, reason)
 
 
-def _doubt(metric: Metric, growth: float, measurement: Measurement, baseline: Entry) -> str | None:
+def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurement, baseline: Entry) -> str | None:
     """Why a change for the worse may not be the code's, if there is such a reason."""
     here, there = measurement.environment.details, baseline.environment.details
     # Of counts there is no such limit: a release of torch may do anything in another way.
-    if growth > MOST_DOUBTED and metric.unit == "bytes":
+    if metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_DOUBTED * earlier:
         return None
     for detail in metric.depends_on:
         if detail in here and detail in there and here[detail] != there[detail]:
             return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
-    if not measurement.settled and (metric.name.startswith("peak_") or metric.unit == "count"):
-        return "the step's peak did not settle: " + "; ".join(measurement.notes)
-    return None
+    # Where each step keeps more, the peaks move because of that, and the same number of steps moves them as far.
+    if measurement.settled or measurement.metrics.get("growth", 0) > 0:
+        return None
+    if metric.name == "peak_allocated" and measurement.lowest_peak is not None:
+        # The steps differ, and even the smallest of them needs more.
+        if measurement.lowest_peak - earlier > allowed:
+            return None
+    elif not (metric.name.startswith("peak_") or metric.unit == "count"):
+        return None
+    return "the step's peak did not settle: " + "; ".join(measurement.notes)
 
 
 def _origin(baseline: Entry) -> Origin:
@@ -154,6 +161,10 @@ def failing_outcomes(
     seen = {metric.outcome for one in verdict.verdicts for metric in one.metrics}
     if verdict.unmeasured:
         seen.add(Outcome.UNMEASURED)
+        # Nothing is written of a test that was not measured at all.
+        accepts -= {Outcome.MISSING}
+    if verdict.missing:
+        seen.add(Outcome.MISSING)
     if strict:
         failing = seen - {Outcome.OK, Outcome.IMPROVED, Outcome.RECORDED}
         if not verdict.gated and not failing:

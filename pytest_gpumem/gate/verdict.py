@@ -25,6 +25,8 @@ class Outcome(str, Enum):
     STALE = "stale"
     UNMEASURED = "unmeasured"
     UNCERTAIN = "uncertain"
+    MISSING = "missing"
+    """A baseline whose measurement its test no longer takes."""
     REGRESSED = "regressed"
     OVER_BUDGET = "over_budget"
 
@@ -34,7 +36,7 @@ class Outcome(str, Enum):
         return self.value.replace("_", " ")
 
 
-FAILING = frozenset({Outcome.REGRESSED, Outcome.OVER_BUDGET})
+FAILING = frozenset({Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 _ORDER = list(Outcome)
 
@@ -180,6 +182,8 @@ class TestVerdict:
     """Where it is written; ``None`` where pytest does not know."""
     failure: str | None = None
     """What the gate failed it with, as it was told; ``None`` when the gate let it pass."""
+    missing: tuple[str, ...] = ()
+    """The names of the measurements that it has baselines of on this device, and did not take."""
 
     @property
     def nodeid(self) -> str:
@@ -188,11 +192,22 @@ class TestVerdict:
 
     @property
     def outcome(self) -> Outcome:
+        missing = [Outcome.MISSING] if self.missing else []
         if self.unmeasured:
-            return Outcome.UNMEASURED
+            return worst([Outcome.UNMEASURED, *missing])
         if self.relations and not self.verdicts:
-            return Outcome.OK
-        return worst(verdict.outcome for verdict in self.verdicts)
+            return worst([Outcome.OK, *missing])
+        return worst([*(verdict.outcome for verdict in self.verdicts), *missing])
+
+    @property
+    def missing_text(self) -> str | None:
+        """Which baselines it no longer has measurements for, as a sentence; ``None`` where there are none."""
+        if not self.missing:
+            return None
+        names = ", ".join(self.missing)
+        if self.unmeasured:
+            return f"it has baselines on this device ({names}) and is not measured any more: {self.unmeasured}"
+        return f"it has baselines on this device of measurements that it no longer takes: {names}"
 
     @property
     def gated(self) -> bool:
@@ -214,6 +229,7 @@ class TestVerdict:
             "cell": None if self.cell is None else asdict(self.cell),
             "location": None if self.location is None else asdict(self.location),
             "failure": self.failure,
+            "missing": list(self.missing),
         }
 
     @classmethod
@@ -228,4 +244,5 @@ class TestVerdict:
             None if plain["cell"] is None else Cell(**plain["cell"]),
             None if plain["location"] is None else Location(**plain["location"]),
             plain["failure"],
+            tuple(plain["missing"]),
         )

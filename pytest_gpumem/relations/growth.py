@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.steps.growth import grows
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
 
@@ -52,18 +53,6 @@ def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object
         old = {id(reference()) for reference in before}
         fresh = [tensor for number, tensor in _tensors(device).items() if number not in old]
     raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), fresh))
-
-
-def grows(live: Sequence[int]) -> bool:
-    """Whether bytes that are live after each of some steps grow: they never fall after their lowest and end higher.
-
-    Or they go up and down, but both their lowest and their highest are higher in the later half than in the earlier one.
-    """
-    since_lowest = live[live.index(min(live)) :]
-    if since_lowest[-1] > since_lowest[0] and list(since_lowest) == sorted(since_lowest):
-        return True
-    early, late = live[: len(live) // 2], live[len(live) // 2 :]
-    return min(late) > min(early) and max(late) > max(early)
 
 
 def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:

@@ -37,10 +37,12 @@ def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSys
     if explanation is None:
         return []
     blocks = []
+    # A leak first: it is why the peak is higher, too.
+    left = {"growth", "retained"}.intersection(guilty)
+    if left and explanation.retained.rows:
+        blocks.append(composition_lines(retained_title(verdict), explanation.retained, units))
     if any(name.startswith("peak") for name in guilty):
         blocks += _of_the_peak(verdict, explanation, units)
-    if "retained" in guilty and explanation.retained.rows:
-        blocks.append(composition_lines("what was retained", explanation.retained, units))
     if "cyclic_garbage" in guilty and explanation.garbage.rows:
         blocks.append(
             [
@@ -49,6 +51,11 @@ def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSys
             ]
         )
     return blocks
+
+
+def retained_title(verdict: Verdict) -> str:
+    """What stands above the bytes that outlived a step, or a call."""
+    return "kept by each step" if verdict.measurement.metrics.get("growth") else "what was retained"
 
 
 def _of_the_peak(verdict: Verdict, explanation: Explanation, units: UnitSystem) -> list[list[str]]:

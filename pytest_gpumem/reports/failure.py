@@ -34,12 +34,25 @@ def failure_text(
 
     ``path`` is the test's id as it can be typed, ``options`` those of this session that a command must repeat.
     """
+    missing = verdict.missing_text if Outcome.MISSING in failing else None
     if verdict.unmeasured:
-        return f"Not measured, which --gpumem-strict does not let pass: {Screen().legible(verdict.unmeasured)}"
+        unmeasured = Screen().legible(verdict.unmeasured)
+        if missing is None:
+            return f"Not measured, which --gpumem-strict does not let pass: {unmeasured}"
+        names = Screen().legible(", ".join(verdict.missing))
+        lines = [
+            f"Not measured any more: {unmeasured}",
+            "",
+            f"  baseline: {names}, which nothing was compared with",
+            "  mend:     let it be measured again; or remove its marker or fixture, and run `gpumem prune`",
+        ]
+        return "\n".join(lines)
     guilty = [one for one in verdict.verdicts if any(metric.outcome in failing for metric in one.metrics)]
     several = len(verdict.verdicts) > 1
-    blocks = [_block(one, failing, units, several) for one in guilty or verdict.verdicts]
-    return "\n\n".join([*blocks, *_mending(guilty, failing, path, options)])
+    blocks = [] if missing is None else [Screen().legible(f"Measurement missing: {missing}")]
+    if guilty or missing is None:
+        blocks += [_block(one, failing, units, several) for one in guilty or verdict.verdicts]
+    return "\n\n".join([*blocks, *_mending(verdict, guilty, failing, path, options)])
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
@@ -81,14 +94,21 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
 def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> str:
     memory = memory_title(verdict.measurement.environment.slug)
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in failing)
-    first = next((metric for metric in verdict.metrics if metric.outcome is outcome), None)
+    # A step that keeps more each time has a higher peak because of that.
+    first = min(
+        (metric for metric in verdict.metrics if metric.outcome is outcome),
+        key=lambda metric: metric.metric != "growth",
+        default=None,
+    )
     if first is not None and outcome is Outcome.OVER_BUDGET:
         what = "below budget" if METRICS[first.metric].larger_is_better else "over budget"
         return f"{_subject(first, memory, what)} {_against(first, first.budget, 'budget', units)}"
     if first is not None and outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN):
         what = "regressed" if outcome is Outcome.REGRESSED else "may have regressed"
         against = _against(first, first.baseline, "baseline", units)
-        return f"{_subject(first, memory, what)} {against}, allowed {allowance(first, units)}"
+        # Another workload is the first reason for whatever grew with it.
+        workload = f"; another workload: {verdict.reason}" if verdict.reason else ""
+        return f"{_subject(first, memory, what)} {against}, allowed {allowance(first, units)}{workload}"
     reason = verdict.reason or "it has no budget, and --gpumem-baseline was not given"
     return f"Not compared, which --gpumem-strict does not let pass ({outcome.words}): {reason}"
 
@@ -150,13 +170,16 @@ def _bears_on(metric: MetricVerdict, guilty: Collection[Unit]) -> bool:
     return True
 
 
-def _mending(guilty: Sequence[Verdict], failing: frozenset[Outcome], path: str, options: Sequence[str]) -> list[str]:
-    outcomes = {metric.outcome for one in guilty for metric in one.metrics} & failing
+def _mending(
+    test: TestVerdict, guilty: Sequence[Verdict], failing: frozenset[Outcome], path: str, options: Sequence[str]
+) -> list[str]:
+    outcomes = {metric.outcome for one in guilty for metric in one.metrics}
+    outcomes = (outcomes | ({Outcome.MISSING} if test.missing else set())) & failing
     lines = []
     if Outcome.OVER_BUDGET in outcomes:
         lines.append("  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]")
     new = {Outcome.NEW, Outcome.FOREIGN}
-    if outcomes & (new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE}):
+    if outcomes & (new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE, Outcome.MISSING}):
         # Times that a baseline lacks, or has of another machine, only "all" replaces.
         times = any(
             metric.outcome in failing and metric.metric == "step_time" for one in guilty for metric in one.metrics

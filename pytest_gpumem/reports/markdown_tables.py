@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.difference import REST
-from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.escaping import code_in_table, plain, table
-from pytest_gpumem.reports.explanation import MOST_ROWS, category_of
+from pytest_gpumem.reports.explanation import MOST_ROWS, category_of, retained_title
 from pytest_gpumem.reports.matrix import matrix_cells, said_of
-from pytest_gpumem.reports.summary import metric_reasons, told_once, whole_reasons
+from pytest_gpumem.reports.summary import EXCEPTIONAL, metric_reasons, test_reasons, told_once, whole_reasons
 from pytest_gpumem.reports.values import allowance, change, shown
 from pytest_gpumem.units import format_bytes, format_bytes_change
 
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 _CHANGED = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-_COLUMNS = ("peak_allocated", "peak_reserved", "retained", "cyclic_garbage", "step_time", "throughput")
-_WHERE_ANY = ("retained", "cyclic_garbage")
-"""A leak or a cycle is the exception: a column of zeros says nothing."""
+_COLUMNS = ("peak_allocated", "peak_reserved", *EXCEPTIONAL, "step_time", "throughput")
 
 
 def metrics(verdict: Verdict, units: UnitSystem) -> str:
@@ -62,19 +60,19 @@ def _against(one: MetricVerdict, units: UnitSystem) -> list[str]:
 
 
 def _loud(outcome: Outcome) -> str:
-    return f"**{outcome.words}**" if outcome in (Outcome.REGRESSED, Outcome.OVER_BUDGET) else outcome.words
+    return f"**{outcome.words}**" if outcome in FAILING else outcome.words
 
 
 def explained(verdict: Verdict, units: UnitSystem) -> list[str]:
     """What grew; or, where that is not known, what is there at the peak; and what was left behind."""
     explanation = verdict.measurement.explanation
     found = []
+    if explanation is not None and explanation.retained.rows:
+        found.append(composition(retained_title(verdict), explanation.retained, units))
     if verdict.growth is not None and verdict.growth.growth > 0:
         found.append(growth(verdict.growth, units))
     elif explanation is not None and explanation.peak.rows:
         found.append(composition("what is there at the peak", explanation.peak, units))
-    if explanation is not None and explanation.retained.rows:
-        found.append(composition("what was retained", explanation.retained, units))
     if explanation is not None and explanation.garbage.rows:
         found.append(composition("held by cycles", explanation.garbage, units))
         found.append("\n".join(f"- cycle: {plain(cycle)}" for cycle in explanation.cycles))
@@ -137,7 +135,7 @@ def changed(results: Iterable[TestResult], units: UnitSystem) -> str:
 def reasons(results: Iterable[TestResult]) -> list[str]:
     """Why tests were not compared, or not measured: each reason once, with how often."""
     everything = list(results)
-    told = [f"unmeasured: {one.verdict.unmeasured}" for one in everything if one.verdict.unmeasured]
+    told = [reason for one in everything for reason in test_reasons(one.verdict)]
     for _, verdict in _measured(everything):
         told += [*whole_reasons(verdict), *metric_reasons(verdict)]
     return told_once(told)
@@ -170,7 +168,7 @@ def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str
 
 def _has_column(name: str, verdicts: list[Verdict]) -> bool:
     values = [one.value for verdict in verdicts if (one := verdict.of(name)) is not None]
-    return any(values) if name in _WHERE_ANY else bool(values)
+    return any(values) if name in EXCEPTIONAL else bool(values)
 
 
 def matrix(rows: Sequence[Row], units: UnitSystem) -> str:

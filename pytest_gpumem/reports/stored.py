@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table
+from pytest_gpumem.reports.summary import EXCEPTIONAL
 from pytest_gpumem.reports.values import shown
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The number of the JSON's format."""
 _ALWAYS = ("peak_allocated", "peak_reserved", "step_time", "throughput")
-_UNLESS_ZERO = ("retained", "cyclic_garbage")
 _LEAST_NAME, _LEAST_REASON = 24, 12
 _TITLES = {"peak_allocated": "peak", "peak_reserved": "reserved", "cyclic_garbage": "cycles"}
 
@@ -110,7 +110,7 @@ def _is_told(name: str, baselines: Sequence[Baseline], *, everything: bool) -> b
     values = [one.entry.metrics[name] for one in baselines if name in one.entry.metrics]
     if everything or name in _ALWAYS:
         return bool(values)
-    return name in _UNLESS_ZERO and any(values)
+    return name in EXCEPTIONAL and any(values)
 
 
 def _cell(name: str, entry: Entry, units: UnitSystem) -> str:

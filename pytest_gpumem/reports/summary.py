@@ -30,6 +30,7 @@ STYLES: dict[Outcome, Style | None] = {
     Outcome.STALE: "doubtful",
     Outcome.UNMEASURED: "doubtful",
     Outcome.UNCERTAIN: "doubtful",
+    Outcome.MISSING: "bad",
     Outcome.REGRESSED: "bad",
     Outcome.OVER_BUDGET: "bad",
 }
@@ -40,13 +41,16 @@ _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
 _TITLES = {
     "peak_allocated": "peak",
     "peak_reserved": "reserved",
+    "growth": "growth",
     "cyclic_garbage": "cycles",
     "step_time": "step time",
 }
 _COUNTS = tuple(name for name, metric in METRICS.items() if metric.unit == "count")
-_TOLD = ("peak_allocated", "peak_reserved", "retained", "cyclic_garbage", *_COUNTS, "step_time", "throughput")
+_TOLD = ("peak_allocated", "peak_reserved", "growth", "retained", "cyclic_garbage", *_COUNTS, "step_time", "throughput")
+EXCEPTIONAL = ("growth", "retained", "cyclic_garbage")
+"""Metrics that are zero of most steps: a column of zeros says nothing."""
 _FOUND = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-_LIGHTEST = ("throughput", *_COUNTS, "peak_reserved", "cyclic_garbage", "retained", "step_time", "change")
+_LIGHTEST = ("throughput", *_COUNTS, "peak_reserved", "cyclic_garbage", "retained", "growth", "step_time", "change")
 """The columns that give way in a narrow terminal, the first being the first to go."""
 
 
@@ -120,19 +124,30 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
 
 def reasons(measured: Iterable[Measured]) -> list[str]:
     """Why something was not compared, each reason once."""
-    verdicts = [one.verdict for one in measured]
+    rows = list(measured)
+    verdicts = [one.verdict for one in rows]
     return told_once(
-        [reason for one in verdicts for reason in whole_reasons(one)]
+        [reason for one in {row.test.nodeid: row.test for row in rows}.values() for reason in test_reasons(one)]
+        + [reason for one in verdicts for reason in whole_reasons(one)]
         + [reason for one in verdicts for reason in metric_reasons(one)]
     )
+
+
+def test_reasons(test: TestVerdict) -> list[str]:
+    """Why something of a whole test was not compared, after the outcome that says so."""
+    if test.missing_text is not None:
+        return [f"{Outcome.MISSING.words}: {test.missing_text}"]
+    return [f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] if test.unmeasured else []
 
 
 def whole_reasons(verdict: Verdict) -> list[str]:
     """Why a whole measurement was not compared, after the outcome that says so: a budget may have been broken all the same."""
     if not verdict.reason:
         return []
-    without = [metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE]
-    return [f"{worst(without).words if without else 'not compared'}: {verdict.reason}"]
+    without = worst(metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE)
+    grew = any(metric.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) for metric in verdict.metrics)
+    said = "another workload" if grew else without.words if without in _WITHOUT_BASELINE else "not compared"
+    return [f"{said}: {verdict.reason}"]
 
 
 def metric_reasons(verdict: Verdict) -> list[str]:
@@ -170,8 +185,7 @@ def _is_told(name: str, measured: Iterable[Measured], *, everything: bool) -> bo
         # A step has many; they are of interest where they changed.
         return any(metric.outcome in _FOUND for metric in found)
     values = [metric.value for metric in found]
-    # A leak or a cycle is the exception: a column of zeros says nothing.
-    return any(values) if name in ("retained", "cyclic_garbage") else bool(values)
+    return any(values) if name in EXCEPTIONAL else bool(values)
 
 
 def _change(one: Measured, units: UnitSystem) -> str:

@@ -81,7 +81,7 @@ NOTHING = Asked()
 
 def metrics_of(figures: StepFigures, items: float | None) -> dict[str, float]:
     """The metrics of a measured step; throughput when ``items`` says how much a step works on."""
-    metrics: dict[str, float] = {**figures.memory.memory_metrics(), **figures.counted.counts.metrics()}
+    metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
     times = figures.times
     if times is not None:
         metrics["step_time"] = times.median
@@ -162,7 +162,8 @@ def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Asking
     if bench.explaining is None or wanted is None or not wanted(step):
         return step
     memory = step.figures.memory
-    expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover)
+    own = memory.own if step.figures.growth else None
+    expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover, own)
     try:
         return replace(step, explanation=bench.explain(subject, expected))
     except NOT_EXPLAINED as error:

@@ -10,6 +10,7 @@ from pytest_gpumem.devices.windows import highest
 from pytest_gpumem.steps.collector import collect_everything, cyclic_collector_off
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.steps.figures import Figures
+from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.timing.samples import Sample, Times
 from pytest_gpumem.timing.sampling import sample_step, time_phases
 
@@ -47,6 +48,23 @@ class StepFigures:
     warm_up_peaks: tuple[int, ...]
     times: Times | None
     counted: Counted = NOTHING_COUNTED
+    growth: int = 0
+    """Bytes that every further step keeps."""
+
+    @property
+    def lowest_peak(self) -> int | None:
+        """The smallest peak of the later half of the steps, in bytes, where they did not settle.
+
+        The earlier ones may lack the optimizer's state.
+        """
+        if self.settled:
+            return None
+        later = self.warm_up_peaks[len(self.warm_up_peaks) // 2 :]
+        return min(*later, self.memory.memory_metrics()["peak_allocated"])
+
+    def memory_metrics(self) -> dict[str, int]:
+        """The memory metrics of the step, in bytes."""
+        return {**self.memory.memory_metrics(), "growth": self.growth}
 
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know of the figures: a clause for each thing."""
@@ -57,6 +75,8 @@ class StepFigures:
         """A clause that says how the warm-up steps' peaks moved."""
         first, last = self.warm_up_peaks[0], self.warm_up_peaks[-1]
         steps = len(self.warm_up_peaks)
+        if self.growth and last > first:
+            return f"peaks grew from step to step: {first} bytes in the first of {steps}, {last} in the last"
         if first == last:
             return f"none of {steps} warm-up steps was like the one before: recompiled, or overflowed"
         return f"peaks of {steps} warm-up steps moved from {first} to {last} bytes"
@@ -98,6 +118,7 @@ def measure_step(
             moved = state is not None and state() != before
             settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
+        growth = _growth(one_step, seen[-1], memory)
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         counted = _counted(phases, device, windows, compiled=compiled)
@@ -110,7 +131,19 @@ def measure_step(
             finally:
                 # Also when a step raised: the test may go on, and measure another.
                 device.believe(since, own())
-    return StepFigures(memory, settled, tuple(figures.peak.allocated for figures in seen), times, counted)
+    peaks = tuple(figures.memory_metrics()["peak_allocated"] for figures in seen)
+    return StepFigures(memory, settled, peaks, times, counted, growth)
+
+
+def _growth(one_step: Callable[[], Figures], last: Figures, memory: Figures) -> int:
+    """Return the bytes that every further step keeps; ``last`` and ``memory`` are the two latest steps.
+
+    Only where these kept something are more steps run, which tell a leak from a cache that fills.
+    """
+    if memory.live_after <= last.live_before:
+        return 0
+    more = [one_step() for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
+    return growth_per_step([more[0].live_before, *(figures.live_after for figures in more)])
 
 
 def _counted(phases: Sequence[Phase], device: Device, windows: Windows, *, compiled: bool) -> Counted:

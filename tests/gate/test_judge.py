@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.explain.difference import difference
 from pytest_gpumem.gate.budget import Budget
@@ -105,17 +106,17 @@ def test_the_default_tolerance_of_a_large_peak_is_half_a_percent_to_the_byte(now
 @pytest.mark.parametrize(
     ("now", "outcome"),
     [
-        (11_000_001, Outcome.REGRESSED),
-        (11_000_000, Outcome.OK),
-        (9_000_000, Outcome.OK),
-        (8_999_999, Outcome.IMPROVED),
+        (3_064_001, Outcome.REGRESSED),
+        (3_064_000, Outcome.OK),
+        (2_936_000, Outcome.OK),
+        (2_935_999, Outcome.IMPROVED),
     ],
 )
-def test_the_default_tolerance_of_a_small_peak_is_a_megabyte_to_the_byte(now, outcome):
-    assert outcome_of(measured(peak_allocated=now), baseline=stored(peak_allocated=10_000_000)) is outcome
+def test_the_default_tolerance_of_a_small_peak_is_64_kilobytes_to_the_byte(now, outcome):
+    assert outcome_of(measured(peak_allocated=now), baseline=stored(peak_allocated=3_000_000)) is outcome
 
 
-@pytest.mark.parametrize(("now", "outcome"), [(0, Outcome.OK), (1_000_000, Outcome.OK), (1_000_001, Outcome.REGRESSED)])
+@pytest.mark.parametrize(("now", "outcome"), [(0, Outcome.OK), (64_000, Outcome.OK), (64_001, Outcome.REGRESSED)])
 def test_a_baseline_of_zero_has_the_absolute_tolerance(now, outcome):
     assert outcome_of(measured(retained=now), baseline=stored(retained=0), metric="retained") is outcome
 
@@ -242,25 +243,86 @@ def test_a_measurement_with_baselines_on_other_devices_is_foreign_and_names_them
 @pytest.mark.parametrize(
     ("earlier", "sentence"),
     [
-        (Workload("train_step", "fp32", 1000, "int64[8, 256]"), "batch was int64[8, 256], now int64[4, 256]"),
-        (Workload("train_step", "fp32", 999, "int64[4, 256]"), "parameters was 999, now 1000"),
-        (Workload("train_step", "amp-bf16", 1000, "int64[4, 256]"), "config was amp-bf16, now fp32"),
-        (Workload("infer_step", "fp32", 1000, "int64[4, 256]"), "step was infer_step, now train_step"),
-        (Workload("train_step", "fp32", 1000, None), "batch was None, now int64[4, 256]"),
+        (Workload("train_step", "fp32", 1000, "int64[8, 256]"), "batch int64[4, 256], was int64[8, 256]"),
+        (Workload("train_step", "fp32", 790_000, "int64[4, 256]"), "parameters 1.00 k, were 790.00 k"),
+        (Workload("train_step", "fp32", 1001, "int64[4, 256]"), "parameters 1,000, were 1,001"),
+        (Workload("train_step", "amp-bf16", 1000, "int64[4, 256]"), "config fp32, was amp-bf16"),
+        (Workload("infer_step", "fp32", 1000, "int64[4, 256]"), "step train_step, was infer_step"),
+        (Workload("train_step", "fp32", 1000, None), "batch int64[4, 256], was none"),
         (
             Workload("train_step", "fp32", 999, "int64[8, 256]"),
-            "parameters was 999, now 1000; batch was int64[8, 256], now int64[4, 256]",
+            "parameters 1.00 k, were 999; batch int64[4, 256], was int64[8, 256]",
         ),
     ],
 )
-def test_another_workload_is_stale_with_a_sentence_and_never_regressed(earlier, sentence):
+def test_another_workload_that_did_not_grow_is_stale_with_a_sentence(earlier, sentence):
     verdict = judge(
-        measured(peak_allocated=9 * GB), Budget(), stored(workload=earlier, peak_allocated=GB), DEFAULT_TOLERANCES
+        measured(peak_allocated=GB, operators=9),
+        Budget(),
+        stored(workload=earlier, peak_allocated=GB, operators=5),
+        DEFAULT_TOLERANCES,
     )
-    assert verdict.outcome is Outcome.STALE
+    assert {metric.outcome for metric in verdict.metrics} == {Outcome.STALE}
     assert verdict.reason == sentence
     assert not verdict.gated
     assert verdict.origin is not None
+
+
+LARGER = Workload("train_step", "fp32", 4000, "int64[4, 256]")
+
+
+def test_another_workload_that_grew_has_regressed_and_what_changed_in_it_is_the_reason():
+    now = measured(workload=LARGER, peak_allocated=1.006 * GB, retained=0, operators=9)
+    earlier = stored(peak_allocated=GB, retained=0, operators=5)
+    verdict = judge(now, Budget(), earlier, DEFAULT_TOLERANCES)
+    assert {metric.metric: metric.outcome for metric in verdict.metrics} == {
+        "peak_allocated": Outcome.REGRESSED,
+        "retained": Outcome.STALE,
+        "operators": Outcome.STALE,
+    }
+    assert verdict.of("peak_allocated").baseline == GB
+    assert verdict.reason == "parameters 4.00 k, were 1.00 k"
+    assert verdict.gated
+
+
+@pytest.mark.parametrize(
+    "metric", [name for name, metric in METRICS.items() if metric.unit == "bytes" and metric.tolerance]
+)
+def test_no_metric_in_bytes_hides_behind_another_workload(metric):
+    now, earlier = measured(workload=LARGER, **{metric: 9 * GB}), stored(**{metric: GB})
+    assert outcome_of(now, baseline=earlier, metric=metric) is Outcome.REGRESSED
+
+
+def test_another_workload_within_the_tolerance_or_smaller_is_stale_and_no_improvement():
+    for peak in (1.005 * GB, GB // 2):
+        now = measured(workload=LARGER, peak_allocated=peak)
+        assert outcome_of(now, baseline=stored(peak_allocated=GB)) is Outcome.STALE
+
+
+def test_what_grew_with_another_workload_is_told():
+    now = replace(measured(workload=LARGER, peak_allocated=2 * GB), explanation=Explanation(NOW))
+    then = replace(stored(peak_allocated=GB), composition=THEN)
+    assert judge(now, Budget(), then, DEFAULT_TOLERANCES).growth == difference(THEN, NOW)
+
+
+# Growth per step
+
+
+@pytest.mark.parametrize(("now", "outcome"), [(0, Outcome.OK), (1024, Outcome.OK), (1025, Outcome.REGRESSED)])
+@pytest.mark.parametrize("earlier", [{}, {"growth": 0}], ids=["an older baseline", "a baseline without growth"])
+def test_a_step_that_keeps_more_than_some_scalars_has_regressed(now, outcome, earlier):
+    assert outcome_of(measured(growth=now), baseline=stored(**earlier), metric="growth") is outcome
+
+
+def test_growth_that_was_accepted_is_ok_and_more_of_it_is_not():
+    assert outcome_of(measured(growth=GB), baseline=stored(growth=GB), metric="growth") is Outcome.OK
+    assert outcome_of(measured(growth=GB + 1025), baseline=stored(growth=GB), metric="growth") is Outcome.REGRESSED
+    assert outcome_of(measured(growth=0), baseline=stored(growth=GB), metric="growth") is Outcome.IMPROVED
+
+
+def test_a_peak_that_grows_with_every_step_is_not_doubted_for_not_settling():
+    now = measured(settled=False, notes=("it grew",), peak_allocated=1.2 * GB, growth=GB // 50)
+    assert outcome_of(now, baseline=stored(peak_allocated=GB)) is Outcome.REGRESSED
 
 
 # Doubt
@@ -330,6 +392,12 @@ def test_a_peak_that_did_not_settle_is_uncertain_when_it_grew():
     metric = verdict.of("peak_allocated")
     assert metric.outcome is Outcome.UNCERTAIN
     assert metric.reason == f"the step's peak did not settle: {note}"
+
+
+@pytest.mark.parametrize(("lowest", "outcome"), [(1.005 * GB, Outcome.UNCERTAIN), (1.005 * GB + 1, Outcome.REGRESSED)])
+def test_of_peaks_that_did_not_settle_the_smallest_is_held_against_the_tolerance(lowest, outcome):
+    now = replace(measured(settled=False, notes=("it moved",), peak_allocated=1.2 * GB), lowest_peak=lowest)
+    assert outcome_of(now, baseline=stored(peak_allocated=GB)) is outcome
 
 
 def test_a_leak_is_a_leak_also_when_the_peak_did_not_settle():
@@ -418,9 +486,8 @@ def test_a_composition_changes_no_outcome(budget, peak):
         Absent(),
         Absent(("NVIDIA A100",)),
         stored(peak_allocated=GB),
-        replace(stored(workload=Workload("train_step", "fp32", 999), peak_allocated=GB), composition=THEN),
     ],
-    ids=["nobody compares", "new", "foreign", "not recorded then", "stale"],
+    ids=["nobody compares", "new", "foreign", "not recorded then"],
 )
 def test_without_a_composition_to_compare_with_nothing_is_said_to_have_grown(baseline):
     now = replace(measured(peak_allocated=2 * GB), explanation=Explanation(NOW))
@@ -443,13 +510,29 @@ def verdict_with(*outcomes: Outcome) -> TestVerdict:
 
 NOT_MEASURED = TestVerdict("tests/test_gpt.py", "test_a", unmeasured="no CUDA device")
 NOTHING = frozenset()
-SEEN = [outcome for outcome in Outcome if outcome is not Outcome.UNMEASURED]
+SEEN = [outcome for outcome in Outcome if outcome not in (Outcome.UNMEASURED, Outcome.MISSING)]
+"""Those of metrics."""
 
 
 @pytest.mark.parametrize("outcome", SEEN)
 def test_with_the_gate_a_test_fails_when_it_regressed_or_is_over_budget(outcome):
     failing = failing_outcomes(verdict_with(outcome), strict=False, compares=True, accepts=NOTHING)
     assert failing == ({outcome} if outcome in (Outcome.REGRESSED, Outcome.OVER_BUDGET) else NOTHING)
+
+
+@pytest.mark.parametrize("unmeasured", [None, "another profiler was active"])
+def test_a_test_fails_that_does_not_take_a_measurement_any_more(unmeasured):
+    verdict = replace(verdict_with(Outcome.OK), missing=("eval",), unmeasured=unmeasured)
+    assert failing_outcomes(verdict, strict=False, compares=True, accepts=NOTHING) == {Outcome.MISSING}
+    assert failing_outcomes(verdict, strict=False, compares=False, accepts=NOTHING) == NOTHING
+
+
+def test_an_update_that_takes_a_baseline_out_mends_what_is_missing_and_not_that_nothing_was_measured():
+    accepts = ACCEPTS["all"]
+    renamed = replace(verdict_with(Outcome.OK), missing=("eval",))
+    assert failing_outcomes(renamed, strict=False, compares=True, accepts=accepts) == NOTHING
+    spoiled = replace(NOT_MEASURED, missing=("eval",))
+    assert failing_outcomes(spoiled, strict=False, compares=True, accepts=accepts) == {Outcome.MISSING}
 
 
 @pytest.mark.parametrize("outcome", SEEN)

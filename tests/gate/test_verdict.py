@@ -37,6 +37,7 @@ def test_the_worst_outcome_stands_for_several():
         Outcome.STALE,
         Outcome.UNMEASURED,
         Outcome.UNCERTAIN,
+        Outcome.MISSING,
         Outcome.REGRESSED,
         Outcome.OVER_BUDGET,
     ]

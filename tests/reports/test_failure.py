@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pytest_gpumem.baselines.entry import Absent, Entry
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import failing_outcomes, judge
-from pytest_gpumem.gate.verdict import TestVerdict
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.failure import failure_text, measured_section
 from pytest_gpumem.reports.screen import Screen
@@ -64,10 +64,10 @@ def test_a_regression():
         """
         GPU memory regressed: peak 9.31 GB, baseline 8.12 GB: +1.19 GB (+14.7 %), allowed +0.5 %
 
-          metric          baseline      now   change   allowed
-          peak allocated   8.12 GB  9.31 GB  +14.7 %    +0.5 %  regressed
+          metric          baseline      now   change    allowed
+          peak allocated   8.12 GB  9.31 GB  +14.7 %     +0.5 %  regressed
           peak forward              5.00 GB
-          retained             0 B      0 B   +0.0 %  +1.00 MB  ok
+          retained             0 B      0 B   +0.0 %  +64.00 kB  ok
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
@@ -123,11 +123,11 @@ def test_a_leak_where_there_was_none():
     now, earlier = measured(peak_allocated=GB, retained=2_000_000), stored(peak_allocated=GB, retained=0)
     assert text_of((now, Budget(), earlier)) == literal(
         """
-        GPU memory regressed: retained 2.00 MB, baseline 0 B: +2.00 MB, allowed +1.00 MB
+        GPU memory regressed: retained 2.00 MB, baseline 0 B: +2.00 MB, allowed +64.00 kB
 
-          metric          baseline      now    change   allowed
-          peak allocated   1.00 GB  1.00 GB    +0.0 %    +0.5 %  ok
-          retained             0 B  2.00 MB  +2.00 MB  +1.00 MB  regressed
+          metric          baseline      now    change    allowed
+          peak allocated   1.00 GB  1.00 GB    +0.0 %     +0.5 %  ok
+          retained             0 B  2.00 MB  +2.00 MB  +64.00 kB  regressed
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
@@ -171,9 +171,9 @@ def test_over_budget_and_regressed_is_told_as_over_budget_with_both_ways_out():
         """
         GPU memory over budget: peak 9.31 GB, budget 9.00 GB: +310.00 MB (+3.4 %)
 
-          metric          baseline      now    change   allowed   budget
-          peak allocated   8.12 GB  9.31 GB   +14.7 %            9.00 GB  over budget
-          retained             0 B  3.00 MB  +3.00 MB  +1.00 MB           regressed
+          metric          baseline      now    change    allowed   budget
+          peak allocated   8.12 GB  9.31 GB   +14.7 %             9.00 GB  over budget
+          retained             0 B  3.00 MB  +3.00 MB  +64.00 kB           regressed
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
@@ -214,16 +214,59 @@ def test_a_foreign_test_under_strict():
 
 def test_a_stale_test_under_strict():
     earlier = stored(workload=Workload("train_step", "fp32", 1000, "int64[4, 1024]"), peak_allocated=GB)
-    assert text_of((measured(peak_allocated=2 * GB), Budget(), earlier), strict=True) == literal(
+    assert text_of((measured(peak_allocated=GB), Budget(), earlier), strict=True) == literal(
         """
-        Not compared, which --gpumem-strict does not let pass (stale): batch was int64[4, 1024], now int64[8, 1024]
+        Not compared, which --gpumem-strict does not let pass (stale): batch int64[8, 1024], was int64[4, 1024]
 
           metric              now
-          peak allocated  2.00 GB  stale
+          peak allocated  1.00 GB  stale
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_larger_workload_is_the_first_reason_for_what_grew():
+    earlier = stored(workload=Workload("train_step", "fp32", 790, "int64[8, 1024]"), peak_allocated=GB, operators=5)
+    first, _, *table = text_of((measured(peak_allocated=2 * GB, operators=9), Budget(), earlier)).splitlines()
+    assert first == (
+        "GPU memory regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %; "
+        "another workload: parameters 1.00 k, were 790"
+    )
+    assert table[:3] == [
+        "  metric          baseline      now    change  allowed",
+        "  peak allocated   1.00 GB  2.00 GB  +100.0 %   +0.5 %  regressed",
+        "  operators                       9                     stale",
+    ]
+
+
+def test_a_step_that_keeps_more_each_time_is_told_before_the_peak_that_rises_with_it():
+    now = measured(peak_allocated=2 * GB, growth=100_000_000, retained=100_000_000)
+    first, *_ = text_of((now, Budget(), stored(peak_allocated=GB, retained=0))).splitlines()
+    assert first == "GPU memory regressed: growth per step 100.00 MB, baseline 0 B: +100.00 MB, allowed +1.02 kB"
+
+
+def test_a_measurement_that_is_not_taken_any_more():
+    test = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", missing=("eval", "train_step"))
+    assert failure_text(test, frozenset({Outcome.MISSING}), "si", path=PATH) == literal(
+        """
+        Measurement missing: it has baselines on this device of measurements that it no longer takes: eval, train_step
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_test_that_is_not_measured_any_more():
+    test = TestVerdict("tests/test_gpt.py", "test_a", unmeasured="another profiler was active", missing=("call",))
+    assert failure_text(test, frozenset({Outcome.MISSING}), "si", path=PATH) == literal(
+        """
+        Not measured any more: another profiler was active
+
+          baseline: call, which nothing was compared with
+          mend:     let it be measured again; or remove its marker or fixture, and run `gpumem prune`
         """
     )
 

@@ -10,7 +10,7 @@ from pytest_gpumem.composition import CATEGORIES
 from pytest_gpumem.explain.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.explanation import category_of
+from pytest_gpumem.reports.explanation import category_of, retained_title
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
 from pytest_gpumem.reports.values import allowance, change, shown
@@ -211,7 +211,7 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> Iterable[PartTable]:
         title = f"What the peak is made of: {peak}"
     yield _composition(title, explanation.peak, units)
     for what, composition in (
-        ("What was retained", explanation.retained),
+        (retained_title(verdict).capitalize(), explanation.retained),
         ("What only the cyclic collector freed", explanation.garbage),
     ):
         if composition.rows:

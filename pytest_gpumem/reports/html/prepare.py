@@ -197,7 +197,7 @@ def _telling(verdict: TestVerdict) -> Verdict | None:
     """The measurement whose figures stand in the table: of the worst outcome, and of those the first."""
     if verdict.unmeasured:
         return None
-    return next((one for one in verdict.verdicts if one.outcome is verdict.outcome), None)
+    return max(verdict.verdicts, key=lambda one: list(Outcome).index(one.outcome), default=None)
 
 
 def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[Cell, ...]:
@@ -220,6 +220,8 @@ def _said(result: TestResult, update: str | None) -> tuple[str, ...]:
     said = []
     if verdict.unmeasured:
         said.append(f"not measured: {in_lines(verdict.unmeasured)}")
+    if verdict.missing_text is not None:
+        said.append(in_lines(verdict.missing_text))
     if verdict.failed_by_itself:
         told = "" if verdict.unmeasured else "; what it measured until then is not judged"
         said.append(f"it failed for a reason of its own{told}")

@@ -16,6 +16,7 @@ _MARKS = {
     Outcome.STALE.words: "≠",
     Outcome.UNMEASURED.words: "○",
     Outcome.UNCERTAIN.words: "?",
+    Outcome.MISSING.words: "∅",
     Outcome.REGRESSED.words: "↑",
     Outcome.OVER_BUDGET.words: "✕",
     BY_ITSELF: "!",
