@@ -64,9 +64,20 @@ def test_two_stores_are_judged_by_the_tolerances_of_the_gate():
     assert not judged(new, new).worse
 
 
-def test_another_workload_is_stale_and_compares_nothing():
-    found = judged(stored(test_a=entry()), stored(test_a=entry(99 * MB, workload=Workload("call", batch="int64[8]"))))
+def test_another_workload_that_did_not_grow_is_stale_and_compares_nothing():
+    found = judged(stored(test_a=entry()), stored(test_a=entry(workload=Workload("call", batch="int64[8]"))))
     assert (outcomes(found), found.worse, found.anything) == ({"test_a": Outcome.STALE}, False, False)
+
+
+def test_another_workload_that_grew_is_worse():
+    found = judged(stored(test_a=entry()), stored(test_a=entry(99 * MB, workload=Workload("call", batch="int64[8]"))))
+    assert (outcomes(found), found.worse) == ({"test_a": Outcome.REGRESSED}, True)
+    assert found.rows[0].reason == "batch int64[8], was none"
+
+
+def test_a_store_of_before_growth_was_measured_had_none():
+    found = judged(stored(test_a=entry()), stored(test_a=entry(metrics={"growth": 10**6})))
+    assert (outcomes(found), found.worse) == ({"test_a": Outcome.REGRESSED}, True)
 
 
 def test_what_one_side_has_only_is_new_or_gone_and_not_worse():
@@ -266,7 +277,7 @@ def test_two_revisions_of_the_store_are_compared(repository):
             "MB",
             "+50.0",
             "%",
-            "+10.0",
+            "+0.6",
             "%",
             "regressed",
         ],
@@ -330,7 +341,7 @@ def test_programs_and_comments_get_the_same(repository):
     assert (found["exit_status"], found["tests"][0]["outcome"]) == (1, "regressed")
     assert [found["added"][0]["test"], found["gone"][0]["test"]] == ["test_c", "test_b"]
     text = compare("v1", "HEAD", "--markdown").output
-    assert "| `a.py::test_a (call)` | peak allocated | 10.00 MB | 15.00 MB | +50.0 % | +10.0 % | regressed |" in text
+    assert "| `a.py::test_a (call)` | peak allocated | 10.00 MB | 15.00 MB | +50.0 % | +0.6 % | regressed |" in text
 
 
 @pytest.mark.parametrize(

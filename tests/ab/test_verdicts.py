@@ -100,7 +100,7 @@ def test_a_slowdown_that_is_tolerated_is_none():
         (
             measured("test_a", measurement()),
             measured("test_a", measurement(batch="float32[8]")),
-            "another workload: batch was float32[4], now float32[8]",
+            "another workload: batch float32[8], was float32[4]",
         ),
         (
             measured("test_a", measurement(slug="left")),
@@ -115,6 +115,16 @@ def test_what_cannot_be_compared_is_listed_with_its_reason(base, head, reason):
     (left_out,) = report.left_out
     assert (left_out.title, left_out.reason, left_out.broke) == ("test_it.py::test_a", reason, False)
     assert report.exit_status == 2
+
+
+def test_another_workload_that_needs_more_memory_has_regressed_and_is_not_timed():
+    base = measured("test_a", measurement(seconds=0.1))
+    head = measured("test_a", measurement(seconds=0.9, peak=20_000_000, batch="float32[8]", operators=9))
+    report = compared([pair(base, head)] * 4)
+    (row,) = report.rows
+    assert [(figure.metric, figure.outcome) for figure in row.figures] == [("peak_allocated", Outcome.REGRESSED)]
+    assert row.notes[0] == "another workload: batch float32[8], was float32[4]"
+    assert report.exit_status == 1
 
 
 def test_a_test_that_fails_in_head_alone_is_broken_and_does_not_end_well():
