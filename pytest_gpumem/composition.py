@@ -232,6 +232,8 @@ class Explanation:
     """The bytes that were asked for when memory ran out; ``None`` where it did not."""
     over_time: OverTime | None = None
     """The step's bytes from its beginning to its end, where a report shows them."""
+    holders: tuple[str, ...] = ()
+    """What keeps the tensors in ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
 
     def kept(self) -> Explanation:
         """With the largest rows only, for the way out of this process."""
@@ -246,6 +248,7 @@ class Explanation:
             "cycles": list(self.cycles),
             "asked": self.asked,
             "over_time": None if self.over_time is None else self.over_time.to_plain(),
+            "holders": list(self.holders),
         }
 
 
@@ -258,4 +261,5 @@ def explanation_from_plain(plain: Mapping[str, Any]) -> Explanation:
         tuple(plain["cycles"]),
         plain["asked"],
         None if plain["over_time"] is None else over_time_from_plain(plain["over_time"]),
+        tuple(plain["holders"]),
     )

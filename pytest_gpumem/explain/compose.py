@@ -28,10 +28,15 @@ def composition_of_peak(timeline: Timeline, own: int) -> Composition:
 
 def composition_of_retained(timeline: Timeline) -> Composition:
     """What the step left behind: allocated in it, and still there when garbage had been collected."""
-    left = [
+    left = left_by(timeline)
+    return _composition(timeline, left, sum(life.nbytes for life in left))
+
+
+def left_by(timeline: Timeline) -> list[Life]:
+    """The blocks that the step allocated, and that are still there when garbage has been collected."""
+    return [
         life for life in timeline.lives if life.born >= 0 and life.died is None and not _is_workspace(life, timeline)
     ]
-    return _composition(timeline, left, sum(life.nbytes for life in left))
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:

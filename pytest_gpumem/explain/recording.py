@@ -18,8 +18,10 @@ from pytest_gpumem.explain.compose import (
     composition_of_garbage,
     composition_of_peak,
     composition_of_retained,
+    left_by,
 )
 from pytest_gpumem.explain.cycles import collect_and_tell
+from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lives import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
@@ -118,6 +120,8 @@ class Recorded:
     failed_in: int = -1
     """The mark of the innermost call that failed; -1 for none."""
     left: Left = field(default_factory=Left)
+    holders: tuple[str, ...] = ()
+    """What keeps the tensors that it left: attributes, variables, elements of containers."""
 
     def with_what_was_left(self) -> Recorded:
         """The same, read so that what an earlier run left is the step's own."""
@@ -239,7 +243,9 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
         error is not None,
         results=tracker.results,
     )
-    return Recorded(trace, timeline_of(trace, own_bytes), own_bytes, cycles, error, level, tracker.failed_in, left)
+    timeline = timeline_of(trace, own_bytes)
+    holders = () if error is not None else holders_of({life.address for life in left_by(timeline)})
+    return Recorded(trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -277,6 +283,7 @@ def _explained(done: Recorded) -> Explanation:
         composition_of_retained(timeline),
         composition_of_garbage(timeline),
         done.cycles,
+        holders=done.holders,
     )
 
 

@@ -40,7 +40,12 @@ def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSys
     # A leak first: it is why the peak is higher, too.
     left = {"growth", "retained"}.intersection(guilty)
     if left and explanation.retained.rows:
-        blocks.append(composition_lines(retained_title(verdict), explanation.retained, units))
+        blocks.append(
+            [
+                *composition_lines(retained_title(verdict), explanation.retained, units),
+                *(f"kept in: {holder}" for holder in explanation.holders),
+            ]
+        )
     if any(name.startswith("peak") for name in guilty):
         blocks += _of_the_peak(verdict, explanation, units)
     if "cyclic_garbage" in guilty and explanation.garbage.rows:

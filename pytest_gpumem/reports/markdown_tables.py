@@ -69,6 +69,7 @@ def explained(verdict: Verdict, units: UnitSystem) -> list[str]:
     found = []
     if explanation is not None and explanation.retained.rows:
         found.append(composition(retained_title(verdict), explanation.retained, units))
+        found.append("\n".join(f"- kept in: {plain(holder)}" for holder in explanation.holders))
     if verdict.growth is not None and verdict.growth.growth > 0:
         found.append(growth(verdict.growth, units))
     elif explanation is not None and explanation.peak.rows:

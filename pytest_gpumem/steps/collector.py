@@ -46,11 +46,20 @@ class FrozenHeap:
             self._froze = False
 
 
-def collect_everything() -> None:
-    """Collect garbage among all objects, frozen ones too; what was frozen is frozen again."""
+@contextmanager
+def everything_in_sight() -> Iterator[None]:
+    """Within, Python knows all objects, frozen ones too; what was frozen is frozen again."""
     frozen = gc.get_freeze_count()
     if frozen:
         gc.unfreeze()
-    gc.collect()
-    if frozen:
-        gc.freeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
+
+
+def collect_everything() -> None:
+    """Collect garbage among all objects, frozen ones too."""
+    with everything_in_sight():
+        gc.collect()

@@ -74,7 +74,7 @@ def explained(text: str) -> Explanation:
         (Phase("forward", 0, 10), Phase(text, 10, 20)),
     )
     composition = Composition(9 * GB, rows, {text: 2}, (text,))
-    return Explanation(composition, composition, composition, (text,), 1, over_time)
+    return Explanation(composition, composition, composition, (text,), 1, over_time, (text,))
 
 
 def everything(text: str) -> SessionReport:

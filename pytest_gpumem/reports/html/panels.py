@@ -284,6 +284,7 @@ def _notes(verdict: Verdict) -> tuple[str, ...]:
         notes.append(f"{verdict.measurement.recomputed} module calls were repeated in backward")
     if explanation is not None:
         notes += explanation.peak.notes
+        notes += [f"kept in: {holder}" for holder in explanation.holders]
         notes += [f"cycle: {cycle}" for cycle in explanation.cycles]
     times = verdict.measurement.times
     for sample in times.samples if times is not None else ():
