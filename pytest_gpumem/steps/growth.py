@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 SETTLING_STEPS = 6
 """Steps in which a cache, or a list that forgets its oldest entries, may fill before growth is read."""
-WINDOW = 6
+WINDOW = 12
 """Steps over which growth is read: a multiple of 2 and 3, so that a step that keeps bytes every second or third time has
-the same growth wherever the window begins."""
+the same growth wherever the window begins. What is emptied at least once within them is no growth."""
 
 
 def grows(live: Sequence[int]) -> bool:
@@ -22,16 +22,23 @@ def grows(live: Sequence[int]) -> bool:
     since_lowest = live[live.index(min(live)) :]
     if since_lowest[-1] > since_lowest[0] and list(since_lowest) == sorted(since_lowest):
         return True
-    early, late = live[: len(live) // 2], live[len(live) // 2 :]
-    return min(late) > min(early) and max(late) > max(early)
+    return _is_higher_later(live)
 
 
 def growth_per_step(live: Sequence[int]) -> int:
     """Return the bytes that each step keeps, 0 where memory does not grow.
 
+    It grows where both the lowest and the highest of ``live`` are higher in the later half than in the earlier one: what is
+    emptied now and then may be at any point of its course.
+
     Args:
         live: The bytes that are live before the first step and after each one, garbage collected.
     """
-    if len(live) < 2 or not grows(live):
+    if len(live) < 2 or not _is_higher_later(live):
         return 0
     return max(0, round((live[-1] - live[0]) / (len(live) - 1)))
+
+
+def _is_higher_later(live: Sequence[int]) -> bool:
+    early, late = live[: len(live) // 2], live[len(live) // 2 :]
+    return min(late) > min(early) and max(late) > max(early)
