@@ -160,7 +160,9 @@ class Tracker:
             path = self._modules[-1][1] if self._modules else type(module).__name__
         if len(self._modules) == 0:
             self.look()
-        self._modules.append((id(module), path, self._begin(Mark("module", path, *self._sites.here(2)))))
+        self._modules.append(
+            (id(module), path, self._begin(Mark("module", path, *self._sites.here(2), grad=_autograd_records())))
+        )
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
         if self._is_elsewhere():
@@ -204,6 +206,13 @@ class Tracker:
                 for address, nbytes in self.known.blocks_of(value):
                     if nbytes == value.nbytes:
                         yield Seen(address, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _autograd_records() -> bool:
+    """Whether what runs now becomes part of a graph: neither under ``no_grad`` nor under ``inference_mode``."""
+    import torch
+
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _tensor_type() -> type[torch.Tensor]:

@@ -16,6 +16,7 @@ from pytest_gpumem.baselines.format import FORMAT, FormatError, parse, render
 from pytest_gpumem.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.module_calls import Calls
 from pytest_gpumem.timing.comparison import Runs
 from tests.hostile import RAW
 
@@ -125,19 +126,24 @@ ROWS = st.builds(
     NAMES.filter(lambda text: text != "block"),
     st.integers(0, 999),
 )
-COMPOSITIONS = st.none() | st.tuples(
-    st.lists(ROWS, max_size=3), st.dictionaries(NAMES, st.integers(1, 99), max_size=2), SIZES
+SHARES = st.tuples(st.integers(0, 99), st.integers(0, 99)).map(lambda two: Calls(two[0], sum(two)))
+COMPOSITIONS = st.none() | st.builds(
+    Composition,
+    SIZES,
+    st.lists(ROWS, max_size=3).map(tuple),
+    st.dictionaries(NAMES, st.integers(1, 99), max_size=2),
+    no_grad=st.dictionaries(NAMES, SHARES, max_size=2),
+    no_backward=st.dictionaries(NAMES, SHARES, max_size=2),
 )
 
 
-def entry_with(entry: Entry, parts: tuple[list[Row], dict[str, int], int] | None) -> Entry:
-    """An entry with a composition of these rows, recomputed modules and a rest: together they are its peak."""
-    if parts is None:
+def entry_with(entry: Entry, composition: Composition | None) -> Entry:
+    """An entry with a composition whose rows, and what its total says as their rest, are together its peak."""
+    if composition is None:
         return entry
-    rows, recomputed, rest = parts
-    total = sum(row.nbytes for row in rows) + rest
+    total = sum(row.nbytes for row in composition.rows) + composition.total
     metrics = {**entry.metrics, "peak_allocated": total}
-    return replace(entry, metrics=metrics, composition=Composition(total, tuple(rows), recomputed))
+    return replace(entry, metrics=metrics, composition=replace(composition, total=total))
 
 
 FILES_ENTRIES = st.dictionaries(
@@ -403,7 +409,13 @@ SOFTMAX = Row(
 )
 COMPOSED = replace(
     TRAIN,
-    composition=Composition(8_120_000_000, (Row("parameter", 498, "wte"), SOFTMAX), {"blocks.*": 4, "head": 1}),
+    composition=Composition(
+        8_120_000_000,
+        (Row("parameter", 498, "wte"), SOFTMAX),
+        {"blocks.*": 4, "head": 1},
+        no_grad={"(all)": Calls(7, 21), "teacher": Calls(1, 1)},
+        no_backward={"probe": Calls(1, 2)},
+    ),
 )
 COMPOSED_ENTRIES = {**ENTRIES, Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step"): COMPOSED}
 COMPOSITION = """\
@@ -418,7 +430,16 @@ recomputed = [
     "1 x head",
 ]
 """
-COMPOSED_TEXT = TEXT.replace("throughput = 649.9\n", f"throughput = 649.9\n{COMPOSITION}{RECOMPUTED}")
+GRAPH = """\
+no_grad = [
+    "7 of 21 x (all)",
+    "1 of 1 x teacher",
+]
+no_backward = [
+    "1 of 2 x probe",
+]
+"""
+COMPOSED_TEXT = TEXT.replace("throughput = 649.9\n", f"throughput = 649.9\n{COMPOSITION}{RECOMPUTED}{GRAPH}")
 
 
 def test_a_composition_is_a_line_for_each_row_the_largest_first():
@@ -426,11 +447,11 @@ def test_a_composition_is_a_line_for_each_row_the_largest_first():
     assert parse(COMPOSED_TEXT, FILE) == COMPOSED_ENTRIES
 
 
-def test_what_is_not_recomputed_takes_no_line():
+def test_what_is_not_recomputed_and_what_runs_with_grad_takes_no_line():
     plain = replace(TRAIN, composition=Composition(8_120_000_000, (SOFTMAX,)))
     text = render({Key(FILE, "test_a", "train_step"): plain})
     assert "composition" in text
-    assert "recomputed" not in text
+    assert not any(key in text for key in ("recomputed", "no_grad", "no_backward"))
 
 
 def test_the_total_of_a_composition_is_the_peak_and_what_was_not_kept_its_rest():
@@ -468,6 +489,19 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
         (RECOMPUTED, "recomputed = [[]]\n", f"{STEP}.recomputed is [[]], expected an array of strings"),
         ('"4 x blocks.*"', '"blocks.*"', f"{STEP}.recomputed: 'blocks.*' is no count of calls, like '4 x blocks.*'"),
         ('"4 x blocks.*"', '"-4 x blocks.*"', f"{STEP}.recomputed: '-4 x blocks.*' is no count of calls"),
+        (COMPOSITION + RECOMPUTED, "", f"{STEP}.no_grad is there without a composition"),
+        (GRAPH, "no_grad = 5\n", f"{STEP}.no_grad is 5, expected an array of strings"),
+        (GRAPH, "no_backward = [5]\n", f"{STEP}.no_backward is [5], expected an array of strings"),
+        (
+            '"1 of 1 x teacher"',
+            '"teacher"',
+            f"{STEP}.no_grad: 'teacher' is no share of a module's calls, like '6 of 12 x blocks.*'",
+        ),
+        (
+            '"1 of 2 x probe"',
+            '"3 of 2 x probe"',
+            f"{STEP}.no_backward: '3 of 2 x probe' is no share of a module's calls",
+        ),
         (ROW, '"parameter | wte"', f"{STEP}.composition: 'parameter | wte' has 2 parts, expected 7"),
         (
             ROW,

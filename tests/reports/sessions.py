@@ -10,6 +10,7 @@ from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.explain.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.module_calls import Calls
 from pytest_gpumem.over_time import OverTime, Phase
 from pytest_gpumem.results import TestResult
 from pytest_gpumem.selection import Selection
@@ -73,7 +74,7 @@ def explained(text: str) -> Explanation:
         1,
         (Phase("forward", 0, 10), Phase(text, 10, 20)),
     )
-    composition = Composition(9 * GB, rows, {text: 2}, (text,))
+    composition = Composition(9 * GB, rows, {text: 2}, (text,), *[{"(all)": Calls(1, 3), text: Calls(1, 2)}] * 2)
     return Explanation(composition, composition, composition, (text,), 1, over_time)
 
 
