@@ -82,9 +82,7 @@ class Row:
     @property
     def where(self) -> str:
         """The line as a person reads it: the library's own, and from which of the user's lines it was reached."""
-        if self.library and self.site:
-            return f"{self.library} (from {self.site})"
-        return self.library or self.site
+        return line_of(self.site, self.library)
 
     @property
     def what(self) -> str:
@@ -95,6 +93,13 @@ class Row:
         """One line, for the store; `row_from_text` is the way back."""
         parts = (self.category, self.module, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
+
+
+def line_of(site: str, library: str) -> str:
+    """A line as a person reads it: the library's own, and from which of the user's lines it was reached."""
+    if library and site:
+        return f"{library} (from {site})"
+    return library or site
 
 
 def row_from_text(text: str) -> Row:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.composition import Composition, Explanation, MissingComposition, explanation_from_plain
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.operator_counts import from_texts, kept, to_texts
 from pytest_gpumem.timing.samples import Times, times_from_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pytest_gpumem.operator_counts import Tally
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
@@ -91,11 +94,14 @@ class Measurement:
     """The rounds that `step_time` is the median of, where time was taken."""
     work: Mapping[str, float] = field(default_factory=dict)
     """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
+    by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
+    """What ``operators``, ``flops``, ``syncs`` and ``launches`` are made of: operators, at lines where those are known."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
         object.__setattr__(self, "metrics", MappingProxyType(ordered))
         object.__setattr__(self, "work", MappingProxyType(dict(self.work)))
+        object.__setattr__(self, "by_operator", MappingProxyType(dict(self.by_operator)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (self.to_plain(),)
@@ -235,7 +241,7 @@ class Measurement:
         return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `from_plain` is the way back. Of an explanation, the largest rows."""
+        """Dicts, lists, strings and numbers only; `from_plain` is the way back. Of what explains, the largest rows."""
         return {
             "name": self.name,
             "workload": asdict(self.workload),
@@ -251,6 +257,7 @@ class Measurement:
             "explanation": None if self.explanation is None else self.explanation.kept().to_plain(),
             "times": None if self.times is None else self.times.to_plain(),
             "work": list(self.work.items()),
+            "by_operator": {name: to_texts(kept(tallies)) for name, tallies in self.by_operator.items()},
         }
 
 
@@ -267,4 +274,5 @@ def from_plain(plain: Mapping[str, Any]) -> Measurement:
         explanation=None if plain["explanation"] is None else explanation_from_plain(plain["explanation"]),
         times=None if plain["times"] is None else times_from_plain(plain["times"]),
         work=dict(plain["work"]),
+        by_operator={name: from_texts(texts) for name, texts in plain["by_operator"].items()},
     )

@@ -33,6 +33,10 @@ One file holds the baselines of one test file on one device::
     no_grad = [
         "1 of 1 x teacher",
     ]
+    operators_at = [
+        "blocks.*.attn | model.py:88 |  | 24 _softmax, 24 bmm",
+        ...
+    ]
 
     [environments."torch-2.11.0-5d2c9f"]
     device = "NVIDIA H100 80GB HBM3"
@@ -55,6 +59,7 @@ from pytest_gpumem.composition import Composition, CompositionError, row_from_te
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.module_calls import Calls, calls_from_text
+from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, Tally, from_texts, to_texts, total
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.units import nearest
 
@@ -73,6 +78,7 @@ _META: dict[str, type] = {"environment": str, "recorded": str, "commit": str, "r
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION = ("composition", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
+_AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
@@ -131,6 +137,11 @@ def render(entries: Mapping[Key, Entry]) -> str:
             **metrics,
             **_runs_table(entry.runs),
             **_composition_table(entry.composition),
+            **{
+                key: to_texts(entry.by_operator[metric]) or None
+                for key, metric in _AT.items()
+                if metric in entry.by_operator
+            },
         }
         tests.setdefault(key.test, {})[key.name] = {k: value for k, value in table.items() if value is not None}
     # The environments come last: entries without the one that they name tell that the end of the file is missing.
@@ -167,12 +178,13 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
         }
     )
     composed = {key: values.pop(key) for key in _COMPOSITION if key in values}
+    tallies = {key: values.pop(key) for key in _AT if key in values}
     runs = _runs({key: values.pop(key) for key in _RUNS if key in values}, where)
     metrics: dict[str, float] = {}
     for key, value in values.items():
         if key not in METRICS:
             raise FormatError(
-                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION, *_RUNS])}"
+                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION, *_RUNS, *_AT])}"
             )
         kinds: tuple[type, ...] = (int,) if METRICS[key].unit in WHOLE else (int, float)
         metrics[key] = _typed(value, kinds, f"{where}.{key}")
@@ -183,7 +195,8 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     if "peak_allocated" not in metrics:
         raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
     composition = _composition(composed, int(metrics["peak_allocated"]), where)
-    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs, reason)
+    by_operator = {_AT[key]: _tallies(texts, metrics.get(_AT[key]), f"{where}.{key}") for key, texts in tallies.items()}
+    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs, reason, by_operator)
 
 
 def _runs_table(runs: Runs | None) -> dict[str, list[float]]:
@@ -252,6 +265,21 @@ def _composition(given: Mapping[str, object], total: int, where: str) -> Composi
             f"{where}.composition: its rows hold {total - composition.rest} bytes, more than peak_allocated ({total})"
         )
     return composition
+
+
+def _tallies(texts: object, count: float | None, where: str) -> tuple[Tally, ...]:
+    metric = _AT[where.rpartition(".")[2]]
+    try:
+        tallies = from_texts(_strings(texts, where))
+    except ValueError as error:
+        raise FormatError(str(error) if isinstance(error, FormatError) else f"{where}: {error}") from None
+    if count is None:
+        raise FormatError(f"{where} is there without {metric}")
+    if total(tallies) != count:
+        raise FormatError(
+            f"{where} adds up to {total(tallies)}, and {metric} is {count}; remove the one that is wrong, or restore the file"
+        )
+    return tallies
 
 
 def _calls(texts: object, where: str) -> dict[str, Calls]:

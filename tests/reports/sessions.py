@@ -11,6 +11,7 @@ from pytest_gpumem.explain.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.module_calls import Calls
+from pytest_gpumem.operator_counts import Place, Tally, from_texts, to_texts
 from pytest_gpumem.over_time import OverTime, Phase
 from pytest_gpumem.results import TestResult
 from pytest_gpumem.selection import Selection
@@ -78,6 +79,11 @@ def explained(text: str) -> Explanation:
     return Explanation(composition, composition, composition, (text,), 1, over_time)
 
 
+def made_of(text: str) -> tuple[Tally, ...]:
+    """A count of which every text is ``text``, as it is when it has been written and read."""
+    return from_texts(to_texts([Tally(text, 7, Place(text, text, text)), Tally(text, 2)]))
+
+
 def everything(text: str) -> SessionReport:
     """A session that has everything there is to say, with ``text`` wherever a text may stand."""
     explanation = explained(text)
@@ -99,15 +105,17 @@ def everything(text: str) -> SessionReport:
         explanation=explanation,
         times=times,
         work={"samples": 8, text: 2.5},
+        by_operator={"operators": made_of(text)},
     )
     metrics = (
         peak(Outcome.REGRESSED, reason=text),
         MetricVerdict("step_time", Outcome.UNCERTAIN, 0.1, 0.2, 0.004, None, text, (0.9, 1.1)),
         MetricVerdict("throughput", Outcome.OVER_BUDGET, 12.5, budget=20, of=text),
-        MetricVerdict("operators", Outcome.IMPROVED, 3, 5, 0),
+        MetricVerdict("operators", Outcome.REGRESSED, 9, 5, 0),
+        MetricVerdict("syncs", Outcome.UNCERTAIN, 7, 0, 0, reason=text),
     )
     origin = Origin(text, text, text, text, text)
-    verdict = Verdict(measurement, metrics, origin, text, (text,), growth)
+    verdict = Verdict(measurement, metrics, origin, text, (text,), growth, {"syncs": made_of(text)})
     cell = Cell(text, text, 1)
     location = Location(text, 7)
     failing = TestVerdict(text, text, (verdict, verdict), None, relations=2, cell=cell, location=location, failure=text)
