@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.module_calls import Calls, outermost
 from pytest_gpumem.over_time import OverTime, over_time_from_plain
 from pytest_gpumem.units import format_bytes, nearest
 
@@ -81,9 +82,7 @@ class Row:
     @property
     def where(self) -> str:
         """The line as a person reads it: the library's own, and from which of the user's lines it was reached."""
-        if self.library and self.site:
-            return f"{self.library} (from {self.site})"
-        return self.library or self.site
+        return line_of(self.site, self.library)
 
     @property
     def what(self) -> str:
@@ -94,6 +93,13 @@ class Row:
         """One line, for the store; `row_from_text` is the way back."""
         parts = (self.category, self.module, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
+
+
+def line_of(site: str, library: str) -> str:
+    """A line as a person reads it: the library's own, and from which of the user's lines it was reached."""
+    if library and site:
+        return f"{library} (from {site})"
+    return library or site
 
 
 def row_from_text(text: str) -> Row:
@@ -126,10 +132,15 @@ class Composition:
     recomputed: Mapping[str, int] = field(default_factory=dict)
     """Modules that ran once more in backward (activation checkpointing), by folded path: how many calls."""
     notes: tuple[str, ...] = ()
+    no_grad: Mapping[str, Calls] = field(default_factory=dict)
+    """The calls of each module, by folded path: how many of them ran with grad mode off."""
+    no_backward: Mapping[str, Calls] = field(default_factory=dict)
+    """The calls that made a part of the graph: through how many of them backward did not go."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_order)))
-        object.__setattr__(self, "recomputed", MappingProxyType(dict(sorted(self.recomputed.items()))))
+        for name in ("recomputed", "no_grad", "no_backward"):
+            object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
 
     def __repr__(self) -> str:
         # Short, since it stands in every failed assertion about it.
@@ -162,7 +173,10 @@ class Composition:
         )
 
     def kept(self) -> Composition:
-        """The largest rows that make up 95 % of the bytes, at most 30: what a baseline keeps."""
+        """The largest rows that make up 95 % of the bytes, at most 30, and modules that are unlike those around them.
+
+        It is what a baseline keeps.
+        """
         # What is missing from the others stays, or those that are kept could hold more than there is.
         kept = [row for row in self.rows if row.nbytes < 0]
         covered = sum(row.nbytes for row in kept)
@@ -171,7 +185,7 @@ class Composition:
                 break
             kept.append(row)
             covered += row.nbytes
-        return replace(self, rows=tuple(kept))
+        return replace(self, rows=tuple(kept), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward))
 
     def to_plain(self) -> dict[str, Any]:
         """Dicts, lists, strings and numbers only; `composition_from_plain` is the way back."""
@@ -180,13 +194,20 @@ class Composition:
             "rows": [row.text() for row in self.rows],
             "recomputed": dict(self.recomputed),
             "notes": list(self.notes),
+            "no_grad": {path: list(calls) for path, calls in self.no_grad.items()},
+            "no_backward": {path: list(calls) for path, calls in self.no_backward.items()},
         }
 
 
 def composition_from_plain(plain: Mapping[str, Any]) -> Composition:
     """The composition that `Composition.to_plain` turned into plain values."""
     return Composition(
-        plain["total"], tuple(map(row_from_text, plain["rows"])), plain["recomputed"], tuple(plain["notes"])
+        plain["total"],
+        tuple(map(row_from_text, plain["rows"])),
+        plain["recomputed"],
+        tuple(plain["notes"]),
+        {path: Calls(*calls) for path, calls in plain["no_grad"].items()},
+        {path: Calls(*calls) for path, calls in plain["no_backward"].items()},
     )
 
 

@@ -244,6 +244,7 @@ class Gpumem:
             times=step.figures.times,
             work=step.work,
             lowest_peak=step.figures.lowest_peak,
+            by_operator=step.figures.counted.by_operator,
         )
 
     def _asked(self, name: str | None, explain: bool | None) -> Asked:
@@ -253,7 +254,10 @@ class Gpumem:
         def wanted(step: MeasuredStep) -> bool:
             return run.wants(self._measurement(step, name)) if explain is None else explain
 
-        return Asked(wanted, doubted=lambda step: run.doubts(self._measurement(step, name)))
+        def placed(step: MeasuredStep) -> bool:
+            return explain is not False and run.wants_places(self._measurement(step, name))
+
+        return Asked(wanted, doubted=lambda step: run.doubts(self._measurement(step, name)), placed=placed)
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:

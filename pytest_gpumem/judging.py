@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.gate.budget import Budget
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.metrics import Unit
     from pytest_gpumem.selection import Measured
     from pytest_gpumem.settings import Settings
 
@@ -110,17 +111,31 @@ class Judging:
 
     def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
         """Whether a measurement is to be explained: it fails by its bytes, or is going to be a baseline."""
+        return self._wants(item, measured, measurement, "bytes", lambda earlier: earlier.composition is None)
+
+    def wants_places(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+        """Whether the lines of its counts are to be told: it fails by them, or is going to be a baseline."""
+        return self._wants(item, measured, measurement, "count", lambda earlier: not earlier.tells_lines)
+
+    def _wants(
+        self,
+        item: pytest.Item,
+        measured: Measured,
+        measurement: Measurement,
+        unit: Unit,
+        lacks: Callable[[Entry], bool],
+    ) -> bool:
         if self._settings.explain != "on-failure":
             return self._settings.explain == "always"
         verdict = self.verdict(item, measured, [measurement])
         failing = self._failing(verdict)
-        if any(guilty_metrics(one, failing) for one in verdict.verdicts):
+        if any(guilty_metrics(one, failing, unit) for one in verdict.verdicts):
             return True
         mode = self._settings.update
         earlier = self._baseline(measured, measurement)
         if mode is None or earlier is None:
             return False
-        if mode == "all" and isinstance(earlier, Entry) and earlier.composition is None:
+        if mode == "all" and isinstance(earlier, Entry) and lacks(earlier):
             return True
         key = measured.key(measurement.name)
         # Another run's time is no reason: the bytes that would be explained are the same.

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.composition import Composition, Explanation, MissingComposition, explanation_from_plain
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.operator_counts import from_texts, kept, to_texts
 from pytest_gpumem.timing.samples import Times, times_from_plain
 from pytest_gpumem.units import format_count, format_large_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pytest_gpumem.operator_counts import Tally
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
@@ -108,11 +111,14 @@ class Measurement:
     """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
     lowest_peak: int | None = None
     """The smallest `peak_allocated` of the later half of the steps, in bytes, where they did not settle."""
+    by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
+    """What ``operators``, ``flops``, ``syncs`` and ``launches`` are made of: operators, at lines where those are known."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
         object.__setattr__(self, "metrics", MappingProxyType(ordered))
         object.__setattr__(self, "work", MappingProxyType(dict(self.work)))
+        object.__setattr__(self, "by_operator", MappingProxyType(dict(self.by_operator)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (self.to_plain(),)
@@ -257,7 +263,7 @@ class Measurement:
         return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `from_plain` is the way back. Of an explanation, the largest rows."""
+        """Dicts, lists, strings and numbers only; `from_plain` is the way back. Of what explains, the largest rows."""
         return {
             "name": self.name,
             "workload": asdict(self.workload),
@@ -274,6 +280,7 @@ class Measurement:
             "times": None if self.times is None else self.times.to_plain(),
             "work": list(self.work.items()),
             "lowest_peak": self.lowest_peak,
+            "by_operator": {name: to_texts(kept(tallies)) for name, tallies in self.by_operator.items()},
         }
 
 
@@ -291,4 +298,5 @@ def from_plain(plain: Mapping[str, Any]) -> Measurement:
         times=None if plain["times"] is None else times_from_plain(plain["times"]),
         work=dict(plain["work"]),
         lowest_peak=plain["lowest_peak"],
+        by_operator={name: from_texts(texts) for name, texts in plain["by_operator"].items()},
     )

@@ -139,6 +139,7 @@ class Measuring:
                 ),
                 explaining=self._explaining.of(item, device),
                 wants=lambda measurement: self._explaining.wants(item, measured, measurement),
+                wants_places=lambda measurement: self._judging.wants_places(item, measured, measurement),
                 doubts=lambda measurement: self._judging.doubts_time(
                     item, measured, measurement, decides_only=allowance is not None and not allowance.may_look_again
                 ),

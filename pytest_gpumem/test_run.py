@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device, Known
     from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.operator_counts import Tally
     from pytest_gpumem.residency import OwnBytes, Residency
     from pytest_gpumem.steps.bench import Explaining
     from pytest_gpumem.timing.allowance import TimeAllowance
@@ -57,6 +58,7 @@ class TestRun:
         explaining: Explaining | None = None,
         wants: Callable[[Measurement], bool] = never,
         doubts: Callable[[Measurement], bool] = never,
+        wants_places: Callable[[Measurement], bool] = never,
     ) -> None:
         self.item = item
         self.device = device
@@ -64,6 +66,8 @@ class TestRun:
         self.bench = Bench(device, self.windows, allowance, explaining)
         self.wants = wants
         """Whether a measurement of this test is to be explained."""
+        self.wants_places = wants_places
+        """Whether it is to be told at which lines the counts of a measurement come about."""
         self.doubts = doubts
         """Whether the time of a measurement of this test is to be taken again."""
         self.measurements: list[Measurement] = []
@@ -158,6 +162,7 @@ class TestRun:
         times: Times | None = None,
         work: Mapping[str, float] | None = None,
         lowest_peak: int | None = None,
+        by_operator: Mapping[str, tuple[Tally, ...]] | None = None,
     ) -> Measurement:
         """A measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         taken = {measurement.name for measurement in self.measurements}
@@ -175,6 +180,7 @@ class TestRun:
             times,
             work or {},
             lowest_peak,
+            by_operator or {},
         )
 
     def explain_call(self, call: Callable[[], object]) -> None:

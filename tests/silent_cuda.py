@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pytest_gpumem.devices.nvml import GpuNow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -33,7 +33,7 @@ class SilentCuda:
     def sm_clock(self) -> float | None:
         return None
 
-    def launches(self, run: Callable[[], object]) -> int | None:
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         run()
         return None
 

@@ -23,6 +23,7 @@ from pytest_gpumem.composition import (
     merged,
     row_from_text,
 )
+from pytest_gpumem.module_calls import Calls
 
 unhurried = settings(deadline=None)
 
@@ -238,6 +239,13 @@ def test_what_is_kept_says_what_was_recomputed_and_noted_as_well():
     assert whole.kept() == whole
 
 
+def test_of_modules_those_are_kept_that_are_unlike_what_is_around_them():
+    calls = {"net": Calls(0, 1), "teacher": Calls(1, 1), "teacher.h.*": Calls(6, 6)}
+    kept = Composition(100, (Row("input", 100),), no_grad=calls, no_backward=calls).kept()
+    assert kept.no_grad == kept.no_backward == {"(all)": (7, 8), "teacher": (1, 1)}
+    assert kept.kept() == kept
+
+
 # Through JSON, and to other processes
 
 COMPOSITIONS = st.builds(
@@ -246,6 +254,7 @@ COMPOSITIONS = st.builds(
     st.lists(ROWS | UNATTRIBUTED, max_size=4).map(tuple),
     st.dictionaries(NAMES, st.integers(1, 99), max_size=3),
     st.lists(NAMES, max_size=2).map(tuple),
+    *[st.dictionaries(NAMES, st.builds(Calls, st.integers(0, 99), st.integers(0, 99)), max_size=2)] * 2,
 )
 EXPLANATIONS = st.builds(
     Explanation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -105,6 +106,10 @@ def test_what_crept_in_fails_the_test(recorded, planted, headline, regressed):
     result.stdout.fnmatch_lines(["  accept:   pytest test_it.py::test_step --gpumem-update=all*"])
 
 
+SYNC = '    " | test_it.py:25 |  | 1 _local_scalar_dense",\n'
+MADE_OF = re.compile(r"^(flops|operators|syncs)_at = \[\n( .*\n)*\]\n", re.MULTILINE)
+
+
 def test_less_work_is_an_improvement_that_is_lowered_on_request(project):
     write(project, **PLANTED["a value is read"][0])
     project.run("--gpumem-update=new", "--gpumem-no-time")
@@ -113,8 +118,183 @@ def test_less_work_is_an_improvement_that_is_lowered_on_request(project):
     assert gate(project, "--gpumem-update=improved").ret == 0
     assert outcomes(project) == {"flops": "ok", "operators": "improved", "syncs": "improved"}
     (after,) = project.stored().values()
-    changed = [pair for pair in zip(before.splitlines(), after.splitlines(), strict=True) if pair[0] != pair[1]]
+    # The line of what made the difference goes; the others are where they were.
+    both = (re.sub(MADE_OF, "", text).splitlines() for text in (before, after))
+    changed = [pair for pair in zip(*both, strict=True) if pair[0] != pair[1]]
     assert [re.sub(r"\d+", "N", line) for _, line in changed] == ["operators = N", "syncs = N"]
+    assert SYNC in before
+    assert SYNC not in after
+
+
+# Which operators are more, and where
+
+
+def told(result: pytest.RunResult, title: str) -> list[list[str]]:
+    """The cells of the table under "more operators" or such in a failure."""
+    lines = [line.strip() for line in result.outlines]
+    start = next(number for number, line in enumerate(lines) if line.startswith(title))
+    return [re.split("  +", line) for line in lines[start + 1 : lines.index("", start)]]
+
+
+def line_of(project, text: str) -> str:
+    (number,) = [n for n, line in enumerate((project.path / "test_it.py").read_text().splitlines(), 1) if text in line]
+    return f"test_it.py:{number}"
+
+
+WHERE = {
+    "a value is read": ("more syncs", [["_local_scalar_dense", "+1", "(no module)", "output.item()"]]),
+    "a tensor is printed": ("more syncs", [["__repr__()", "+1", "(no module)", "str(output)"]]),
+    "made on the host": ("more syncs", [["to()", "+1", "Model", "torch.ones(16).to(x.device)"]]),
+    "computed again": (
+        "more FLOPs",
+        [
+            ["addmm", "+18.43 kFLOP", "first", "self.first(x)"],
+            ["_scaled_dot_product_flash_attention_for_cpu", "+4.61 kFLOP", "Model", "return ("],
+        ],
+    ),
+    "fusion lost": (
+        "more operators",
+        [
+            ["bmm", "+6", "Model", "return ("],
+            ["mul", "+2", "Model", "return ("],
+            ["_softmax", "+1", "Model", "return ("],
+            ["_softmax_backward_data", "+1", "Model", "return ("],
+            ["_scaled_dot_product_flash_attention_for_cpu", "-1", "Model", "return ("],
+            ["1 other: -1 together"],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_which_operators_are_more_is_told_with_module_and_line_also_in_backward(recorded, name):
+    write(recorded, **PLANTED[name][0])
+    title, rows = WHERE[name]
+    expected = [[*row[:-1], line_of(recorded, row[-1])] if len(row) > 1 else row for row in rows]
+    assert told(gate(recorded), title) == expected
+
+
+def test_an_operator_that_moved_is_not_told_beside_one_that_came(recorded):
+    path = recorded.path / "test_it.py"
+    path.write_text(
+        path.read_text().replace("class Model", "# moved\n\n\nclass Model").replace("return y", "return y.exp()")
+    )
+    line = line_of(recorded, "y.exp()")
+    assert told(gate(recorded), "more operators") == [["exp", "+1", "Model", line], ["mul", "+1", "Model", line]]
+
+
+def test_inference_and_code_of_ones_own_tell_it_too(project):
+    source = """
+class Net(torch.nn.Module):
+    def forward(self, x):
+        {work}
+        return x
+
+
+def test_infer(gpumem):
+    gpumem.infer_step(Net, torch.ones(8, 8))
+
+
+def test_measure(gpumem):
+    net, x = Net(), torch.ones(8, 8)
+    gpumem.measure(lambda: net(x))
+"""
+    project.write(source.format(work="x = x + 1"))
+    project.run("--gpumem-update=new")
+    project.write(source.format(work="x = (x + 1) @ x"))
+    result = gate(project)
+    result.assert_outcomes(failed=2)
+    row = rf"mm +\+1 +Net +{line_of(project, '@ x')}"
+    assert len(re.findall(row, result.stdout.str())) == 2
+
+
+def test_a_baseline_that_does_not_say_what_its_counts_were_still_compares_and_is_told_what_there_is(recorded):
+    (path,) = recorded.store.rglob("*.toml")
+    whole = path.read_text()
+    path.write_text(MADE_OF.sub("", whole))
+    assert gate(recorded).ret == 0
+    write(recorded, **PLANTED["fusion lost"][0])
+    result = gate(recorded)
+    first, *_ = told(result, "all operators")
+    assert first[:2] == ["add_", "8"]
+    result.stdout.fnmatch_lines(["  note: the baseline does not say what its operators were; it will when *"])
+    write(recorded)
+    assert gate(recorded, "--gpumem-update=all").ret == 0
+    assert path.read_text() == whole
+
+
+def test_without_explaining_operators_are_told_and_lines_are_not(recorded):
+    write(recorded, **PLANTED["fusion lost"][0])
+    rows = told(gate(recorded, "--gpumem-explain=never"), "more operators")
+    assert rows[:2] == [["bmm", "+6"], ["mul", "+2"]]
+
+
+def test_a_baseline_without_lines_tells_those_of_now(project):
+    write(project)
+    project.run("--gpumem-update=new", "--gpumem-explain=never")
+    (text,) = project.stored().values()
+    assert '    " |  |  | 8 mul_",\n' in text
+    write(project, **PLANTED["fusion lost"][0])
+    assert told(gate(project), "more operators")[0] == ["bmm", "+6", "Model", line_of(project, "return (")]
+    write(project)
+    assert gate(project, "--gpumem-update=all").ret == 0
+    (text,) = project.stored().values()
+    assert '    "second | test_it.py:20 |  | 1 addmm, 2 mm, 1 sum",\n' in text
+    # Lines that are known are kept where nobody asks for them.
+    assert gate(project, "--gpumem-update=all", "--gpumem-explain=never", "--gpumem-reason=again").ret == 0
+    assert list(project.stored().values()) == [text]
+
+
+def test_a_step_runs_once_more_only_where_it_fails_or_becomes_a_baseline(project):
+    source = """
+RUNS = []
+
+
+def test_step(gpumem):
+    x = torch.ones(8, 8)
+
+    def step():
+        RUNS.append(True)
+        return {work}
+
+    gpumem.measure(step)
+    with open("runs.txt", "a") as file:
+        file.write(f"{{len(RUNS)}}\\n")
+"""
+    project.write(source.format(work="x + x"))
+    for args in ((), ("--gpumem-update=new",), ("--gpumem-baseline",), ("--gpumem-update=all",)):
+        project.run(*args)
+    project.write(source.format(work="x + x + x"))
+    project.run("--gpumem-baseline")
+    never = project.run("--gpumem-baseline", "--gpumem-explain=never")
+    never.assert_outcomes(failed=1)
+    plain, new, passed, same, failed, unexplained = map(int, (project.path / "runs.txt").read_text().split())
+    assert plain == passed == same == unexplained
+    # A new baseline has its peak explained, too.
+    assert (new, failed) == (plain + 2, plain + 1)
+
+
+def test_reports_tell_which_operators_are_more(recorded):
+    write(recorded, **PLANTED["a value is read"][0])
+    gate(recorded, "--gpumem-report=r.json", "--gpumem-report=r.md", "--gpumem-report=r.html")
+    line = line_of(recorded, "output.item()")
+    report = json.loads((recorded.path / "r.json").read_text())
+    (verdict,) = report["results"][0]["verdict"]["verdicts"]
+    assert verdict["count_changes"] == {
+        key: [f" | {line} |  | 1 _local_scalar_dense"] for key in ("operators", "syncs")
+    }
+    assert f" | {line} |  | 1 _local_scalar_dense" in verdict["measurement"]["by_operator"]["syncs"]
+    text = (recorded.path / "r.md").read_text()
+    assert f"| `_local_scalar_dense` | +1 | `(no module)` | `{line}` |" in text
+    page = (recorded.path / "r.html").read_text()
+    assert re.search(rf"More syncs.*_local_scalar_dense.*\+1.*{line}", page, re.DOTALL)
+
+
+def test_workers_tell_the_same(recorded):
+    write(recorded, **PLANTED["fusion lost"][0])
+    here = told(gate(recorded), "more operators")
+    there = recorded.run("--gpumem-baseline", "--junitxml=report.xml", "-n", "1", separate=True)
+    assert told(there, "more operators") == here
 
 
 def test_more_work_under_another_release_of_torch_is_uncertain_and_says_why(recorded):
@@ -138,7 +318,7 @@ COUNTS = re.compile(r"^(flops|operators|syncs) = \d+\n", re.MULTILINE)
 def test_a_baseline_from_before_there_were_counts_is_completed_and_nothing_else_of_it_moves(recorded):
     (path,) = recorded.store.rglob("*.toml")
     whole = path.read_text()
-    path.write_text(COUNTS.sub("", whole))
+    path.write_text(MADE_OF.sub("", COUNTS.sub("", whole)))
     result = gate(recorded)
     assert result.ret == 0
     assert set(outcomes(recorded).values()) == {"new"}

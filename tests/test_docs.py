@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.marker import _ARGUMENTS
 from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.module_calls import Calls
 from pytest_gpumem.options import EXPLAIN_MODES, add_options
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.reports.explanation import growth_lines
@@ -285,7 +286,10 @@ REASONS = [
     ([activation(count=24)], [activation(count=48)]),
     ([activation(tensor="float32[2048, 512]")], [activation(tensor="float32[4096, 512]")]),
     ([activation(category="temporary")], [activation(count=2)]),
-    ({"blocks.*": 4}, {"blocks.*": 2}),
+    ({"recomputed": {"blocks.*": 4}}, {"recomputed": {"blocks.*": 2}}),
+    ({"no_grad": {"blocks.*": Calls(4, 4)}}, {"no_grad": {"blocks.*": Calls(0, 4)}}),
+    ({"no_grad": {"blocks.*": Calls(6, 12)}}, {"no_grad": {"blocks.*": Calls(0, 12)}}),
+    ({"no_backward": {"blocks.*": Calls(4, 4)}}, {"no_backward": {"blocks.*": Calls(0, 4)}}),
 ]
 """What a composition was and is, for each reason that the guide tells of, in its order."""
 
@@ -295,15 +299,15 @@ def test_the_reasons_in_the_guide_are_those_that_are_given():
     given = []
     for before, after in REASONS:
         if isinstance(before, dict):
-            old, new = Composition(0, (), before), composed([activation()], after)
+            old, new = Composition(0, (), **before), replace(composed([activation()]), **after)
         else:
             old, new = composed(before), composed(after)
         given.append(next(change.reason for change in difference(old, new).changes if change.nbytes > 0))
     assert list(told) == given
 
 
-def composed(rows_of_it: list[Row], recomputed: dict[str, int] | None = None) -> Composition:
-    return Composition(sum(row.nbytes for row in rows_of_it), tuple(rows_of_it), recomputed or {})
+def composed(rows_of_it: list[Row]) -> Composition:
+    return Composition(sum(row.nbytes for row in rows_of_it), tuple(rows_of_it))
 
 
 def test_the_guide_has_every_column_of_what_grew():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, total
 from pytest_gpumem.timing.comparison import Runs
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.composition import Composition
     from pytest_gpumem.measurement import Environment, Measurement, Workload
+    from pytest_gpumem.operator_counts import Tally
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,6 +44,18 @@ class Entry:
     """The step's times in the last runs that were accepted; ``None`` where there was none to go by."""
     reason: str | None = None
     """Why it was accepted, in one line; ``None`` where nobody said."""
+    by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
+    """What its counts are made of, by metric; without those that an older version recorded."""
+
+    def __post_init__(self) -> None:
+        # A count of 0 is made of nothing, whoever recorded it.
+        nothing: dict[str, tuple[Tally, ...]] = {name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0}
+        object.__setattr__(self, "by_operator", {**self.by_operator, **nothing})
+
+    @property
+    def tells_lines(self) -> bool:
+        """Whether any line is known of what its counts are made of."""
+        return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
     def takes_the_same(self, other: Entry) -> bool:
         """Whether both are of the same work with the same bytes and counts."""
@@ -56,8 +70,10 @@ class Entry:
         return (
             self.takes_the_same(other)
             and _decisive(self, self.metrics) == _decisive(other, self.metrics)
-            # Lines move without any byte moving; a composition is news only where there is none.
+            # Lines move without any byte moving; a composition, or what counts are made of, is news only where there is none.
             and (self.composition is None or other.composition is not None)
+            and self.by_operator.keys() <= other.by_operator.keys()
+            and (other.tells_lines or not self.tells_lines)
         )
 
 
@@ -89,6 +105,11 @@ def entry_of(measurement: Measurement, recorded: str, commit: str | None, reason
         composition,
         _runs(measurement),
         reason,
+        {
+            name: kept(tallies)
+            for name, tallies in measurement.by_operator.items()
+            if name in metrics and total(tallies) == metrics[name]
+        },
     )
 
 

@@ -30,6 +30,13 @@ One file holds the baselines of one test file on one device::
     recomputed = [
         "4 x blocks.*",
     ]
+    no_grad = [
+        "1 of 1 x teacher",
+    ]
+    operators_at = [
+        "blocks.*.attn | model.py:88 |  | 24 _softmax, 24 bmm",
+        ...
+    ]
 
     [environments."torch-2.11.0-5d2c9f"]
     device = "NVIDIA H100 80GB HBM3"
@@ -51,6 +58,8 @@ from pytest_gpumem.baselines.entry import Entry, Key
 from pytest_gpumem.composition import Composition, CompositionError, row_from_text
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.module_calls import Calls, calls_from_text
+from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, Tally, from_texts, to_texts, total
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.units import nearest
 
@@ -66,8 +75,10 @@ Entries = Mapping[tuple[str, str], Entry]
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _META: dict[str, type] = {"environment": str, "recorded": str, "commit": str, "reason": str}
-_COMPOSITION = ("composition", "recomputed")
+_GRAPH = ("no_grad", "no_backward")
+_COMPOSITION = ("composition", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
+_AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
@@ -126,6 +137,11 @@ def render(entries: Mapping[Key, Entry]) -> str:
             **metrics,
             **_runs_table(entry.runs),
             **_composition_table(entry.composition),
+            **{
+                key: to_texts(entry.by_operator[metric]) or None
+                for key, metric in _AT.items()
+                if metric in entry.by_operator
+            },
         }
         tests.setdefault(key.test, {})[key.name] = {k: value for k, value in table.items() if value is not None}
     # The environments come last: entries without the one that they name tell that the end of the file is missing.
@@ -161,13 +177,14 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
             if field == "step" or field in values
         }
     )
-    rows, recomputed = (values.pop(key, None) for key in _COMPOSITION)
+    composed = {key: values.pop(key) for key in _COMPOSITION if key in values}
+    tallies = {key: values.pop(key) for key in _AT if key in values}
     runs = _runs({key: values.pop(key) for key in _RUNS if key in values}, where)
     metrics: dict[str, float] = {}
     for key, value in values.items():
         if key not in METRICS:
             raise FormatError(
-                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION, *_RUNS])}"
+                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION, *_RUNS, *_AT])}"
             )
         kinds: tuple[type, ...] = (int,) if METRICS[key].unit in WHOLE else (int, float)
         metrics[key] = _typed(value, kinds, f"{where}.{key}")
@@ -177,8 +194,9 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
             raise FormatError(f"{where}.{key} is {value!r}, expected a finite number")
     if "peak_allocated" not in metrics:
         raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
-    composition = _composition(rows, recomputed, int(metrics["peak_allocated"]), where)
-    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs, reason)
+    composition = _composition(composed, int(metrics["peak_allocated"]), where)
+    by_operator = {_AT[key]: _tallies(texts, metrics.get(_AT[key]), f"{where}.{key}") for key, texts in tallies.items()}
+    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs, reason, by_operator)
 
 
 def _runs_table(runs: Runs | None) -> dict[str, list[float]]:
@@ -214,23 +232,31 @@ def _composition_table(composition: Composition | None) -> dict[str, list[str]]:
     table = {"composition": [row.text() for row in composition.rows]}
     if composition.recomputed:
         table["recomputed"] = [f"{calls} x {path}" for path, calls in composition.recomputed.items()]
+    for key in _GRAPH:
+        calls_of: Mapping[str, Calls] = getattr(composition, key)
+        if calls_of:
+            table[key] = [calls.text(path) for path, calls in calls_of.items()]
     return table
 
 
-def _composition(rows: object, recomputed: object, total: int, where: str) -> Composition | None:
-    if rows is None:
-        if recomputed is not None:
-            raise FormatError(f"{where}.recomputed is there without a composition")
+def _composition(given: Mapping[str, object], total: int, where: str) -> Composition | None:
+    if "composition" not in given:
+        for key in given:
+            raise FormatError(f"{where}.{key} is there without a composition")
         return None
     calls: dict[str, int] = {}
-    for text in _strings(recomputed if recomputed is not None else [], f"{where}.recomputed"):
+    for text in _strings(given.get("recomputed", []), f"{where}.recomputed"):
         count, times, path = text.partition(" x ")
         if not times or not count.isdecimal():
             raise FormatError(f"{where}.recomputed: {text!r} is no count of calls, like '4 x blocks.*'")
         calls[path] = int(count)
     try:
         composition = Composition(
-            total, tuple(row_from_text(text) for text in _strings(rows, f"{where}.composition")), calls
+            total,
+            tuple(row_from_text(text) for text in _strings(given["composition"], f"{where}.composition")),
+            calls,
+            no_grad=_calls(given.get("no_grad", []), f"{where}.no_grad"),
+            no_backward=_calls(given.get("no_backward", []), f"{where}.no_backward"),
         )
     except CompositionError as error:
         raise FormatError(f"{where}.composition: {error}") from None
@@ -239,6 +265,28 @@ def _composition(rows: object, recomputed: object, total: int, where: str) -> Co
             f"{where}.composition: its rows hold {total - composition.rest} bytes, more than peak_allocated ({total})"
         )
     return composition
+
+
+def _tallies(texts: object, count: float | None, where: str) -> tuple[Tally, ...]:
+    metric = _AT[where.rpartition(".")[2]]
+    try:
+        tallies = from_texts(_strings(texts, where))
+    except ValueError as error:
+        raise FormatError(str(error) if isinstance(error, FormatError) else f"{where}: {error}") from None
+    if count is None:
+        raise FormatError(f"{where} is there without {metric}")
+    if total(tallies) != count:
+        raise FormatError(
+            f"{where} adds up to {total(tallies)}, and {metric} is {count}; remove the one that is wrong, or restore the file"
+        )
+    return tallies
+
+
+def _calls(texts: object, where: str) -> dict[str, Calls]:
+    try:
+        return dict(map(calls_from_text, _strings(texts, where)))
+    except ValueError as error:
+        raise FormatError(str(error) if isinstance(error, FormatError) else f"{where}: {error}") from None
 
 
 def _strings(value: object, where: str) -> list[str]:

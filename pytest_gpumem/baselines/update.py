@@ -9,12 +9,14 @@ from pytest_gpumem.baselines.entry import Absent, Entry, Key, rounded
 from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.operator_counts import without_places
 from pytest_gpumem.timing.comparison import slower_machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.baselines.update_modes import UpdateMode
+    from pytest_gpumem.operator_counts import Tally
     from pytest_gpumem.timing.comparison import Runs
 
 ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
@@ -59,7 +61,9 @@ def entries_to_write(
                 kept = {name: value for name, value in earlier.metrics.items() if name not in better}
                 # A composition belongs to its peak.
                 composition = entry.composition if "peak_allocated" in better else earlier.composition
-                lowered = replace(entry, metrics={**entry.metrics, **kept}, composition=composition)
+                metrics = {**entry.metrics, **kept}
+                by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
+                lowered = replace(entry, metrics=metrics, composition=composition, by_operator=by_operator)
                 wanted[key] = _with_times_of(entry if "step_time" in better else earlier, lowered)
     return wanted
 
@@ -104,6 +108,7 @@ def _accepted(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
         return entry
     if entry.composition is None and entry.metrics["peak_allocated"] == earlier.metrics["peak_allocated"]:
         entry = replace(entry, composition=earlier.composition)
+    entry = replace(entry, by_operator={**entry.by_operator, **_better_placed(entry, earlier)})
     if earlier.runs is None:
         # What is not compared may be of a run that was disturbed, but is of the latest.
         return entry if "step_time" in entry.metrics else _with_times_of(earlier, entry)
@@ -114,6 +119,22 @@ def _accepted(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
     if _has_another_speed(verdict):
         return entry
     return _with_runs(earlier.runs.and_then(entry.runs), entry)
+
+
+def _made_of(
+    metrics: Mapping[str, float], by_operator: Mapping[str, tuple[Tally, ...]]
+) -> dict[str, tuple[Tally, ...]]:
+    """What these metrics are made of."""
+    return {name: tallies for name, tallies in by_operator.items() if name in metrics}
+
+
+def _better_placed(entry: Entry, earlier: Entry) -> dict[str, tuple[Tally, ...]]:
+    """What counts of ``earlier`` are made of, where ``entry`` has the same operators and does not know their lines."""
+    return {
+        name: earlier.by_operator[name]
+        for name, tallies in entry.by_operator.items()
+        if without_places(tallies) == tallies and without_places(earlier.by_operator.get(name, ())) == tallies
+    }
 
 
 def _with_runs(runs: Runs, entry: Entry) -> Entry:
@@ -174,7 +195,8 @@ def _with_added(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
         for metric in missing
         if metric.unit in WHOLE and all(here.get(detail) == there.get(detail) for detail in metric.depends_on)
     }
-    added = replace(earlier, metrics={**earlier.metrics, **metrics})
+    by_operator = {**earlier.by_operator, **_made_of(metrics, entry.by_operator)}
+    added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator)
     if entry.runs is None or not _lacks_times(earlier, entry):
         return added
     # An older version did not say on which machine an entry was recorded; that of its times is known now.

@@ -124,8 +124,8 @@ class Device(Protocol):
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds that the device needed for each of ``runs``, one after another and without waiting in between."""
 
-    def launches(self, run: Callable[[], object]) -> int | None:
-        """Run it and count the kernels that the host launched; ``None``, and not run, where there is no such thing."""
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
+        """Run it and count the kernels that the host launched, by name; ``None``, and not run, where there are none."""
 
     def conditions(self) -> Conditions:
         """What may disturb a timed stretch, as it is now; cheap enough to be read between two rounds.

@@ -25,7 +25,7 @@ from pytest_gpumem.devices.yardstick import Yardstick
 from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -213,7 +213,7 @@ class CpuDevice:
             borders.append(time.perf_counter())
         return [end - start for start, end in itertools.pairwise(borders)]
 
-    def launches(self, run: Callable[[], object]) -> int | None:
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         """A CPU launches none."""
         return None
 

@@ -20,7 +20,7 @@ from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
 from pytest_gpumem.measurement import Environment, MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -192,7 +192,7 @@ class CudaDevice:
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         return self._runtime.laps(runs)
 
-    def launches(self, run: Callable[[], object]) -> int | None:
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         return self._runtime.launches(run)
 
     def conditions(self) -> Conditions:

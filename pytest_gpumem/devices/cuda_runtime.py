@@ -30,7 +30,7 @@ from pytest_gpumem.devices.torch_internals import (
 from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -85,7 +85,7 @@ class CudaRuntime(Protocol):
     def synchronize(self) -> None: ...
     def allocate(self, nbytes: int) -> object: ...
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]: ...
-    def launches(self, run: Callable[[], object]) -> int | None: ...
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None: ...
     def gpu(self) -> GpuNow: ...
     def sm_clock(self) -> float | None: ...
     def segments(self) -> list[dict[str, Any]]: ...
@@ -175,7 +175,7 @@ class TorchCuda:
         borders[-1].synchronize()
         return [float(start.elapsed_time(end)) / 1e3 for start, end in itertools.pairwise(borders)]
 
-    def launches(self, run: Callable[[], object]) -> int | None:
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         return launches_of(run, self.synchronize)
 
     def gpu(self) -> GpuNow:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +34,14 @@ Such as ``Memcpy DtoH (Device -> Pageable)``. Which of them come depends on what
 """
 
 
-def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> int | None:
-    """Kernels that ``run`` put on the GPU; ``None`` where there is no CUPTI, and then it is not run, or it tells nothing.
+_FUNCTOR = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl)\w*|cutlass_\w+")
+"""What a kernel of ATen's computes, by the names of its template's arguments."""
+_LONGEST_NAME = 100
+
+
+def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> Counter[str] | None:
+    """Kernels that ``run`` put on the GPU, by name; ``None`` where there is no CUPTI, and then it is not run, or
+    it tells nothing.
 
     Only one profiler can run at a time: where ``run`` starts one of its own there is no telling, either.
     """
@@ -54,14 +62,23 @@ def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> i
     return kernels_in(profiler)
 
 
-def kernels_in(profiler: profile) -> int | None:
-    """How many kernels ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
+def kernels_in(profiler: profile) -> Counter[str] | None:
+    """The kernels that ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
     try:
         events = list(profiler.events() or ())  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError):  # somebody else has stopped it
         return None
     on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-    return sum(map(_is_kernel, on_gpu)) if on_gpu else None
+    return Counter(kernel_name(event.name) for event in on_gpu if _is_kernel(event)) if on_gpu else None
+
+
+def kernel_name(signature: str) -> str:
+    """The short name of a kernel: ``vectorized_elementwise_kernel<MulFunctor>`` of a whole signature in C++."""
+    named = signature.replace("(anonymous namespace)::", "").removeprefix("void ")
+    path, _, arguments = named.partition("<")
+    base = path.partition("(")[0].rpartition("::")[2].strip()
+    functors = _FUNCTOR.findall(arguments.rpartition(">(")[0] or arguments)
+    return (f"{base}<{functors[-1]}>" if functors else base or signature)[:_LONGEST_NAME]
 
 
 def _is_kernel(event: Any) -> bool:

@@ -161,6 +161,21 @@ def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> I
         setattr(torch.autograd, name, original)
 
 
+def next_node_number() -> int:
+    """The number that autograd gives to the next node of the graph that this thread makes."""
+    import torch
+
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def running_node_number() -> int | None:
+    """The number of the node of the graph that runs in this thread; ``None`` outside of backward."""
+    import torch
+
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
     """Within, it is as if no autocast were around: neither on, nor one whose end copies of weights would wait for.

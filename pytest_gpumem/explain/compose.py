@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
     """What is live right after a moment. ``own`` are the step's bytes when the recording began."""
     live = timeline.live[moment] if moment >= 0 else 0
-    return _composition(timeline, timeline.at(moment), own + live)
+    composition = _composition(timeline, timeline.at(moment), own + live)
+    return replace(composition, no_grad=timeline.no_grad, no_backward=timeline.no_backward)
 
 
 def composition_of_peak(timeline: Timeline, own: int) -> Composition:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.composition import item_bits
 from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen
 from pytest_gpumem.explain.around import Around
+from pytest_gpumem.explain.graph_calls import GraphCalls
 from pytest_gpumem.explain.trace import Label, Mark, folded, tensor_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.explain.trace import Trace
+    from pytest_gpumem.module_calls import ModuleCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ class Timeline:
     """From when to when cycles were collected, after the step."""
     workspaces: tuple[int, int] | None = None
     """From when to when the backend's workspaces were given back, after the step."""
+    no_grad: ModuleCalls = field(default_factory=dict)
+    no_backward: ModuleCalls = field(default_factory=dict)
+    """As of `GraphCalls`."""
 
     def at(self, moment: int) -> list[Life]:
         """The blocks that are live right after a moment."""
@@ -155,6 +160,7 @@ class _Reader:
         """The latest line in forward of each module."""
         self._paths: dict[tuple[str, str], str] = {}
         """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
+        self._calls = GraphCalls(trace.marks)
 
     def read(self) -> Timeline:
         trace = self._trace
@@ -188,6 +194,8 @@ class _Reader:
             step_ended=min((begin for begin, _ in rest.values()), default=None),
             garbage=rest.get("garbage"),
             workspaces=rest.get("workspaces"),
+            no_grad=self._calls.no_grad(),
+            no_backward=self._calls.no_backward(),
         )
 
     def _allocation(self, moment: int, event: AllocationEvent) -> int:
@@ -248,6 +256,7 @@ class _Reader:
 
     def _opened(self, moment: int, span: Open) -> None:
         self._open.append((moment, span))
+        self._calls.opened(span)
         if span.kind == "node":
             self._nodes.append(moment)
             return
@@ -288,6 +297,7 @@ class _Reader:
 
     def _closed(self, moment: int) -> None:
         opened, span = self._open.pop()
+        self._calls.closed(span)
         self._ends[opened] = moment
         for tensor in self._trace.results.get(span.mark, ()):
             self._seen(tensor)

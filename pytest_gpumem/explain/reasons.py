@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.composition import item_bits
+from pytest_gpumem.module_calls import no_longer
 
 if TYPE_CHECKING:
     from pytest_gpumem.composition import Composition, Row
+    from pytest_gpumem.module_calls import Calls
 
 _COPYING = frozenset({"clone", "contiguous"})
+_OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
+"""What there is more of where autograd records, and where backward goes."""
 
 
 def reason(old: Row | None, new: Row | None, before: Composition, after: Composition) -> str:
@@ -19,6 +23,10 @@ def reason(old: Row | None, new: Row | None, before: Composition, after: Composi
     lost = _no_longer_recomputed(old, new, before, after)
     if lost:
         return lost
+    if old is None or old.tensor == new.tensor:
+        joined = _joined_the_graph(new, before, after)
+        if joined:
+            return joined
     if old is not None:
         return _became(old, new)
     return _appeared(new, before, after)
@@ -34,6 +42,20 @@ def _no_longer_recomputed(old: Row | None, new: Row, before: Composition, after:
         if now < calls and related:
             return f"checkpointing off: {path} was recomputed in {calls} calls, now in {now or 'none'}"
     return ""
+
+
+def _joined_the_graph(new: Row, before: Composition, after: Composition) -> str:
+    if new.category not in _OF_THE_GRAPH or not new.module:
+        return ""
+    off = no_longer(before.no_grad, after.no_grad, new.module)
+    if off is not None:
+        return f"grad mode was off here{_how_often(off)}"
+    untouched = no_longer(before.no_backward, after.no_backward, new.module)
+    return "" if untouched is None else f"backward did not come here{_how_often(untouched)}"
+
+
+def _how_often(calls: Calls) -> str:
+    return f" in {calls.these} of {calls.total} calls" if calls.others else ""
 
 
 def _became(old: Row, new: Row) -> str:

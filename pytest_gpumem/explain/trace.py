@@ -28,6 +28,8 @@ class Mark:
     """The module's path; the phase's name; what is at rest."""
     site: str = ""
     library: str = ""
+    grad: bool = True
+    """Of a module's call: whether autograd recorded when it began."""
 
 
 @dataclass(frozen=True, slots=True)

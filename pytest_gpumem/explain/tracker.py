@@ -36,7 +36,10 @@ _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_
 
 
 class Tracker:
-    """Marks and looks of one recording. ``device``, ``births`` and ``blocks_of`` as in `Known`."""
+    """Marks and looks of one recording. ``device``, ``births`` and ``blocks_of`` as in `Known`.
+
+    Without ``looks`` no tensor is looked at: for who only asks in which module it is.
+    """
 
     def __init__(
         self,
@@ -45,6 +48,8 @@ class Tracker:
         level: Level = "calls",
         births: Mapping[int, Site] | None = None,
         blocks_of: BlocksOf | None = None,
+        *,
+        looks: bool = True,
     ) -> None:
         self.marks: list[Mark] = []
         self.looks: dict[int, tuple[Label, ...]] = {}
@@ -54,11 +59,17 @@ class Tracker:
         """The innermost call that an exception came out of first; -1 for none."""
         self._sites = sites
         self._level = level
+        self._looks = looks
         self.known = Known(device, births or {}, blocks_of)
         self._busy = False
         self._thread = threading.get_ident()
         self._modules: list[tuple[int, str, Any]] = []
         self._optimizing: list[Any] = []
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that runs; empty for none."""
+        return self._modules[-1][1] if self._modules else ""
 
     def know(
         self,
@@ -116,6 +127,8 @@ class Tracker:
 
     def look(self) -> None:
         """Label what can be found now: parameters, buffers, gradients, optimizer state and inputs."""
+        if not self._looks:
+            return
         was_busy, self._busy = self._busy, True
         try:
             number = len(self.marks)
@@ -133,7 +146,7 @@ class Tracker:
         # Above: this, __torch_function__.
         site = self._sites.here(3)
         number = len(self.marks)
-        with self.mark(Mark("call", self._modules[-1][1] if self._modules else "", *site)):
+        with self.mark(Mark("call", self.module, *site)):
             result = func(*args, **kwargs)
             returned = tuple(self._seen(result))
             if returned:
@@ -160,7 +173,9 @@ class Tracker:
             path = self._modules[-1][1] if self._modules else type(module).__name__
         if len(self._modules) == 0:
             self.look()
-        self._modules.append((id(module), path, self._begin(Mark("module", path, *self._sites.here(2)))))
+        self._modules.append(
+            (id(module), path, self._begin(Mark("module", path, *self._sites.here(2), grad=_autograd_records())))
+        )
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
         if self._is_elsewhere():
@@ -204,6 +219,13 @@ class Tracker:
                 for address, nbytes in self.known.blocks_of(value):
                     if nbytes == value.nbytes:
                         yield Seen(address, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _autograd_records() -> bool:
+    """Whether what runs now becomes part of a graph: neither under ``no_grad`` nor under ``inference_mode``."""
+    import torch
+
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _tensor_type() -> type[torch.Tensor]:

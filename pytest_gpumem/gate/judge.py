@@ -6,16 +6,19 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.explain.count_difference import changed_tallies
 from pytest_gpumem.explain.difference import Difference, difference
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
+from pytest_gpumem.operator_counts import kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.gate.budget import Budget
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.operator_counts import Tally
 
 
 MOST_DOUBTED = 0.40
@@ -51,7 +54,15 @@ def judge(
         metrics += (throughput,)
     origin = _origin(entry) if entry is not None else None
     elsewhere = baseline.elsewhere if isinstance(baseline, Absent) else ()
-    return Verdict(measurement, metrics, origin, why_not, elsewhere, _growth(measurement, entry))
+    return Verdict(
+        measurement,
+        metrics,
+        origin,
+        why_not,
+        elsewhere,
+        _growth(measurement, entry),
+        _more(measurement, entry if outcome is None else None),
+    )
 
 
 def _growth(measurement: Measurement, baseline: Entry | None) -> Difference | None:
@@ -59,6 +70,17 @@ def _growth(measurement: Measurement, baseline: Entry | None) -> Difference | No
     if baseline is None or baseline.composition is None or measurement.explanation is None:
         return None
     return difference(baseline.composition, measurement.explanation.peak)
+
+
+def _more(measurement: Measurement, baseline: Entry | None) -> dict[str, tuple[Tally, ...]]:
+    """By which operators each count is more that is, where that is known of both sides."""
+    if baseline is None:
+        return {}
+    return {
+        name: kept(changed_tallies(baseline.by_operator[name], tallies))
+        for name, tallies in measurement.by_operator.items()
+        if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
+    }
 
 
 def _judge_metric(

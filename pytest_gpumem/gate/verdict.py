@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.difference import Difference
 from pytest_gpumem.measurement import Measurement, from_plain
+from pytest_gpumem.operator_counts import from_texts, to_texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from pytest_gpumem.operator_counts import Tally
 
 
 class Outcome(str, Enum):
@@ -92,6 +95,8 @@ class Verdict:
     """The devices for which there are baselines, where there is none for this one."""
     growth: Difference | None = None
     """What changed in the composition of the peak, where both sides have one."""
+    count_changes: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
+    """By which operators a count is more, for each that is, where both sides know what it is made of."""
 
     @property
     def outcome(self) -> Outcome:
@@ -113,6 +118,7 @@ class Verdict:
             "reason": self.reason,
             "elsewhere": list(self.elsewhere),
             "growth": None if self.growth is None else self.growth.to_plain(),
+            "count_changes": {name: to_texts(changes) for name, changes in self.count_changes.items()},
         }
 
     @classmethod
@@ -124,6 +130,7 @@ class Verdict:
             reason=plain["reason"],
             elsewhere=tuple(plain["elsewhere"]),
             growth=None if plain["growth"] is None else Difference.from_plain(plain["growth"]),
+            count_changes={name: from_texts(texts) for name, texts in plain["count_changes"].items()},
         )
 
 

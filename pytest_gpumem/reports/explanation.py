@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.difference import REST
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.columns import columns, plain_lines
+from pytest_gpumem.reports.counts import count_lines, count_tables
 from pytest_gpumem.reports.layout import Column, Span, Table
 from pytest_gpumem.units import UnitSystem, format_bytes, format_bytes_change
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.composition import Composition, Explanation, Row
     from pytest_gpumem.explain.difference import Difference
     from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.metrics import Unit
 
 MOST_ROWS = 5
 
@@ -32,10 +34,11 @@ PLURALS = {
 
 
 def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSystem) -> list[list[str]]:
-    """Why the metrics in ``guilty`` are what they are: blocks of lines, none where nothing was recorded."""
+    """Why the metrics in ``guilty`` are what they are: blocks of lines, none where nothing is known."""
     explanation = verdict.measurement.explanation
+    counts = [count_lines(table) for table in count_tables(verdict, guilty, units)]
     if explanation is None:
-        return []
+        return counts
     blocks = []
     # A leak first: it is why the peak is higher, too.
     left = {"growth", "retained"}.intersection(guilty)
@@ -55,7 +58,7 @@ def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSys
                 *(f"cycle: {cycle}" for cycle in explanation.cycles),
             ]
         )
-    return blocks
+    return [*blocks, *counts]
 
 
 def retained_title(verdict: Verdict) -> str:
@@ -161,12 +164,10 @@ def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str
     ]
 
 
-def guilty_metrics(verdict: Verdict, failing: Collection[object]) -> list[str]:
-    """The metrics in bytes for which a measurement fails."""
+def guilty_metrics(verdict: Verdict, failing: Collection[object], unit: Unit = "bytes") -> list[str]:
+    """The metrics in a unit for which a measurement fails."""
     return [
-        metric.metric
-        for metric in verdict.metrics
-        if metric.outcome in failing and METRICS[metric.metric].unit == "bytes"
+        metric.metric for metric in verdict.metrics if metric.outcome in failing and METRICS[metric.metric].unit == unit
     ]
 
 

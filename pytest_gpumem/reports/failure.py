@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.naming import memory_title
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
-from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
 from pytest_gpumem.reports.screen import Screen
@@ -70,7 +70,8 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     if several:
         lines[0] = f"{verdict.measurement.name}: {lines[0]}"
     lines += ["", *(f"  {line}" for line in _metric_table(verdict, failing, units))]
-    for block in explanation_blocks(verdict, guilty_metrics(verdict, failing), units):
+    guilty = [name for unit in WHOLE for name in guilty_metrics(verdict, failing, unit)]
+    for block in explanation_blocks(verdict, guilty, units):
         lines += ["", *(f"  {line}" for line in block)]
     reasons = [
         f"{METRICS[metric.metric].title}: {metric.reason}"

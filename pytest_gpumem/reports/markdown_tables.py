@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.counts import count_tables, grown_counts
 from pytest_gpumem.reports.escaping import code_in_table, plain, table
 from pytest_gpumem.reports.explanation import MOST_ROWS, category_of, retained_title
 from pytest_gpumem.reports.matrix import matrix_cells, said_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.difference import Difference
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
     from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.reports.counts import CountTable
     from pytest_gpumem.reports.matrix import Row
     from pytest_gpumem.results import TestResult
     from pytest_gpumem.session_report import SessionReport
@@ -77,6 +79,7 @@ def explained(verdict: Verdict, units: UnitSystem) -> list[str]:
     if explanation is not None and explanation.garbage.rows:
         found.append(composition("held by cycles", explanation.garbage, units))
         found.append("\n".join(f"- cycle: {plain(cycle)}" for cycle in explanation.cycles))
+    found += [counts(one) for one in count_tables(verdict, grown_counts(verdict), units)]
     return [one for one in found if one]
 
 
@@ -95,6 +98,18 @@ def growth(difference: Difference, units: UnitSystem) -> str:
         rows.append([name, "", "", format_bytes_change(rest, units), *[""] * 5])
     header = ["what grew", "baseline", "now", "change", "module", "line", "operator", "tensors", "why"]
     return table(header, rows, (0, 4, 5, 6, 7, 8))
+
+
+def counts(of: CountTable) -> str:
+    """The operators by which a count is more, and at which lines."""
+    rows = [
+        [code_in_table(row.operator), plain(row.amount), code_in_table(row.module), code_in_table(row.line)]
+        for row in of.rows
+    ]
+    if of.others:
+        rows.append([plain(of.others), *[""] * 3])
+    found = table([of.title, "now" if of.note else "change", "module", "line"], rows, (0, 2, 3))
+    return f"{found}\n\n{plain(of.note)}" if of.note else found
 
 
 def composition(title: str, of: Composition, units: UnitSystem) -> str:

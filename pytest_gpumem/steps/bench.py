@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.births import births
 from pytest_gpumem.explain.over_time import over_time_of
+from pytest_gpumem.explain.places import Places
 from pytest_gpumem.explain.recording import Subject, explain, explain_out_of_memory, know_nothing, phase
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.collector import cyclic_collector_off
+from pytest_gpumem.steps.counting import located
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.recording import Expected, Recorded
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.steps.counting import Counted
     from pytest_gpumem.steps.runner import Phase, StepFigures
     from pytest_gpumem.timing.allowance import TimeAllowance
     from pytest_gpumem.timing.samples import Sample
@@ -102,6 +105,16 @@ class Bench:
     def born(self, found: dict[int, Site]) -> AbstractContextManager[None]:
         """Within, the lines that make tensors are entered in ``found``, by address; not where nothing is explained."""
         return nullcontext() if self.explaining is None else births(self.explaining.sites, found)
+
+    def locate(self, phases: Sequence[Phase], counted: Counted) -> Counted:
+        """Run the step once more, to tell at which lines what it was ``counted`` with is called."""
+        assert self.explaining is not None, "only asked for where something is explained"
+        self.windows.border()
+        places = Places(self.explaining.sites, self.device.torch_device)
+        with cyclic_collector_off(), random_numbers_given_back(self.device):
+            counted = located(lambda: [phase.run() for phase in phases], self.device, counted, places)
+        self.device.take_peak()
+        return counted
 
     def explain(self, subject: Subject, expected: Expected) -> Explanation:
         """Run the step once more, recorded, and tell what its peak is made of, which was measured as ``expected``."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import watched_operators
+from pytest_gpumem.operator_counts import NOWHERE, Place, Tally, summed, total, without_places
 from pytest_gpumem.steps.host_tensors import HostTensors
-from pytest_gpumem.steps.syncs import Syncs, is_of_higher_order, name_of
+from pytest_gpumem.steps.syncs import Syncs, is_of_higher_order, name_of, title_of
 from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.places import Places
 
 _NOT_ATEN = ("profiler", "prim")
 _MOVES_NOTHING = frozenset(
@@ -63,10 +66,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The counts of a step; ``trouble`` is a clause when it could not be counted."""
+    """The counts of a step, and by metric what each is made of; ``trouble`` is a clause when it could not be counted."""
 
     counts: Counts
     trouble: str | None = None
+    by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
 
 
 NOTHING_COUNTED = Counted(Counts())
@@ -75,24 +79,65 @@ NOTHING_COUNTED = Counted(Counts())
 def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False) -> Counted:
     """Run ``step`` once to count its operators, where it is not ``compiled``, and where there are kernels once more for those.
 
-    Where modes watch operators, torch.compile does not run what it has compiled. What the step raises is told, and not
-    raised: it ran well before, and its figures stand.
+    At which lines is not known. Where modes watch operators, torch.compile does not run what it has compiled. What the step
+    raises is told, and not raised: it ran well before, and its figures stand.
     """
     try:
-        counts = Counts() if compiled else _count_operators(step, device.torch_device)
-        launches = device.launches(lambda: _run(step))
+        found = {} if compiled else _count_operators(step, device.torch_device)
+        kernels = device.launches(lambda: _run(step))
     except Exception as error:  # noqa: BLE001 - the step's own, whatever it is
         clear_frames(error)
         said = str(error).strip().partition("\n")[0]
         return Counted(Counts(), f"not counted: {type(error).__name__}{f': {said}' if said else ''}")
-    return Counted(Counts(counts.flops, counts.operators, counts.syncs, launches))
+    if kernels is not None:
+        found["launches"] = summed(Tally(name, times) for name, times in kernels.items())
+    return Counted(Counts(**{name: total(tallies) for name, tallies in found.items()}), by_operator=found)
+
+
+def located(step: Callable[[], object], device: Device, counted: Counted, places: Places) -> Counted:
+    """What a step was ``counted`` with, and at which lines: ``step`` is run once more for that.
+
+    What is not counted alike this time is left as it was, and so is everything if the step raises now.
+    """
+    try:
+        found = _count_operators(step, device.torch_device, places)
+    except Exception as error:  # noqa: BLE001 - the step's own, whatever it is
+        clear_frames(error)
+        return counted
+    known = {
+        name: found[name] if without_places(found.get(name, ())) == tallies else tallies
+        for name, tallies in counted.by_operator.items()
+    }
+    return replace(counted, by_operator=known)
 
 
 def _run(step: Callable[[], object]) -> None:
     step()
 
 
-def _count_operators(step: Callable[[], object], device: torch.device) -> Counts:
+class _Tallies:
+    """Adds up what is counted, at the place where we are."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Counter[tuple[str, Place]]] = {
+            name: Counter() for name in ("flops", "operators", "syncs")
+        }
+        self.place = NOWHERE
+
+    def add(self, metric: str, operator: str, amount: int = 1) -> None:
+        self._found[metric][operator, self.place] += amount
+
+    def by_operator(self) -> dict[str, tuple[Tally, ...]]:
+        return {
+            metric: summed(Tally(operator, amount, place) for (operator, place), amount in found.items())
+            for metric, found in self._found.items()
+        }
+
+
+def _count_operators(
+    step: Callable[[], object], device: torch.device, places: Places | None = None
+) -> dict[str, tuple[Tally, ...]]:
+    """The tallies of FLOPs, operators and syncs; at their lines where ``places`` tells them."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -102,12 +147,35 @@ def _count_operators(step: Callable[[], object], device: torch.device) -> Counts
     flops = FlopCounterMode(
         display=False, custom_mapping={attention: _attention_flops, backward: _attention_backward_flops}
     )
-    syncs = Syncs(host)
-    operators = 0
+    tallies = _Tallies()
+    latest, counted = "", 0
+
+    def count_flops() -> None:
+        """What the latest operator added to the FLOPs, which are counted when it has run."""
+        nonlocal counted
+        now = flops.get_total_flops()
+        if now > counted:
+            tallies.add("flops", latest, now - counted)
+            counted = now
+
+    def waited(name: str) -> None:
+        tallies.add("syncs", name)
+
+    def called(name: str) -> None:
+        """The host waits in a function that is no operator."""
+        count_flops()
+        tallies.place = places.here() if places is not None else NOWHERE
+        tallies.add("syncs", name)
+
+    syncs = Syncs(host, waited, called)
 
     def ran(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        nonlocal operators
-        operators += _works(operator)
+        nonlocal latest
+        count_flops()
+        latest = title_of(operator)
+        tallies.place = places.here() if places is not None else NOWHERE
+        if _works(operator):
+            tallies.add("operators", latest)
         syncs.see(operator, args, kwargs)
         result = run()
         host.follow((args, kwargs), result)
@@ -115,12 +183,15 @@ def _count_operators(step: Callable[[], object], device: torch.device) -> Counts
 
     with ExitStack() as stack:
         stack.enter_context(host.remembered())
+        if places is not None:
+            stack.enter_context(places.watching())
         # The latest sees an operator first: flops takes composite ones apart, and what is counted is what is really run.
         stack.enter_context(watched_operators(ran))
         stack.enter_context(flops)
         stack.enter_context(syncs.of_functions())
         step()
-    return Counts(flops.get_total_flops(), operators, syncs.count)
+    count_flops()
+    return tallies.by_operator()
 
 
 def _works(func: Any) -> bool:

@@ -70,10 +70,14 @@ Asking = Callable[[MeasuredStep], bool]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Whether a step that has been measured is ``wanted`` explained, and whether its time is ``doubted`` and taken again."""
+    """Whether a step that has been measured is ``wanted`` explained, and whether its time is ``doubted`` and taken again.
+
+    ``placed``: whether it is told at which lines its counts come about.
+    """
 
     wanted: Asking | None = None
     doubted: Asking | None = None
+    placed: Asking | None = None
 
 
 NOTHING = Asked()
@@ -113,6 +117,7 @@ def _measured_function(bench: Bench, fn: Callable[[], object], items: float | No
     notes = figures.notes()
     work = {} if items is None else {ITEMS: items}
     step = timed_again(MeasuredStep(figures, Workload("measure"), work, notes), bench, phases, lambda: fn, asked)
+    step = placed(step, bench, phases, asked)
     return explained(step, bench, subject, asked.wanted)
 
 
@@ -143,6 +148,7 @@ def measure_train_step(
         work = work_in(training.batch, items)
         step = MeasuredStep(figures, prepared.workload(), work, notes, state, seen.recomputed)
         step = timed_again(step, bench, prepared.phases, prepared.held, asked)
+        step = placed(step, bench, prepared.phases, asked)
         return explained(step, bench, subject, asked.wanted)
 
 
@@ -155,6 +161,17 @@ def timed_again(
         return step
     samples = (*times.samples, bench.sample_again(phases, held))
     return replace(step, figures=replace(step.figures, times=replace(times, samples=samples)))
+
+
+def placed(step: MeasuredStep, bench: Bench, phases: Sequence[Phase], asked: Asked) -> MeasuredStep:
+    """The step, with the lines of its counts if they are asked for."""
+    counted = step.figures.counted
+    # Kernels are told by the GPU, which does not know lines.
+    if not any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs")):
+        return step
+    if bench.explaining is None or asked.placed is None or not asked.placed(step):
+        return step
+    return replace(step, figures=replace(step.figures, counted=bench.locate(phases, counted)))
 
 
 def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Asking | None) -> MeasuredStep:
@@ -230,4 +247,5 @@ def measure_infer_step(
             )
         workload = Workload("infer_step", config.text(precision), parameters_of(model), describe(batch))
         step = MeasuredStep(figures, workload, work_in(batch, items), figures.notes())
-        return explained(timed_again(step, bench, phases, held, asked), bench, subject, asked.wanted)
+        step = placed(timed_again(step, bench, phases, held, asked), bench, phases, asked)
+        return explained(step, bench, subject, asked.wanted)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.steps.batches import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import torch
@@ -20,17 +21,25 @@ _PUTS = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 
 
 class Syncs:
-    """Counts them, by the operators that are run and the functions that are called. ``host`` knows whose a tensor is."""
+    """Finds them, by the operators that are run and the functions that are called. ``host`` knows whose a tensor is.
 
-    __slots__ = ("_host", "count")
+    ``in_operator`` and ``in_function`` are told the name of what the host waits in: the one before it runs, the other
+    whenever it is known.
+    """
 
-    def __init__(self, host: HostTensors) -> None:
+    __slots__ = ("_host", "_in_operator", "in_function")
+
+    def __init__(
+        self, host: HostTensors, in_operator: Callable[[str], None], in_function: Callable[[str], None]
+    ) -> None:
         self._host = host
-        self.count = 0
+        self._in_operator = in_operator
+        self.in_function = in_function
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator is run."""
-        self.count += _waits(operator, args, kwargs, self._host)
+        if _waits(operator, args, kwargs, self._host):
+            self._in_operator(title_of(operator))
 
     def of_functions(self) -> AbstractContextManager[object]:
         """Within, functions are watched for what no operator shows."""
@@ -94,6 +103,13 @@ def name_of(func: Any) -> str:
     return str(func.overloadpacket.__name__)
 
 
+def title_of(func: Any) -> str:
+    """The name of an operator as people are told it: ``addmm``, ``library::name``."""
+    if is_of_higher_order(func):
+        return str(getattr(func, "__name__", type(func).__name__))
+    return name_of(func) if func.namespace == "aten" else f"{func.namespace}::{name_of(func)}"
+
+
 def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
     """Sees what no operator shows.
 
@@ -113,7 +129,7 @@ def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
             kwargs = kwargs or {}
             reads = func is torch.Tensor.__repr__ or (host.stands_in and func is torch.Tensor.tolist)
             if reads and args[0] not in host:
-                syncs.count += 1
+                syncs.in_function(_called(func))
             result = func(*args, **kwargs)
             if not isinstance(result, torch.Tensor):
                 return result
@@ -121,7 +137,8 @@ def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
                 return _moved(func, args, kwargs, result, syncs, host)
             if func in from_values:
                 likeness, data = args[:2] if func is torch.Tensor.new_tensor else (None, args[0])
-                _made_of_values(likeness, data, kwargs, result, syncs, host)
+                for _ in range(_waits_for_values(likeness, data, kwargs, result, host)):
+                    syncs.in_function(_called(func))
             elif not any(True for _ in tensors_in((args, kwargs))):
                 host.mark(result, host=kwargs.get("device") in (None, "cpu"))
             return result
@@ -129,20 +146,22 @@ def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
     return Watch()
 
 
-def _made_of_values(
-    likeness: Any, data: Any, kwargs: dict[str, Any], result: torch.Tensor, syncs: Syncs, host: HostTensors
-) -> None:
-    """A tensor was made of Python's values: on a device, ``likeness``'s if there is one, or on the host."""
+def _called(func: Any) -> str:
+    return f"{func.__name__}()"
+
+
+def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: torch.Tensor, host: HostTensors) -> int:
+    """How often the host waited for a tensor made of Python's values: on a device, ``likeness``'s if there is one, or here."""
     import torch
 
     if isinstance(data, torch.Tensor):
-        return  # a copy that operators show
+        return 0  # a copy that operators show
     device = kwargs.get("device")
     at_home = likeness in host if likeness is not None and device is None else device in (None, "cpu")
     host.mark(result, host=at_home)
     # Tensors among the values are read one by one.
-    syncs.count += sum(tensor not in host for tensor in tensors_in([data]))
-    syncs.count += result not in host and (host.stands_in or not _is_array(data))
+    reads = sum(tensor not in host for tensor in tensors_in([data]))
+    return reads + (result not in host and (host.stands_in or not _is_array(data)))
 
 
 def _moved(
@@ -153,7 +172,8 @@ def _moved(
     if not host.stands_in or target is None or (source in host) == (target == "host"):
         return result
     non_blocking = kwargs.get("non_blocking", False) or any(argument is True for argument in args[1:3])
-    syncs.count += not non_blocking
+    if not non_blocking:
+        syncs.in_function(_called(func))
     # What is done to the one would not be done to the other.
     copy = result.clone() if result is source else result
     host.mark(copy, host=target == "host")

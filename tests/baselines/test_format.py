@@ -16,6 +16,8 @@ from pytest_gpumem.baselines.format import FORMAT, FormatError, parse, render
 from pytest_gpumem.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.module_calls import Calls
+from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, Place, Tally, summed, total
 from pytest_gpumem.timing.comparison import Runs
 from tests.hostile import RAW
 
@@ -125,27 +127,45 @@ ROWS = st.builds(
     NAMES.filter(lambda text: text != "block"),
     st.integers(0, 999),
 )
-COMPOSITIONS = st.none() | st.tuples(
-    st.lists(ROWS, max_size=3), st.dictionaries(NAMES, st.integers(1, 99), max_size=2), SIZES
+SHARES = st.tuples(st.integers(0, 99), st.integers(0, 99)).map(lambda two: Calls(two[0], sum(two)))
+COMPOSITIONS = st.none() | st.builds(
+    Composition,
+    SIZES,
+    st.lists(ROWS, max_size=3).map(tuple),
+    st.dictionaries(NAMES, st.integers(1, 99), max_size=2),
+    no_grad=st.dictionaries(NAMES, SHARES, max_size=2),
+    no_backward=st.dictionaries(NAMES, SHARES, max_size=2),
 )
 
 
-def entry_with(entry: Entry, parts: tuple[list[Row], dict[str, int], int] | None) -> Entry:
-    """An entry with a composition of these rows, recomputed modules and a rest: together they are its peak."""
-    if parts is None:
+def entry_with(entry: Entry, composition: Composition | None) -> Entry:
+    """An entry with a composition whose rows, and what its total says as their rest, are together its peak."""
+    if composition is None:
         return entry
-    rows, recomputed, rest = parts
-    total = sum(row.nbytes for row in rows) + rest
+    total = sum(row.nbytes for row in composition.rows) + composition.total
     metrics = {**entry.metrics, "peak_allocated": total}
-    return replace(entry, metrics=metrics, composition=Composition(total, tuple(rows), recomputed))
+    return replace(entry, metrics=metrics, composition=replace(composition, total=total))
+
+
+# Of an operator's name, what separates one from the next.
+OPERATORS = TEXTS.map(lambda text: text.replace("|", "/").replace(",", ";"))
+TALLIES = st.lists(st.builds(Tally, OPERATORS, st.integers(1, 99), st.builds(Place, NAMES, NAMES, NAMES)), max_size=3)
+
+
+def made_of(entry: Entry, by_operator: dict[str, list[Tally]]) -> Entry:
+    """An entry whose counts are made of these."""
+    tallies = {name: summed(found) for name, found in by_operator.items()}
+    metrics = {**entry.metrics, **{name: total(found) for name, found in tallies.items()}}
+    return replace(entry, metrics=metrics, by_operator=tallies)
 
 
 FILES_ENTRIES = st.dictionaries(
     st.builds(Key, st.just(FILE), IDS, IDS),
     st.builds(
-        entry_with,
+        lambda entry, composition, tallies: made_of(entry_with(entry, composition), tallies),
         st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS, reason=st.none() | TEXTS),
         COMPOSITIONS,
+        st.dictionaries(st.sampled_from(MADE_OF_OPERATORS), TALLIES, max_size=3),
     ),
     min_size=1,
     max_size=5,
@@ -223,6 +243,74 @@ def test_a_file_with_the_line_ends_of_windows_is_read_alike():
 def test_an_environment_that_could_not_be_read_back_is_not_written(details):
     with pytest.raises((TypeError, ValueError)):
         render({Key(FILE, "test_a", "call"): Entry(Workload("call"), Environment("slug", "GPU", details), {}, "")})
+
+
+# What counts are made of
+
+MADE = replace(
+    TRAIN,
+    metrics={**TRAIN.metrics, "flops": 3000, "operators": 15, "syncs": 0},
+    by_operator={
+        "flops": (Tally("addmm", 1000, Place("h.*", "m.py:9")), Tally("mm", 2000, Place("h.*", "m.py:9"))),
+        "operators": (
+            Tally("addmm", 4, Place("h.*", "m.py:9")),
+            Tally("mm", 8, Place("h.*", "m.py:9")),
+            Tally("sum", 2, Place("head", "m.py:30", "lib/gpt.py:3")),
+            Tally("add", 1),
+        ),
+    },
+)
+MADE_ENTRIES = {**ENTRIES, Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step"): MADE}
+MADE_OF = """\
+flops_at = [
+    "h.* | m.py:9 |  | 1000 addmm, 2000 mm",
+]
+operators_at = [
+    "h.* | m.py:9 |  | 4 addmm, 8 mm",
+    "head | m.py:30 | lib/gpt.py:3 | 2 sum",
+    " |  |  | 1 add",
+]
+"""
+
+
+def test_what_counts_are_made_of_is_a_line_for_each_place_and_nothing_for_a_count_of_0():
+    text = render(MADE_ENTRIES)
+    assert MADE_OF in text
+    assert "syncs_at" not in text
+    assert parse(text, FILE) == MADE_ENTRIES
+    assert MADE.by_operator["syncs"] == ()
+
+
+def test_an_entry_of_an_older_version_does_not_say_what_its_counts_are_made_of():
+    text = render(MADE_ENTRIES).replace(MADE_OF, "")
+    (entry,) = [entry for entry in parse(text, FILE).values() if "flops" in entry.metrics]
+    assert entry == replace(MADE, by_operator={})
+    assert entry.by_operator == {"syncs": ()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("flops = 3000\n", "", "flops_at is there without flops"),
+        (
+            "operators = 15",
+            "operators = 16",
+            "operators_at adds up to 15, and operators is 16; remove the one that is wrong",
+        ),
+        (
+            "4 addmm, 8 mm",
+            "4 addmm, mm",
+            "operators_at: 'h.* | m.py:9 |  | 4 addmm, mm': 'mm' is no count of an operator",
+        ),
+        ("m.py:9 |  | 4", "m.py:9 | 4", "operators_at: 'h.* | m.py:9 | 4 addmm, 8 mm' has 3 parts, expected 4: module"),
+        (MADE_OF, "operators_at = 5\n", "operators_at is 5, expected an array of strings"),
+    ],
+)
+def test_what_counts_cannot_be_made_of_is_told_by_its_key(old, new, message):
+    text = render(MADE_ENTRIES)
+    assert old in text
+    with pytest.raises(FormatError, match=re.escape(f"tests.TestTrain::test_step[amp-bf16].train_step.{message}")):
+        parse(text.replace(old, new), FILE)
 
 
 # Broken texts
@@ -403,7 +491,13 @@ SOFTMAX = Row(
 )
 COMPOSED = replace(
     TRAIN,
-    composition=Composition(8_120_000_000, (Row("parameter", 498, "wte"), SOFTMAX), {"blocks.*": 4, "head": 1}),
+    composition=Composition(
+        8_120_000_000,
+        (Row("parameter", 498, "wte"), SOFTMAX),
+        {"blocks.*": 4, "head": 1},
+        no_grad={"(all)": Calls(7, 21), "teacher": Calls(1, 1)},
+        no_backward={"probe": Calls(1, 2)},
+    ),
 )
 COMPOSED_ENTRIES = {**ENTRIES, Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step"): COMPOSED}
 COMPOSITION = """\
@@ -418,7 +512,16 @@ recomputed = [
     "1 x head",
 ]
 """
-COMPOSED_TEXT = TEXT.replace("throughput = 649.9\n", f"throughput = 649.9\n{COMPOSITION}{RECOMPUTED}")
+GRAPH = """\
+no_grad = [
+    "7 of 21 x (all)",
+    "1 of 1 x teacher",
+]
+no_backward = [
+    "1 of 2 x probe",
+]
+"""
+COMPOSED_TEXT = TEXT.replace("throughput = 649.9\n", f"throughput = 649.9\n{COMPOSITION}{RECOMPUTED}{GRAPH}")
 
 
 def test_a_composition_is_a_line_for_each_row_the_largest_first():
@@ -426,11 +529,11 @@ def test_a_composition_is_a_line_for_each_row_the_largest_first():
     assert parse(COMPOSED_TEXT, FILE) == COMPOSED_ENTRIES
 
 
-def test_what_is_not_recomputed_takes_no_line():
+def test_what_is_not_recomputed_and_what_runs_with_grad_takes_no_line():
     plain = replace(TRAIN, composition=Composition(8_120_000_000, (SOFTMAX,)))
     text = render({Key(FILE, "test_a", "train_step"): plain})
     assert "composition" in text
-    assert "recomputed" not in text
+    assert not any(key in text for key in ("recomputed", "no_grad", "no_backward"))
 
 
 def test_the_total_of_a_composition_is_the_peak_and_what_was_not_kept_its_rest():
@@ -468,6 +571,19 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
         (RECOMPUTED, "recomputed = [[]]\n", f"{STEP}.recomputed is [[]], expected an array of strings"),
         ('"4 x blocks.*"', '"blocks.*"', f"{STEP}.recomputed: 'blocks.*' is no count of calls, like '4 x blocks.*'"),
         ('"4 x blocks.*"', '"-4 x blocks.*"', f"{STEP}.recomputed: '-4 x blocks.*' is no count of calls"),
+        (COMPOSITION + RECOMPUTED, "", f"{STEP}.no_grad is there without a composition"),
+        (GRAPH, "no_grad = 5\n", f"{STEP}.no_grad is 5, expected an array of strings"),
+        (GRAPH, "no_backward = [5]\n", f"{STEP}.no_backward is [5], expected an array of strings"),
+        (
+            '"1 of 1 x teacher"',
+            '"teacher"',
+            f"{STEP}.no_grad: 'teacher' is no share of a module's calls, like '6 of 12 x blocks.*'",
+        ),
+        (
+            '"1 of 2 x probe"',
+            '"3 of 2 x probe"',
+            f"{STEP}.no_backward: '3 of 2 x probe' is no share of a module's calls",
+        ),
         (ROW, '"parameter | wte"', f"{STEP}.composition: 'parameter | wte' has 2 parts, expected 7"),
         (
             ROW,

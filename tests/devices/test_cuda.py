@@ -138,7 +138,7 @@ class SyntheticCuda:
 
     def launches(self, run):
         run()
-        return 42
+        return {"gemm": 40, "relu": 2}
 
     def laps(self, runs):
         for run in runs:
@@ -619,7 +619,7 @@ def test_time_is_that_of_the_runtime(device):
 
 def test_kernel_launches_are_those_of_the_runtime(device):
     ran = []
-    assert device.launches(lambda: ran.append(True)) == 42
+    assert device.launches(lambda: ran.append(True)) == {"gemm": 40, "relu": 2}
     assert ran == [True]
 
 

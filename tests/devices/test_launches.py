@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pytest_gpumem.devices.launches import kernels_in, launches_of
+from pytest_gpumem.devices.launches import kernel_name, kernels_in, launches_of
 
 
 def nothing() -> None:
@@ -41,8 +41,38 @@ def without_activity(event: tuple[str, str, str | None]) -> tuple[str, str, None
 
 @pytest.mark.parametrize("said", [lambda event: event, without_activity], ids=["with activity", "older torch"])
 def test_kernels_are_counted_and_copies_fills_and_calls_of_the_host_are_not(said):
-    assert kernels_in(told(*map(said, (LAUNCH, KERNEL, *OTHERS, LAUNCH, KERNEL)))) == 2
-    assert kernels_in(told(*map(said, OTHERS))) == 0
+    assert kernels_in(told(*map(said, (LAUNCH, KERNEL, *OTHERS, LAUNCH, KERNEL)))) == {"gemm": 2}
+    assert kernels_in(told(*map(said, OTHERS))) == {}
+
+
+AT = "at::native::"
+
+
+@pytest.mark.parametrize(
+    ("signature", "name"),
+    [
+        ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
+        (
+            f"void {AT}(anonymous namespace)::cunn_SoftMaxForward<8, float>(float*, float const*, int)",
+            "cunn_SoftMaxForward",
+        ),
+        (
+            f"void {AT}vectorized_elementwise_kernel<4, {AT}BinaryFunctor<float, {AT}binary_internal::MulFunctor<float> >, 3ul>(int)",
+            "vectorized_elementwise_kernel<MulFunctor>",
+        ),
+        (
+            f"void {AT}reduce_kernel<512, 1, {AT}ReduceOp<float, {AT}func_wrapper_t<float, {AT}sum_functor<float> > > >(int)",
+            "reduce_kernel<sum_functor>",
+        ),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_nn_align4>(Params)", None),
+        ("a_kernel(int, float)", "a_kernel"),
+        ("", ""),
+        ("x" * 300, "x" * 100),
+    ],
+)
+def test_a_kernel_has_a_short_name_without_commas(signature, name):
+    expected = "Kernel2<cutlass_80_tensorop_s1688gemm_128x64_nn_align4>" if name is None else name
+    assert kernel_name(signature) == expected
 
 
 def test_where_nothing_of_a_gpu_is_told_there_is_no_number():

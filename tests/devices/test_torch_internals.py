@@ -18,7 +18,9 @@ from pytest_gpumem.devices.torch_internals import (
     clear_cublas_workspaces,
     compiled_graphs,
     load_compiler,
+    next_node_number,
     parts_of_coo,
+    running_node_number,
     watched_operators,
 )
 
@@ -239,3 +241,23 @@ def test_watched_operators_are_told_below_autograd_also_those_of_backward_and_ru
     seen.clear()
     torch.ones(1).exp()
     assert seen == []
+
+
+def test_a_node_that_runs_has_the_number_that_was_the_next_when_it_was_made():
+    x = torch.ones(2, requires_grad=True)
+    made = []
+    y = x
+    for _ in range(2):
+        made.append(next_node_number())
+        y = y.exp()
+    ran = []
+    y.grad_fn.register_prehook(lambda _: ran.append(running_node_number()))
+    assert running_node_number() is None
+    y.sum().backward()
+    assert (ran, running_node_number()) == ([made[1]], None)
+
+
+def test_what_makes_no_node_leaves_the_next_number():
+    number = next_node_number()
+    torch.ones(2).exp()
+    assert next_node_number() == number

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.composition import CATEGORIES, Composition, Row, composition_from_plain, merged
 from pytest_gpumem.explain.difference import REST, Change, Difference, difference
+from pytest_gpumem.module_calls import Calls
 
 SIZES = {"bool": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 
@@ -170,6 +171,53 @@ def test_fewer_and_larger_micro_batches_do_not_switch_checkpointing_off():
 def test_checkpointing_elsewhere_is_no_reason():
     before = made_of(WEIGHTS, recomputed={"encoder.*": 4})
     assert first(before, made_of(WEIGHTS, row())).reason == ""
+
+
+def graph(*rows: Row, **calls: dict[str, Calls]) -> Composition:
+    return replace(made_of(WEIGHTS, *rows), **calls)
+
+
+OFF, ON = {"h.*": Calls(4, 4), "h.*.attn": Calls(4, 4)}, {"h.*": Calls(0, 4), "h.*.attn": Calls(0, 4)}
+
+
+@pytest.mark.parametrize("grown", [row(), row(category="gradient"), row(category="temporary", operator="MulBackward0")])
+def test_grad_mode_that_was_off_is_told_of_what_the_graph_holds(grown):
+    before, after = graph(no_grad=OFF), graph(grown, no_grad=ON)
+    assert first(before, after).reason == "grad mode was off here"
+    assert first(stored(before), after).reason == "grad mode was off here"
+
+
+def test_of_what_was_there_and_is_more_grad_mode_is_told_too():
+    before, after = graph(row(count=1), no_grad={"h.*.attn": Calls(3, 4)}), graph(row(), no_grad=ON)
+    assert first(before, after).reason == "grad mode was off here in 3 of 4 calls"
+
+
+def test_a_module_that_backward_did_not_come_to_is_told():
+    before, after = graph(no_grad=ON, no_backward=OFF), graph(row(), no_grad=ON, no_backward=ON)
+    assert first(before, after).reason == "backward did not come here"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (graph(no_grad=ON), graph(row(), no_grad=ON)),
+        (graph(no_grad=OFF), graph(row(), no_grad=OFF)),
+        (graph(no_grad=OFF), graph(row("head"), no_grad={**ON, "head": Calls(0, 1)})),
+        (graph(no_grad=OFF), graph(row(""), no_grad=ON)),
+        (graph(no_grad=OFF), graph(row(category="parameter"), no_grad=ON)),
+        # A baseline of before there was such a thing; one that was recorded without its modules; so is this run.
+        (graph(), graph(row(), no_grad=ON)),
+        (graph(no_grad=OFF), graph(row())),
+    ],
+    ids=["on", "off", "elsewhere", "in no module", "no part of the graph", "older", "unseen"],
+)
+def test_where_grad_mode_did_not_change_nothing_is_said_of_it(before, after):
+    assert "grad mode" not in first(before, after).reason
+
+
+def test_another_dtype_is_the_reason_before_grad_mode():
+    before, after = graph(row(dtype="bfloat16"), no_grad=OFF), graph(row(), no_grad=ON)
+    assert first(before, after).reason == "was bfloat16, now float32"
 
 
 def test_what_shrank_has_no_reason():

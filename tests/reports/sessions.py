@@ -10,6 +10,8 @@ from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.explain.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.module_calls import Calls
+from pytest_gpumem.operator_counts import Place, Tally, from_texts, to_texts
 from pytest_gpumem.over_time import OverTime, Phase
 from pytest_gpumem.results import TestResult
 from pytest_gpumem.selection import Selection
@@ -73,8 +75,13 @@ def explained(text: str) -> Explanation:
         1,
         (Phase("forward", 0, 10), Phase(text, 10, 20)),
     )
-    composition = Composition(9 * GB, rows, {text: 2}, (text,))
+    composition = Composition(9 * GB, rows, {text: 2}, (text,), *[{"(all)": Calls(1, 3), text: Calls(1, 2)}] * 2)
     return Explanation(composition, composition, composition, (text,), 1, over_time, (text,))
+
+
+def made_of(text: str) -> tuple[Tally, ...]:
+    """A count of which every text is ``text``, as it is when it has been written and read."""
+    return from_texts(to_texts([Tally(text, 7, Place(text, text, text)), Tally(text, 2)]))
 
 
 def everything(text: str) -> SessionReport:
@@ -98,15 +105,17 @@ def everything(text: str) -> SessionReport:
         explanation=explanation,
         times=times,
         work={"samples": 8, text: 2.5},
+        by_operator={"operators": made_of(text)},
     )
     metrics = (
         peak(Outcome.REGRESSED, reason=text),
         MetricVerdict("step_time", Outcome.UNCERTAIN, 0.1, 0.2, 0.004, None, text, (0.9, 1.1)),
         MetricVerdict("throughput", Outcome.OVER_BUDGET, 12.5, budget=20, of=text),
-        MetricVerdict("operators", Outcome.IMPROVED, 3, 5, 0),
+        MetricVerdict("operators", Outcome.REGRESSED, 9, 5, 0),
+        MetricVerdict("syncs", Outcome.UNCERTAIN, 7, 0, 0, reason=text),
     )
     origin = Origin(text, text, text, text, text)
-    verdict = Verdict(measurement, metrics, origin, text, (text,), growth)
+    verdict = Verdict(measurement, metrics, origin, text, (text,), growth, {"syncs": made_of(text)})
     cell = Cell(text, text, 1)
     location = Location(text, 7)
     failing = TestVerdict(text, text, (verdict, verdict), None, relations=2, cell=cell, location=location, failure=text)

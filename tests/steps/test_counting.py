@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.explain.places import Places
+from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.operator_counts import Tally, without_places
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import FrozenHeap
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.counting import Counts, count_step
+from pytest_gpumem.steps.counting import Counted, Counts, count_step, located
 from pytest_gpumem.steps.host_tensors import HostTensors
 from pytest_gpumem.steps.inference import quantized
 from pytest_gpumem.steps.measured import measure_infer_step
@@ -27,7 +31,7 @@ class Meta:
 
     def launches(self, run):
         run()
-        return 7
+        return {"gemm": 5, "relu": 2}
 
 
 CPU = CpuDevice()
@@ -388,6 +392,132 @@ def test_int8_weights_count_as_the_products_that_they_are():
     assert counted(inferring(lambda: model(x))).flops == 2 * 2 * 64 * 32
 
 
+# Which operators, and where
+
+
+def made_of(counted: Counted, metric: str) -> dict[str, int]:
+    """The operators of a count, wherever they are."""
+    return {tally.operator: tally.amount for tally in without_places(counted.by_operator[metric])}
+
+
+def test_counts_are_made_of_operators_that_add_up_to_them():
+    model, x = Perceptron(), torch.randn(B, I)
+    found = count_step(lambda: model(x).sum().backward(), CPU)
+    assert made_of(found, "operators") == {
+        "addmm": 2, "relu": 1, "sum": 3, "ones_like": 1, "mm": 3, "threshold_backward": 1
+    }  # fmt: skip
+    assert made_of(found, "flops") == {"addmm": FIRST + SECOND, "mm": 2 * SECOND + FIRST}
+    assert made_of(found, "syncs") == {}
+
+
+def test_the_host_waits_in_operators_and_in_functions_by_name():
+    found = count_step(lambda: [X.sum().item(), X.tolist(), X.cpu(), repr(X)], CPU)
+    assert made_of(found, "syncs") == {"__repr__()": 1, "_local_scalar_dense": 1, "cpu()": 1, "tolist()": 1}
+
+
+def test_an_operator_of_ones_own_is_told_with_its_library():
+    @torch.library.custom_op("gpumem_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert made_of(count_step(lambda: double(X), CPU), "operators") == {"gpumem_test::double": 1}
+
+
+@pytest.fixture
+def places():
+    return lambda: Places(Sites(Path(__file__).parents[1]), CPU.torch_device)
+
+
+def lines_of(step, places) -> dict[tuple[str, str], set[str]]:
+    """The operators of a step, but for sums and what is at no line, by module and by the text of the line."""
+    step()  # from now on gradients are added to those that there are
+    plain = count_step(step, CPU)
+    found = located(step, CPU, plain, places())
+    assert {name: without_places(tallies) for name, tallies in found.by_operator.items()} == plain.by_operator
+    text = Path(__file__).read_text(encoding="utf-8").splitlines()
+    lines: dict[tuple[str, str], set[str]] = {}
+    for tally in found.by_operator["operators"]:
+        if tally.place.site and tally.operator not in ("sum", "ones_like", "expand"):
+            line = text[int(tally.place.site.rpartition(":")[2]) - 1].strip()
+            lines.setdefault((tally.place.module, line), set()).add(tally.operator)
+    return lines
+
+
+class Halves(torch.nn.Module):
+    def __init__(self, again=None):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(I, I) for _ in range(2)])
+        self.again = again
+
+    def act(self, x):
+        return x.tanh()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        if self.again is not None:
+            return checkpoint(self.act, x, use_reentrant=self.again)
+        return self.act(x)
+
+
+@pytest.mark.parametrize("again", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
+def test_operators_are_told_at_the_lines_of_forward_in_backward_too_and_where_they_are_computed_again(again, places):
+    model, x = Halves(again), torch.randn(B, I)
+    assert lines_of(lambda: model(x).sum().backward(), places) == {
+        ("layers.*", "x = layer(x)"): {"addmm", "mm"},
+        ("Halves", "return x.tanh()"): {"tanh", "tanh_backward"},
+    }
+
+
+def test_a_function_with_a_backward_of_its_own_has_its_lines(places):
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.mul(2)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.div(2)
+
+    x = torch.ones(4, requires_grad=True)
+    assert lines_of(lambda: Doubled.apply(x).sum().backward(), places) == {
+        ("", "return x.mul(2)"): {"mul"},
+        ("", "return gradient.div(2)"): {"div"},
+    }
+
+
+def test_a_node_that_was_made_before_the_step_is_at_no_line(places):
+    x = torch.ones(4, requires_grad=True)
+    held = [x.exp().sum()]
+
+    def step():
+        held.pop().backward()
+        held.append(x.exp().sum())
+
+    assert lines_of(step, places) == {("", "held.append(x.exp().sum())"): {"exp"}}
+
+
+def test_what_is_not_counted_alike_again_is_left_as_it_was(places):
+    sizes = [1, 1, 3]
+
+    def step():
+        for _ in range(sizes.pop()):
+            X.exp()
+        X.sum().item()
+
+    step()
+    plain = count_step(step, CPU)
+    sizes.append(2)
+    found = located(step, CPU, plain, places())
+    assert found.by_operator["operators"] == plain.by_operator["operators"]
+    assert [tally.place.site != "" for tally in found.by_operator["syncs"]] == [True]
+
+
+def test_what_a_step_raises_when_its_lines_are_asked_for_leaves_its_counts(places):
+    plain = count_step(X.exp, CPU)
+    assert located(lambda: 1 // 0, CPU, plain, places()) == plain
+
+
 # What cannot be counted
 
 
@@ -402,6 +532,7 @@ def test_of_what_is_compiled_only_launches_are_counted():
     found = count_step(lambda: ran.append(True), Meta(), compiled=True)
     assert (found.counts, found.trouble, len(ran)) == (Counts(launches=7), None, 1)
     assert found.counts.metrics() == {"launches": 7}
+    assert found.by_operator == {"launches": (Tally("gemm", 5), Tally("relu", 2))}
     assert count_step(lambda: pytest.fail("it ran"), CPU, compiled=True).counts == Counts()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.composition import CATEGORIES
 from pytest_gpumem.explain.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.counts import count_tables, grown_counts
 from pytest_gpumem.reports.explanation import category_of, retained_title
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.composition import Composition, Row
     from pytest_gpumem.explain.difference import Change, Difference
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
+    from pytest_gpumem.reports.counts import CountTable
     from pytest_gpumem.units import UnitSystem
 
 MOST_ROWS = 30
@@ -103,6 +105,8 @@ class Panel:
     origin: str
     growth: PartTable | None
     """What changed at the peak."""
+    counts: tuple[CountTable, ...]
+    """By which operators counts are more."""
     compositions: tuple[PartTable, ...]
     over_time: dict[str, Any] | None
     rounds: dict[str, Any] | None
@@ -123,6 +127,7 @@ def _panel(verdict: Verdict, units: UnitSystem) -> Panel:
         tuple(_metric(metric, units) for metric in verdict.metrics),
         _origin(verdict),
         _growth(verdict.growth, units) if verdict.growth is not None and verdict.growth.changes else None,
+        tuple(_counts(verdict, units)),
         tuple(_compositions(verdict, units)),
         over_time_chart(over_time, units) if over_time is not None and over_time.time_ns else None,
         rounds_chart(verdict),
@@ -216,6 +221,20 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> Iterable[PartTable]:
     ):
         if composition.rows:
             yield _composition(f"{what}: {format_bytes(composition.total, units)}", composition, units)
+
+
+def _counts(verdict: Verdict, units: UnitSystem) -> Iterable[CountTable]:
+    for table in count_tables(verdict, grown_counts(verdict), units, MOST_ROWS):
+        rows = tuple(
+            replace(
+                row,
+                operator=in_one_line(row.operator),
+                module=in_one_line(row.module),
+                line=in_one_line(row.line),
+            )
+            for row in table.rows
+        )
+        yield replace(table, rows=rows)
 
 
 def _growth(growth: Difference, units: UnitSystem) -> PartTable:

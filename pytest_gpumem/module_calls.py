@@ -1,0 +1,98 @@
+"""Of how many of its calls something holds, module by module: grad mode was off, backward did not come there. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+EVERYWHERE = "(all)"
+"""The path that stands for all modules together."""
+
+_TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
+
+
+class Calls(NamedTuple):
+    """Calls of a module: those for which something holds, and all."""
+
+    these: int
+    total: int
+
+    @property
+    def others(self) -> int:
+        """Those for which it does not hold."""
+        return self.total - self.these
+
+    def text(self, path: str) -> str:
+        """``"6 of 12 x blocks.*"``, for the store; `calls_from_text` is the way back."""
+        return f"{self.these} of {self.total} x {path}"
+
+
+ModuleCalls = dict[str, Calls]
+"""Calls by the folded path of their module (``blocks.*.attn``)."""
+
+
+def calls_from_text(text: str) -> tuple[str, Calls]:
+    """The path and the calls that `Calls.text` wrote. Raises ``ValueError``."""
+    found = _TEXT.fullmatch(text)
+    if found is None or int(found.group(1)) > int(found.group(2)):
+        raise ValueError(f"{text!r} is no share of a module's calls, like '6 of 12 x blocks.*'")
+    return found.group(3), Calls(int(found.group(1)), int(found.group(2)))
+
+
+def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
+    """Single calls, each with its module's path and whether something holds for it, added up by path."""
+    found: ModuleCalls = {}
+    for path, holds in calls:
+        these, total = found.get(path, (0, 0))
+        found[path] = Calls(these + holds, total + 1)
+    return found
+
+
+def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
+    """The fewest entries that say it of every module: what is within a module is as that, unless it has an entry itself.
+
+    One of all modules together is among them, and alone where all are alike. What was left before is left as it is.
+    """
+    if EVERYWHERE in calls:
+        return dict(calls)
+    together = Calls(sum(one.these for one in calls.values()), sum(one.total for one in calls.values()))
+    if not together.these:
+        return {}
+    if not together.others:
+        return {EVERYWHERE: together}
+    found: ModuleCalls = {}
+    for path in sorted(calls, key=lambda path: (path.count("."), path)):
+        around = next((found[outer] for outer in _around(path) if outer in found), Calls(0, 1))
+        if calls[path].these * around.total != around.these * calls[path].total:
+            found[path] = calls[path]
+    return {EVERYWHERE: together, **found}
+
+
+def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str) -> Calls | None:
+    """The calls for which it held around ``module`` in ``before``, if it holds for fewer of them now; else ``None``.
+
+    ``before`` may be what `outermost` left; ``now`` has every module that was called. Calls that are gone are no change:
+    others must have come for which it does not hold.
+    """
+    here = now.get(module)
+    path = next((path for path in (module, *_around(module)) if path in before), None)
+    if path is None and EVERYWHERE in before and not before[EVERYWHERE].others:
+        path = EVERYWHERE
+    if here is None or not here.others or path is None or not before[path].these:
+        return None
+    was = before[path]
+    if not was.others:
+        return was
+    around = now.get(path)
+    changed = around is not None and around.these < was.these and around.others > was.others
+    return was if changed else None
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is in, from the innermost to the outermost."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
