@@ -39,6 +39,27 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, int | None]:
+    # Around the whole process: the exit status is what comes out of here, whatever hooks and tests have made of it.
+    try:
+        status = yield
+    except SystemExit as end:
+        if end.code in (0, None):
+            end.code = _final_status(config, 0)
+        raise
+    return status if status is None else _final_status(config, status)
+
+
+def _final_status(config: pytest.Config, status: int) -> int:
+    session = config.stash.get(SESSION, None)
+    if hasattr(config, "workerinput") or (session is None and not config.getoption("gpumem_baseline", None)):
+        return status
+    from pytest_gpumem.exit_status import final_status
+
+    return final_status(config, session, status)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER_HELP)
     config.addinivalue_line("markers", CONFIG_MARKER_HELP)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.controller import Controller
     from pytest_gpumem.devices.registry import DeviceFactory
+    from pytest_gpumem.session_report import SessionReport
     from pytest_gpumem.settings import Settings
 
 
@@ -99,6 +100,16 @@ class GpumemSession:
         """The process has run its tests."""
         if self._worker is not None:
             self._config.workeroutput["gpumem"] = self.selection.to_plain()  # type: ignore[attr-defined]
+
+    @property
+    def report(self) -> SessionReport | None:
+        """What the session has reported; ``None`` where it ran no test, or had nothing to report."""
+        return self._controller.report if self._controller is not None else None
+
+    def ended_red(self, status: int) -> None:
+        """The process ends with the exit status ``status``."""
+        if self._controller is not None:
+            self._controller.ended_red(status)
 
     def _whole_files(self) -> frozenset[str]:
         """The test files of which every test was collected."""

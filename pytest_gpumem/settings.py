@@ -81,6 +81,11 @@ class Settings:
     explicit: bool = False
     """Whether anything at all was said: an option, or a ``[tool.gpumem]`` table."""
 
+    @property
+    def gates(self) -> bool:
+        """Whether the session was asked to end red unless all is well."""
+        return self.baseline or self.strict
+
     def budget_for(self, nodeid: str) -> Budget:
         """What the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
         budget = Budget()
