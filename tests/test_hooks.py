@@ -122,11 +122,9 @@ def test_a_tolerance_that_is_none_fails_the_test_and_names_the_hook_and_its_plug
     )
     failed = project.run("--gpumem-baseline")
     failed.assert_outcomes(failed=1)
+    right = "a Tolerance of finite ratios and amounts that are not negative, like Tolerance(relative=0.05)"
     failed.stdout.fnmatch_lines(
-        [
-            "gpumem: pytest_gpumem_tolerance (*conftest.py) returned * for retained, expected None or a Tolerance of finite "
-            "ratios and amounts that are not negative, like Tolerance(relative=0.05)"
-        ]
+        [f"gpumem: pytest_gpumem_tolerance (*conftest.py) returned * for retained, expected None or {right}"]
     )
 
 

@@ -77,7 +77,10 @@ class FormatError(ValueError):
 
 
 def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Entry]:
-    """The entries in the text of the baselines of test file ``file`` on the device ``slug``, or on any. Raises `FormatError`."""
+    """Return the entries in the text of the baselines of a test file; ``slug`` is the folder that it lies in, if it is known.
+
+    Raises `FormatError`.
+    """
     try:
         return _parse(text, file, slug)
     except FormatError:
