@@ -244,7 +244,7 @@ def kind_name(key: str) -> str:
     return _ARRAYS.get(key) or _KIND_NAMES[_KEYS[key]]
 
 
-_ARRAYS = {"report": "an array of file names", "measure": 'an array of patterns of test ids, like ["tests/models/**"]'}
+_ARRAYS = {"report": "an array of file names", "measure": "an array of patterns of tests"}
 _KIND_NAMES = {bool: "true or false", str: "a string", dict: "a table", list: "an array of tables"}
 
 

@@ -250,6 +250,10 @@ def test_interrupted_even_twice_it_leaves_no_worktree_and_no_process(repository,
     assert not [command for command in commands_that_run() if os.environ["TMPDIR"] in command]
 
 
+THIS_COMMAND = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from pytest_gpumem.cli.main import main; main()"
+"""``gpumem`` of this checkout, wherever the environment has been installed from."""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 def test_worktrees_of_a_comparison_that_was_killed_go_with_the_next_one_and_those_of_a_running_one_stay(
     repository, tmp_path
@@ -264,7 +268,7 @@ def test_worktrees_of_a_comparison_that_was_killed_go_with_the_next_one_and_thos
 
     def begun(number):
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_gpumem.cli.main", "ab", "waiting", "--", *PLAIN],
+            [sys.executable, "-c", THIS_COMMAND, "ab", "waiting", "--", *PLAIN],
             cwd=repository.path,
             stderr=subprocess.DEVNULL,
         )

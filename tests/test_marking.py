@@ -224,7 +224,7 @@ def test_what_is_no_array_of_patterns_is_a_usage_error_with_file_and_key(project
     result = project.run()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: pyproject.toml: [[]tool.gpumem]: measure is *, expected an array of patterns of test ids*"]
+        ["ERROR: pyproject.toml: [[]tool.gpumem]: measure is *, expected an array of patterns of tests"]
     )
 
 
