@@ -23,7 +23,7 @@ from pytest_gpumem.report_files import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
 from pytest_gpumem.reports.screen import Screen
 from pytest_gpumem.reports.terminal import MARKUP, terminal_text
-from pytest_gpumem.results import Results, TestResult
+from pytest_gpumem.results import Results, TestResult, headline
 from pytest_gpumem.selection import Selection
 from pytest_gpumem.session_report import SessionReport, Stored, Terms
 
@@ -110,6 +110,14 @@ class Controller:
         if self._config.option.collectonly:
             return
         results = self._results.all()
+        self._errors += [
+            f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(result)}"
+            for result in self._results.rewritten()
+            # What becomes of a test's own failure is its project's affair where no gate was asked for.
+            if result.verdict.failure is not None or self._settings.gates
+        ]
+        if self._settings.gates:
+            self._check_selected(session)
         if self._settings.update is not None:
             self._update(results)
         if self._complete and session.testsfailed == 0:
@@ -123,8 +131,31 @@ class Controller:
             self._errors.append("another plugin made the session red, and no test did")
             self._report = replace(self._report, errors=tuple(self._errors))
         self._errors += self._files.write(self._report)
-        if self._errors or self._report.nothing_gated is not None:
+        red = not self._report.passed if self._settings.gates else self._report.nothing_gated is not None
+        if red or self._errors:
             session.testsfailed += 1
+
+    def _check_selected(self, session: pytest.Session) -> None:
+        if self._selection is None:
+            self._errors.append("no process told which tests it was to measure")
+        elif session.testscollected == 0 and not self._selection.collected:
+            # A shard may have left all its measured tests to others.
+            self._errors.append("no test was collected")
+
+    @property
+    def report(self) -> SessionReport | None:
+        """What was reported at the end of the tests; ``None`` where none was to be run."""
+        return self._report
+
+    def ended_red(self, status: int) -> None:
+        """Write a report that passed once more, with the exit status that another plugin has given the session since.
+
+        But where no test was selected: it may be a shard whose tests others run.
+        """
+        if self._report is not None and self._report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
+            said = f"pytest ended with exit status {int(status)}, and no test made it red"
+            self._report = replace(self._report, errors=(*self._report.errors, said))
+            self._files.write(self._report)
 
     def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
         settings, selection = self._settings, self._selection or Selection()

@@ -16,6 +16,7 @@ from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.hook_results import HookError, checked_tolerance
 from pytest_gpumem.marker import sets_itself
 from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.reports.escaping import visible
@@ -227,10 +228,13 @@ class Judging:
         if budget.max_growth is not None:
             tolerances["peak_allocated"] = Tolerance(relative=budget.max_growth)
         hook = item.ihook.pytest_gpumem_tolerance
-        return {
-            name: hook(item=item, metric=name, tolerance=tolerance) or tolerance
-            for name, tolerance in tolerances.items()
-        }
+        try:
+            return {
+                name: checked_tolerance(hook(item=item, metric=name, tolerance=tolerance), name, tolerance, hook)
+                for name, tolerance in tolerances.items()
+            }
+        except HookError as error:
+            pytest.fail(f"gpumem: {error}", pytrace=False)
 
     def _path_from_here(self, verdict: TestVerdict) -> str:
         """The test's id as it can be typed in the folder in which pytest was started."""

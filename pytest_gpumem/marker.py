@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.options import MARKER
 from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    import pytest
 
 
 class BudgetError(ValueError):
@@ -89,6 +89,31 @@ def check_of_a_call(item: pytest.Item) -> None:
             f"{idle[0]} holds the time of a step, and this test has none: a call runs once, and is not timed; "
             "measure a step with the gpumem fixture (gpumem.measure, train_step, infer_step)"
         )
+
+
+_KNOWN = pytest.StashKey[tuple[pytest.Mark, ...]]()
+"""A test's markers when its session decided what to measure."""
+
+
+def remember_markers(item: pytest.Item) -> None:
+    """Note the markers that a test is measured by."""
+    item.stash[_KNOWN] = tuple(item.iter_markers(MARKER))
+
+
+def tell_late_marker(item: pytest.Item, *, gates: bool) -> None:
+    """Fail a test that got a marker later than its session could measure by it; warn of it where nothing ``gates``.
+
+    A gate must not pass over a test that somebody wanted to be held, and says so where everybody looks.
+    """
+    if tuple(item.iter_markers(MARKER)) == item.stash.get(_KNOWN, ()):
+        return
+    said = (
+        f"@pytest.mark.{MARKER} was added to this test when it was running already, and holds nothing: add it while tests "
+        "are collected, in pytest_collection_modifyitems or pytest_itemcollected of a conftest.py"
+    )
+    if gates:
+        pytest.fail(said, pytrace=False)
+    item.warn(pytest.PytestWarning(f"{item.nodeid}: {said}"))
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:

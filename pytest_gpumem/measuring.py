@@ -9,6 +9,7 @@ import pytest
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explaining import ExplainingTests
 from pytest_gpumem.gate.verdict import SKIPPED
+from pytest_gpumem.hook_results import HookError, checked_details
 from pytest_gpumem.judging import Judging, forget_properties, is_told, shorten_summary, tell
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
@@ -279,10 +280,12 @@ class Measuring:
     def _environment(self, device: Device) -> Environment:
         if device.name not in self._environments:
             environment = device.environment()
-            additions = self._config.hook.pytest_gpumem_environment(config=self._config, device=device)
-            details = dict(environment.details)
-            for addition in additions:
-                details.update(addition)
+            hook = self._config.hook.pytest_gpumem_environment
+            try:
+                added = checked_details(hook(config=self._config, device=device), hook)
+            except HookError as error:
+                pytest.fail(f"gpumem: {error}", pytrace=False)
+            details = {**environment.details, **added}
             self._environments[device.name] = Environment(environment.slug, environment.device, details)
         return self._environments[device.name]
 

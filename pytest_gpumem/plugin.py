@@ -13,6 +13,7 @@ from pytest_gpumem.options import (
     CONFIG_FIXTURE,
     CONFIG_MARKER,
     CONFIG_MARKER_HELP,
+    MARKER,
     MARKER_HELP,
     OPTIONS,
     add_options,
@@ -37,6 +38,27 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     from pytest_gpumem import hookspecs
 
     pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, int | None]:
+    # Around the whole process: the exit status is what comes out of here, whatever hooks and tests have made of it.
+    try:
+        status = yield
+    except SystemExit as end:
+        if end.code in (0, None):
+            end.code = _final_status(config, 0)
+        raise
+    return status if status is None else _final_status(config, status)
+
+
+def _final_status(config: pytest.Config, status: int) -> int:
+    session = config.stash.get(SESSION, None)
+    if hasattr(config, "workerinput") or (session is None and not config.getoption("gpumem_baseline", None)):
+        return status
+    from pytest_gpumem.exit_status import final_status
+
+    return final_status(config, session, status)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,6 +88,7 @@ class Collecting:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._files: set[str] = set()
+        self._collected: list[pytest.Item] = []
 
     def session(self) -> GpumemSession:
         """The session, made when it is first asked for."""
@@ -81,14 +104,29 @@ class Collecting:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
-        if SESSION not in self._config.stash and not any(map(is_measured, items)):
-            return (yield)
-        # First of all, before anybody deselects: a wrong marker is told on every run. Last, what is left is measured.
-        session = self.session()
-        session.collected(items)
-        yield
-        session.selected(items)
-        return None
+        # First of all, before anybody deselects: `-m gpumem` selects what the settings mark, and a wrong marker of a test
+        # that is deselected is told, too.
+        self._collected = list(items)
+        if SESSION in self._config.stash:
+            self.session().mark(items)
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        # Only now has every hook of a conftest.py added its markers.
+        everything = list(dict.fromkeys([*self._collected, *session.items]))
+        if SESSION in self._config.stash or any(map(is_measured, everything)):
+            self.session().collected(everything, session.items)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        result = yield
+        if item.get_closest_marker(MARKER) is not None:
+            from pytest_gpumem.marker import tell_late_marker
+
+            known = self._config.stash.get(SESSION, None)
+            tell_late_marker(item, gates=known is not None and known.settings.gates)
+        return result
 
 
 @pytest.fixture

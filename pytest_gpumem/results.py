@@ -70,12 +70,28 @@ class Results:
         outcomes[report.when or "call"] = "xfail" if hasattr(report, "wasxfail") else report.outcome
         return True
 
+    def rewritten(self) -> list[TestResult]:
+        """The results of tests that failed and that pytest's reports do not show as failed: a plugin has changed these."""
+        changed = self._rewritten()
+        return [result for nodeid, result in self._by_nodeid().items() if nodeid in changed]
+
+    def _rewritten(self) -> set[str]:
+        failed = {nodeid for nodeid, _ in self._failed}
+        return {
+            nodeid
+            for nodeid, verdict in self._verdicts.items()
+            if nodeid not in failed and _is_rewritten(verdict, set(self._outcomes[nodeid].values()))
+        }
+
     def all(self) -> list[TestResult]:
         """The results, sorted by file and test."""
+        return sorted(self._by_nodeid().values(), key=lambda result: (result.verdict.file, result.verdict.test))
+
+    def _by_nodeid(self) -> dict[str, TestResult]:
         # A subtest that failed, or a worker that crashed in a tear-down, has a report without a verdict.
-        failed = {nodeid for nodeid, _ in self._failed}
-        results = [
-            TestResult(
+        failed = {nodeid for nodeid, _ in self._failed} | self._rewritten()
+        return {
+            nodeid: TestResult(
                 verdict,
                 passed=nodeid not in failed
                 and outcomes.keys() >= {"call", "teardown"}
@@ -84,8 +100,7 @@ class Results:
             )
             for nodeid, verdict in self._verdicts.items()
             if (outcomes := self._outcomes[nodeid])
-        ]
-        return sorted(results, key=lambda result: (result.verdict.file, result.verdict.test))
+        }
 
     def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
         """How many tests failed that are not among ``measured``, the (file, test) that were selected, and have no result."""
@@ -93,6 +108,14 @@ class Results:
         known = {f"{file}::{test}" for file, test in measured}
         # `--dist loadgroup` appends a group to ids.
         return sum(known.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
+
+
+def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
+    """Whether a test whose reports have these ``outcomes``, none of them failed, failed by its verdict."""
+    if not outcomes or "xfail" in outcomes:
+        return False
+    # Suites skip what they have no memory for after it has failed, which hides nothing that was measured.
+    return verdict.failure is not None or (verdict.failed_by_itself and set(outcomes) == {"passed"})
 
 
 def headline(result: TestResult) -> str:

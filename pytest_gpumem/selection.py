@@ -5,20 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from pytest_gpumem.baselines.entry import Key
 from pytest_gpumem.config_matrix import cell_of
 from pytest_gpumem.devices.naming import nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Cell, Location, TestVerdict
 from pytest_gpumem.marker import TIMED_LIMITS, BudgetError, budget_of_marks, check_of_a_call
-from pytest_gpumem.options import FIXTURE, is_measured
+from pytest_gpumem.options import FIXTURE, MARKER, is_measured
+from pytest_gpumem.settings import matches_test
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import pytest
+    from pytest_gpumem.settings import Settings
 
-    from pytest_gpumem.settings import PatternBudget, Settings
+_MATCHES_NONE = (
+    "it matches no test; write node ids, files or patterns of them as pytest shows them, from the root directory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class Selection:
     """What a process that collects tests knows and the one that reports needs.
 
     ``measured`` are the (file, test) that were selected to run, ``files`` the test files of which all tests were.
-    ``idle_budgets`` is what ``[[tool.gpumem.budget]]`` says that holds nothing, each as a sentence. ``error`` is a usage error
+    ``idle_budgets`` are patterns of ``[tool.gpumem]`` that hold or mark nothing, each as a sentence. ``error`` is a usage error
     that stopped the collection.
     """
 
@@ -126,22 +131,39 @@ class Selection:
         )
 
 
-def idle_budgets(
-    budgets: Iterable[PatternBudget], items: Iterable[pytest.Item], measured: Mapping[pytest.Item, Measured]
-) -> tuple[str, ...]:
-    """Budgets that nothing is held to, each as a sentence.
+def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
+    """Give the marker to the test functions that a pattern matches. Doctests, and items of other kinds, are left alone."""
+    for item in items:
+        if isinstance(item, pytest.Function) and any(matches_test(one, without_group(item)) for one in patterns):
+            item.add_marker(MARKER)
 
-    Their patterns match some of ``items``, but none that is measured; or, for limits on times, none that measures a step.
+
+def idle_patterns(
+    settings: Settings,
+    items: Iterable[pytest.Item],
+    measured: Mapping[pytest.Item, Measured],
+    is_whole: Callable[[str], bool],
+) -> tuple[str, ...]:
+    """Budgets that nothing is held to, and patterns of ``measure`` that mark nothing, each as a sentence.
+
+    Their patterns match none of ``items``, of those for which this run ``is_whole``: it has collected whatever they may
+    match. Or they match some, but none that is measured; or, for limits on times, none that measures a step.
     """
-    idle = []
     everything = list(items)
-    for entry in budgets:
+    idle = [
+        f"measure = {tests!r} marks nothing: {_MATCHES_NONE}"
+        for tests in settings.measure
+        if is_whole(tests) and not any(matches_test(tests, without_group(item)) for item in everything)
+    ]
+    for entry in settings.budgets:
         matching = [item for item in everything if entry.matches(without_group(item))]
         held = [measured[item] for item in matching if item in measured]
-        if matching and not held:
+        if not matching and is_whole(entry.tests):
+            idle.append(f"the budget for tests = {entry.tests!r} holds nothing: {_MATCHES_NONE}")
+        elif matching and not held:
             idle.append(
                 f"the budget for tests = {entry.tests!r} holds nothing: none of the tests that it matches is measured; "
-                "give them @pytest.mark.gpumem"
+                "give them @pytest.mark.gpumem, or name them in [tool.gpumem] measure"
             )
         elif held and not any(one.has_fixture for one in held):
             idle += [

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.marker import BudgetError
-from pytest_gpumem.selection import Measured, Selection, idle_budgets, measured_of
+from pytest_gpumem.marker import BudgetError, remember_markers
+from pytest_gpumem.selection import Measured, Selection, idle_patterns, mark, measured_of
 from pytest_gpumem.settings import SettingsError, check_device, settings_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.controller import Controller
     from pytest_gpumem.devices.registry import DeviceFactory
+    from pytest_gpumem.session_report import SessionReport
     from pytest_gpumem.settings import Settings
 
 
@@ -35,8 +38,6 @@ class GpumemSession:
         self._measured: dict[pytest.Item, Measured] = {}
         self._store: Store | None = None
         self._controller: Controller | None = None
-        self._collected = 0
-        self._idle: tuple[str, ...] = ()
         if self._worker is not None:
             if self.settings.explicit:
                 from pytest_gpumem.devices.sharing import give_worker_its_gpu
@@ -57,9 +58,22 @@ class GpumemSession:
         """The folder that paths of test files count from."""
         return self._config.rootpath
 
-    def collected(self, items: list[pytest.Item]) -> None:
-        """Find the measured tests among all that were collected, before any is deselected."""
-        self._collected = len(items)
+    def mark(self, items: list[pytest.Item]) -> None:
+        """Give the marker to the tests that the settings name."""
+        mark(items, self.settings.measure)
+
+    def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:
+        """Prepare for the measured ones of the tests that are ``selected`` of all that were collected.
+
+        Raises ``pytest.UsageError`` for a wrong marker of any of them; ``selected`` is emptied for it in a worker.
+        """
+        if self._find(everything):
+            self._select(everything, selected)
+        else:
+            selected.clear()
+
+    def _find(self, items: list[pytest.Item]) -> bool:
+        """Find the measured tests; whether there was no mistake in their markers, or in the name of a device."""
         factories = self._device_factories()
         names = [*factories, "auto"]
         try:
@@ -71,19 +85,19 @@ class GpumemSession:
                 raise pytest.UsageError(str(error)) from None
             # An exception here would look like a crash of the worker: the controller is told, and ends the session.
             self.selection = Selection(error=str(error))
-            items.clear()
-            return
-        self._idle = idle_budgets(self.settings.budgets, items, self._measured)
+            return False
+        for item in self._measured:
+            remember_markers(item)
+        return True
 
-    def selected(self, items: list[pytest.Item]) -> None:
-        """Prepare for the tests that are left to run."""
-        if self.selection.error is not None:
-            return
+    def _select(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
+        whole_folders = all(Path(argument).is_dir() for argument in self._config.args)
+        idle = idle_patterns(self.settings, everything, self._measured, self._is_whole) if whole_folders else ()
         kept = {item: self._measured[item] for item in items if item in self._measured}
         self.selection = Selection(
             measured=frozenset((measured.file, measured.test) for measured in kept.values()),
-            files=self._whole_files() if len(items) == self._collected else frozenset(),
-            idle_budgets=self._idle if all(Path(argument).is_dir() for argument in self._config.args) else (),
+            files=self._whole_files() if set(everything) == set(items) else frozenset(),
+            idle_budgets=idle,
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=self._whole_files(),
         )
@@ -100,6 +114,16 @@ class GpumemSession:
         if self._worker is not None:
             self._config.workeroutput["gpumem"] = self.selection.to_plain()  # type: ignore[attr-defined]
 
+    @property
+    def report(self) -> SessionReport | None:
+        """What the session has reported; ``None`` where it ran no test, or had nothing to report."""
+        return self._controller.report if self._controller is not None else None
+
+    def ended_red(self, status: int) -> None:
+        """The process ends with the exit status ``status``."""
+        if self._controller is not None:
+            self._controller.ended_red(status)
+
     def _whole_files(self) -> frozenset[str]:
         """The test files of which every test was collected."""
         option = self._config.option
@@ -109,6 +133,18 @@ class GpumemSession:
             return frozenset()
         return frozenset(self._files)
 
+    def _is_whole(self, pattern: str) -> bool:
+        """Whether all tests that a pattern may match are among those that were collected, from whole folders."""
+        option = self._config.option
+        if any(getattr(option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob")):
+            return False
+        # The whole suite. pytest-xdist gives it to its workers as arguments.
+        if list(self._config.args) == self._config.getini("testpaths"):
+            return True
+        literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]
+        folder = (self.root / literal.rpartition("/")[0]).resolve()
+        return any(folder.is_relative_to(Path(argument).resolve()) for argument in self._config.args)
+
     def _device_factories(self) -> dict[str, DeviceFactory]:
         from pytest_gpumem.devices.registry import BUILT_IN
 
@@ -116,6 +152,18 @@ class GpumemSession:
         for added in self._config.hook.pytest_gpumem_devices(config=self._config):
             factories.update(added)
         return factories
+
+    def present_devices(self) -> frozenset[str]:
+        """The slugs of the devices that this machine has."""
+        from pytest_gpumem.devices.contract import DeviceUnavailable
+        from pytest_gpumem.devices.registry import Devices
+
+        factories = self._device_factories()
+        devices, present = Devices(factories), set()
+        for name in factories:
+            with suppress(DeviceUnavailable):
+                present.add(devices.get(name).environment().slug)
+        return frozenset(present)
 
     def _register_measuring(self, measured: dict[pytest.Item, Measured]) -> None:
         from pytest_gpumem.devices.registry import Devices

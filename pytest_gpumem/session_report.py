@@ -143,7 +143,19 @@ class SessionReport:
     @property
     def passed(self) -> bool:
         """Whether the gate is green: every selected test ran, no test failed, measured or not, and all else is well."""
-        return not self.problems and not self.not_run and not any(result.failed for result in self.results)
+        return self.why_red is None
+
+    @property
+    def why_red(self) -> str | None:
+        """Why it did not pass, as clauses in one line; ``None`` where it did."""
+        failed = sum(result.failed for result in self.results)
+        clauses = list(self.problems)
+        if failed:
+            clauses.append("1 measured test failed" if failed == 1 else f"{failed} measured tests failed")
+        if self.not_run:
+            tests = "1 measured test" if len(self.not_run) == 1 else f"{len(self.not_run)} measured tests"
+            clauses.append(f"{tests} did not run to the end")
+        return "; ".join(clauses) or None
 
     @property
     def unused(self) -> list[tuple[str, Key]]:

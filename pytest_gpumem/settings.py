@@ -37,6 +37,15 @@ class SettingsError(ValueError):
     """A mistake in ``[tool.gpumem]`` or an option; the message names the file, the key, and what would be right."""
 
 
+def matches_test(tests: str, nodeid: str) -> bool:
+    """Whether a pattern of tests is the node id, matches it, or matches a file or class that it is in (fnmatch)."""
+    parts = nodeid.split("::")
+    prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
+    # Brackets in a node id are a parametrisation and not a set of characters.
+    pattern = tests.replace("[", "[[]")
+    return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
+
+
 @dataclass(frozen=True, slots=True)
 class PatternBudget:
     """A ``[[tool.gpumem.budget]]`` entry: a budget for the tests whose node id matches ``tests`` (fnmatch)."""
@@ -46,11 +55,7 @@ class PatternBudget:
 
     def matches(self, nodeid: str) -> bool:
         """Whether the pattern is the node id, matches it, or matches a file or class that it is in."""
-        parts = nodeid.split("::")
-        prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
-        # Brackets in a node id are a parametrisation and not a set of characters.
-        pattern = self.tests.replace("[", "[[]")
-        return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
+        return matches_test(self.tests, nodeid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,15 @@ class Settings:
     """Seconds that timing may add to a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
+    measure: tuple[str, ...] = ()
+    """Patterns of the tests that are measured as if they had the marker."""
     explicit: bool = False
     """Whether anything at all was said: an option, or a ``[tool.gpumem]`` table."""
+
+    @property
+    def gates(self) -> bool:
+        """Whether the session was asked to end red unless all is well."""
+        return self.baseline or self.strict
 
     def budget_for(self, nodeid: str) -> Budget:
         """What the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
@@ -114,6 +126,7 @@ _KEYS: dict[str, type] = {
     "time_budget": str,
     "tolerance": dict,
     "budget": list,
+    "measure": list,
 }
 
 
@@ -178,7 +191,10 @@ def read_table(path: Path) -> dict[str, Any] | None:
         return None
     try:
         tools = tomllib.loads(text).get("tool", {})
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise SettingsError(f"{path.name}: not TOML: it is nested too deeply") from None
+    except ValueError as error:
+        # Not TOML, or a number of more digits than Python reads.
         raise SettingsError(f"{path.name}: not TOML: {error}") from None
     if not isinstance(tools, dict):
         raise SettingsError(f"{path.name}: tool is {tools!r}, expected a table: [tool.gpumem]")
@@ -204,11 +220,11 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     _one_of(values, "explain", list(EXPLAIN_MODES), where)
     if values.get("artifacts") == "":
         raise SettingsError(f"{where}: artifacts is empty, expected a folder")
-    if "report" in values:
-        if not all(isinstance(file, str) for file in values["report"]):
-            raise SettingsError(f"{where}: report is {values['report']!r}, expected {kind_name('report')}")
-        values["report"] = tuple(values["report"])
-        _check_reports(values["report"], f"{where}: report")
+    for key in _ARRAYS.keys() & values.keys():
+        if not all(isinstance(text, str) and text for text in values[key]):
+            raise SettingsError(f"{where}: {key} is {values[key]!r}, expected {kind_name(key)}")
+        values[key] = tuple(values[key])
+    _check_reports(values.get("report", ()), f"{where}: report")
     if "time_budget" in values:
         try:
             values["time_budget"] = parse_seconds(values["time_budget"])
@@ -225,9 +241,10 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
 
 def kind_name(key: str) -> str:
     """What the value of a key of the table has to be."""
-    return "an array of file names" if key == "report" else _KIND_NAMES[_KEYS[key]]
+    return _ARRAYS.get(key) or _KIND_NAMES[_KEYS[key]]
 
 
+_ARRAYS = {"report": "an array of file names", "measure": "an array of patterns of tests"}
 _KIND_NAMES = {bool: "true or false", str: "a string", dict: "a table", list: "an array of tables"}
 
 

@@ -6,6 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
+DRAFT = ".draft"
+"""How the name of a text ends that is being written; the name begins with a dot."""
+
 
 def write_whole(path: Path, text: str, *, errors: str = "backslashreplace") -> None:
     """Write ``text`` as UTF-8, line ends as they are; the folder is made, and a link's target is what is replaced.
@@ -15,7 +18,7 @@ def write_whole(path: Path, text: str, *, errors: str = "backslashreplace") -> N
     """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.")
+    handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=DRAFT)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors=errors, newline="") as file:
             file.write(text)

@@ -250,6 +250,53 @@ def test_interrupted_even_twice_it_leaves_no_worktree_and_no_process(repository,
     assert not [command for command in commands_that_run() if os.environ["TMPDIR"] in command]
 
 
+THIS_COMMAND = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from pytest_gpumem.cli.main import main; main()"
+"""``gpumem`` of this checkout, wherever the environment has been installed from."""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_worktrees_of_a_comparison_that_was_killed_go_with_the_next_one_and_those_of_a_running_one_stay(
+    repository, tmp_path
+):
+    started = tmp_path / "started"
+    waiting = "import os, time\n\n\ndef test_a():\n    with open({file!r}, 'a') as file:\n        print(os.getpid(), file=file, flush=True)\n    time.sleep(600)\n"
+    repository.write("tests/test_it.py", waiting.format(file=str(started)))
+    repository.commit("waiting")
+    repository.write("tests/test_it.py", TESTS)
+    repository.commit("before")
+    repository.commit("after")
+
+    def begun(number):
+        process = subprocess.Popen(
+            [sys.executable, "-c", THIS_COMMAND, "ab", "waiting", "--", *PLAIN],
+            cwd=repository.path,
+            stderr=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + 60
+        while not (started.exists() and started.read_text().count("\n") == number):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        return process
+
+    killed, running = begun(1), begun(2)
+    try:
+        killed.kill()
+        killed.wait()
+        assert len(repository.git("worktree", "list").splitlines()) == 5
+        result = ab("before", "after", "--rounds", "4", "--", *PLAIN)
+        assert result.exit_code == 0
+        assert "removed 2 worktrees of a comparison that was killed" in result.stderr
+        assert len(repository.git("worktree", "list").splitlines()) == 3
+        assert running.poll() is None
+    finally:
+        running.terminate()
+        running.wait()
+        orphan, *_ = started.read_text().split()
+        os.kill(int(orphan), signal.SIGKILL)
+    assert repository.is_untouched()
+
+
 def commands_that_run() -> list[str]:
     """The command lines of all processes; none where there is no /proc."""
     found = []

@@ -242,7 +242,7 @@ def test_a_gate_that_only_collects_is_red(mine):
     job["steps"][-1]["with"] |= {"arguments": "--collect-only -q --gpumem-device=cpu", "comment": "false"}
     runner = mine.runner({"GITHUB_TOKEN": ""})
     assert not runner.run_job(job)
-    assert "::error title=gpumem::nothing was gated: pytest ended with exit code 0, and wrote no report" in runner.log
+    assert "::error title=gpumem::nothing was gated: pytest ended with exit code 1, and wrote no report" in runner.log
 
 
 def test_the_plain_commands_gate_and_feed_a_dashboard(mine):

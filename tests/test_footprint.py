@@ -30,6 +30,14 @@ def test_a_gate_without_measured_tests_loads_no_torch_either(project):
     project.run("-p", "no:anyio", "--gpumem-baseline", device=None, separate=True).assert_outcomes(passed=1)
 
 
+def test_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
+    project.settings("[tool.gpumem]\nmeasure = ['models/**']\n")
+    (project.path / "test_it.py").write_text(WATCH)
+    result = project.run("-p", "no:anyio", device=None, separate=True, timed=True)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["gpumem: measure = 'models/[*][*]' marks nothing: *"])
+
+
 def test_the_marker_is_registered(project):
     project.write("@pytest.mark.gpumem(device='cpu')\ndef test_it(): ...\n")
     project.run("--strict-markers").assert_outcomes(passed=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 MARKED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones({count})\n"
 
 
@@ -93,3 +95,80 @@ def pytest_gpumem_devices(config):
     )
     project.write(MARKED.format(count=1000))
     project.run(device="toy").stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (no toy in the box)"])
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "Tolerance(float('nan'))",
+        "Tolerance(0.1, float('nan'))",
+        "Tolerance(float('inf'))",
+        "Tolerance(-0.1)",
+        "Tolerance(0.1, -1)",
+        "Tolerance('5 %')",
+        "Tolerance(True)",
+        "0.05",
+        "0",
+        "'5 %'",
+    ],
+)
+def test_a_tolerance_that_is_none_fails_the_test_and_names_the_hook_and_its_plugin(project, result):
+    project.write(MARKED.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    conftest(
+        project,
+        "from pytest_gpumem.metrics import Tolerance\n\n\n"
+        f"def pytest_gpumem_tolerance(item, metric, tolerance):\n    return {result} if metric == 'retained' else None\n",
+    )
+    failed = project.run("--gpumem-baseline")
+    failed.assert_outcomes(failed=1)
+    right = "a Tolerance of finite ratios and amounts that are not negative, like Tolerance(relative=0.05)"
+    failed.stdout.fnmatch_lines(
+        [f"gpumem: pytest_gpumem_tolerance (*conftest.py) returned * for retained, expected None or {right}"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ("{'slug': '../../x'}", "returned 'slug', which is the device's own; give it another name"),
+        ("{'device': 'mine'}", "returned 'device', which is the device's own; give it another name"),
+        ("{'fast': True}", "returned 'fast': True, expected a name and a string or an int"),
+        ("{'version': 1.5}", "returned 'version': 1.5, expected a name and a string or an int"),
+        ("{1: 'a'}", "returned 1: 'a', expected a name and a string or an int"),
+        ("'cuda'", "returned 'cuda', expected a mapping of names to strings or ints"),
+    ],
+)
+def test_an_addition_to_the_environment_that_no_store_can_keep_fails_the_test(project, result, told):
+    conftest(project, f"def pytest_gpumem_environment(config, device):\n    return {result}\n")
+    project.write(MARKED.format(count=1000))
+    failed = project.run("--gpumem-update=new")
+    failed.assert_outcomes(errors=1)
+    (line,) = {line for line in failed.outlines if line.startswith("gpumem: pytest_gpumem_environment (")}
+    assert line.endswith(f"conftest.py) {told}")
+    assert list(project.path.rglob("*.toml")) == []
+
+
+@pytest.mark.parametrize("slug", ["../../outside", "/tmp/outside", "a/b", ""])
+def test_a_device_whose_slug_is_no_name_of_a_folder_is_never_written(project, slug):
+    conftest(
+        project,
+        f"""
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import Environment
+
+
+class Toy(CpuDevice):
+    def environment(self):
+        return Environment(slug={slug!r}, device="Toy 1")
+
+
+def pytest_gpumem_devices(config):
+    return {{"toy": Toy}}
+""",
+    )
+    project.write(MARKED.format(count=1000))
+    result = project.run("--gpumem-update=new", device="toy")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"gpumem: the slug of a device is {slug!r}, expected the name of a folder*"])
+    assert list(project.path.rglob("*.toml")) == []

@@ -99,3 +99,39 @@ def test_a_test_that_lost_its_marker_loses_its_baseline(shrunk):
 def test_a_project_whose_warnings_are_errors_can_be_pruned(shrunk):
     shrunk.settings('[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n')
     assert "2 of 3 baselines were unused" in prune(shrunk).stdout
+
+
+def elsewhere(project, file, slug="nvidia-h100"):
+    """Baselines of a test file as another device has them, for tests that are only collected where it is."""
+    (path,) = project.store.rglob(f"{file}.toml")
+    text = path.read_text(encoding="utf-8").replace(f'slug = "{path.parent.name}"', f'slug = "{slug}"')
+    moved = project.store / slug / path.name
+    moved.parent.mkdir(exist_ok=True)
+    moved.write_text(text.replace("test_gone", '"test_gone[cuda:0]"'), encoding="utf-8")
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["removing", "dry-run"])
+def test_tests_that_may_be_collected_where_another_device_is_keep_their_baselines(shrunk, options):
+    elsewhere(shrunk, "test_one.py")
+    elsewhere(shrunk, "test_two.py")
+    before = shrunk.stored()
+    result = prune(shrunk, *options)
+    assert result.returncode == 0
+    word = "would remove" if options else "removed"
+    (cpu,) = {path.partition("/")[0] for path in before} - {"nvidia-h100"}
+    assert [line for line in result.stdout.splitlines() if line.startswith(word)] == [
+        f"{word} {cpu}: test_one.py::test_gone (call)",
+        f"{word} {cpu}: test_two.py::test_moved (call)",
+        f"{word} nvidia-h100: test_two.py::test_moved (call)",
+    ]
+    assert (
+        "1 baseline has no test here and was left alone: this machine does not have the device (nvidia-h100)"
+        in result.stdout
+    )
+    if not options:
+        assert "test_gone[cuda:0]" in shrunk.stored()["nvidia-h100/test_one.py.toml"]
+        assert "nvidia-h100/test_two.py.toml" not in shrunk.stored()
+
+
+def test_a_gate_among_the_arguments_does_not_keep_tests_from_being_collected(shrunk):
+    assert "2 of 3 baselines are unused" in prune(shrunk, "--dry-run", "--gpumem-baseline").stdout

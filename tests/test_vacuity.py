@@ -107,7 +107,7 @@ def test_a_budget_that_matches_only_unmeasured_tests_is_pointed_out(project):
     result = project.run()
     assert result.ret == 0
     result.stdout.fnmatch_lines(
-        ["gpumem: the budget for tests = 'test_it.py' holds nothing: *give them @pytest.mark.gpumem"]
+        ["gpumem: the budget for tests = 'test_it.py' holds nothing: *give them @pytest.mark.gpumem, or *"]
     )
 
 
@@ -147,11 +147,6 @@ def test_a_budget_does_not_make_up_for_a_store_that_is_gone(project):
     result.stdout.fnmatch_lines(
         ["gpumem: no baseline was compared: 1 test new, there is no baseline for *", "gpumem: 1 gated, 1 new"]
     )
-
-
-def test_collecting_only_is_not_a_gate_that_gated_nothing(project):
-    project.write(BOTH)
-    assert project.run("--gpumem-baseline", "--collect-only").ret == 0
 
 
 def test_a_test_that_held_no_tensor_on_the_device_is_unmeasured(project):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.schedule import Side
     from pytest_gpumem.ab.stopping import Stop
 
+_PREFIX, _LOCK = "gpumem-ab-", "running.lock"
 _HOOKS_OFF = ("-c", f"core.hooksPath={os.devnull}")
 
 
@@ -59,12 +60,45 @@ class Checkout:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards, whatever lies in it."""
-    folder = Path(tempfile.mkdtemp(prefix="gpumem-ab-")).resolve()
+    """A folder that is gone afterwards, whatever lies in it. While this process lives, it holds the lock in it."""
+    from filelock import FileLock
+
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
     try:
-        yield folder
+        # The system gives it back when the process ends, however that is.
+        with FileLock(folder / _LOCK):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_leftovers(checkout: Checkout) -> int:
+    """Remove worktrees that comparisons left which were killed; how many there were. Raises `GitError`.
+
+    Those of comparisons that are still running are left alone, and so is every other worktree.
+    """
+    left = [path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_left(path.parent)]
+    for path in left:
+        _remove(checkout, path)
+    for folder in {path.parent for path in left}:
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(left)
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether the process that made a temporary folder is gone. A folder that lacks the lock is none of ours."""
+    from filelock import FileLock, Timeout
+
+    if not folder.exists():
+        # The system has emptied its temporary folder, and git still has the worktree in its list.
+        return True
+    if not (folder / _LOCK).exists():
+        return False
+    try:
+        with FileLock(folder / _LOCK, timeout=0):
+            return True
+    except (Timeout, OSError):
+        return False
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.checkout import temporary_folder, worktrees
+from pytest_gpumem.ab.checkout import clear_leftovers, temporary_folder, worktrees
 from pytest_gpumem.ab.experiment import Experiment
 from pytest_gpumem.ab.report import NOTHING_COMPARED
 from pytest_gpumem.ab.running import Runner
@@ -104,6 +104,9 @@ def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
     experiment = Experiment(take, compare, plan.most_pairs)
     try:
         with ExitStack() as stack:
+            left = clear_leftovers(plan.checkout)
+            if left:
+                progress.say(f"removed {left} worktree{'' if left == 1 else 's'} of a comparison that was killed")
             others = plan.checkout.checkouts()
             folder = stack.enter_context(temporary_folder())
             revisions = {BASE: plan.base, HEAD: plan.head}

@@ -6,13 +6,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.place import SUFFIX, PlaceError
-from pytest_gpumem.whole_file import write_whole
+from pytest_gpumem.whole_file import DRAFT, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 _LOCK = ".lock"
+_ITSELF = "/.gitignore"
+_IGNORED = (f"/{_LOCK}", _ITSELF, f".*{DRAFT}")
+"""What of a store is not to be committed, as lines of its .gitignore."""
 
 
 class Folder:
@@ -60,16 +63,31 @@ class Folder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             # The lock stays where it is: a lock file that is deleted can be held by two at once.
-            ignored = self.root / ".gitignore"
-            if not ignored.exists():
-                ignored.write_text(f"/{_LOCK}\n/.gitignore\n", encoding="utf-8")
             lock.acquire()
         except OSError as error:
             raise PlaceError(f"{self.root}: cannot be written: {error}") from error
         try:
+            self._tidy()
             yield
         finally:
             lock.release()
+
+    def _tidy(self) -> None:
+        """Have what is not to be committed ignored, and remove drafts of writers that were killed.
+
+        Called by the holder of the lock: whoever writes now is itself, so that no draft is of a writer that is alive.
+        """
+        ignored = self.root / ".gitignore"
+        try:
+            lines = ignored.read_text(encoding="utf-8").splitlines() if ignored.exists() else [_ITSELF]
+            missing = [line for line in _IGNORED if line not in lines]
+            # One that does not ignore itself is somebody's own.
+            if _ITSELF in lines and (missing or not ignored.exists()):
+                write_whole(ignored, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED])))
+            for draft in self.root.rglob(f".*{DRAFT}"):
+                draft.unlink(missing_ok=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlaceError(f"{self.root}: cannot be tidied up: {error}") from error
 
     def shown(self, path: str) -> str:
         return str(self.root / path)

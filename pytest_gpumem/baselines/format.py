@@ -79,6 +79,7 @@ _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION = ("composition", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
+_BEYOND = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
@@ -86,8 +87,23 @@ class FormatError(ValueError):
     """A text that is not a file of the store; the message names the line or key, and what would be right."""
 
 
-def parse(text: str, file: str) -> dict[Key, Entry]:
-    """The entries in the text of the baselines of test file ``file``. Raises `FormatError`."""
+def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Entry]:
+    """Return the entries in the text of the baselines of a test file; ``slug`` is the folder that it lies in, if it is known.
+
+    Raises `FormatError`.
+    """
+    try:
+        return _parse(text, file, slug)
+    except FormatError:
+        raise
+    except RecursionError:
+        raise FormatError("is nested too deeply; restore it from version control") from None
+    except (ValueError, OverflowError) as error:
+        # Python reads no decimal number of more than 4,300 digits, and writes none.
+        raise FormatError(f"has a number that is too large ({error}); restore it from version control") from None
+
+
+def _parse(text: str, file: str, slug: str | None) -> dict[Key, Entry]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.startswith(_CONFLICT_MARKS):
             raise FormatError(f"line {number} is a merge-conflict mark; keep one side of the conflict")
@@ -101,7 +117,7 @@ def parse(text: str, file: str) -> dict[Key, Entry]:
     if not text.endswith("\n"):
         raise FormatError("the last line is not whole: the file is truncated; restore it from version control")
     environments = {
-        name: _environment(table, f"environments.{name}")
+        name: _environment(table, f"environments.{name}", slug)
         for name, table in _table(document.pop("environments", {}), "environments").items()
     }
     entries = {
@@ -154,10 +170,16 @@ def _environment_name(environment: Mapping[str, str | int]) -> str:
     return f"torch-{environment.get('torch', 'unknown')}-{digest}"
 
 
-def _environment(table: object, where: str) -> Environment:
+def _environment(table: object, where: str, expected: str | None) -> Environment:
     values = dict(_table(table, where))
     device = _value(values, "device", str, where)
     slug = _value(values, "slug", str, where)
+    if expected is not None and slug != expected:
+        # Its figures would be compared with those of another device.
+        raise FormatError(
+            f"{where}.slug is {slug!r}, and the file lies in the folder of {expected!r}; restore the file from version "
+            "control, or move it to where it belongs"
+        )
     return Environment(
         slug, device, {name: _typed(value, (str, int), f"{where}.{name}") for name, value in values.items()}
     )
@@ -310,4 +332,6 @@ def _value(values: dict[str, Any], key: str, kind: type, where: str) -> Any:
 def _typed(value: Any, kinds: tuple[type, ...], where: str) -> Any:
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise FormatError(f"{where} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+    if isinstance(value, int) and not -_BEYOND <= value < _BEYOND:
+        raise FormatError(f"{where} has more than 64 bits, which no whole number of TOML has")
     return value

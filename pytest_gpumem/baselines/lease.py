@@ -158,7 +158,7 @@ def _holder(state: str) -> str:
 def _fields(state: str) -> dict[str, object]:
     try:
         fields = json.loads(state)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UP = "__up__"
+_SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
+_TAKEN = frozenset({".", "..", ".lock", ".gitignore"})
+_DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class StoreError(Exception):
@@ -35,10 +39,11 @@ class Store:
         entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
             return entry
+        inside = _inside(key.file)
         elsewhere = (
             other.environment.device
             for path in self._known_paths()
-            if path.endswith("/" + path_of("", key.file)) and (other := self._entries(path).get(key)) is not None
+            if path.partition("/")[2] == inside and (other := self._entries(path).get(key)) is not None
         )
         return Absent(tuple(sorted(set(elsewhere))))
 
@@ -48,7 +53,7 @@ class Store:
 
     def keys(self, slug: str | None = None) -> list[tuple[str, Key]]:
         """Every baseline as (slug, key), sorted; those of one device when ``slug`` is given."""
-        found = ((path.partition("/")[0], path) for path in self._known_paths())
+        found = ((_slug(path), path) for path in self._known_paths())
         return sorted((own, key) for own, path in found if slug in (None, own) for key in self._entries(path))
 
     def change(self, entries: Mapping[Key, Entry], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
@@ -84,7 +89,18 @@ class Store:
     def _known_paths(self) -> list[str]:
         if self._paths is None:
             self._paths = [path for path in self._place.paths() if "/" in path]
+            for path in self._paths:
+                self._check_listed(path)
         return self._paths
+
+    def _check_listed(self, path: str) -> None:
+        """Raise `StoreError` for a file that no baseline has for its place: a listing may say what it likes."""
+        try:
+            fits = path_of(_slug(path), _file(path)) == path
+        except StoreError:
+            fits = False
+        if not fits:
+            raise StoreError(f"{self._place.shown(path)}: no baselines can lie there; remove the file from the store")
 
     def _entries(self, path: str) -> Mapping[Key, Entry]:
         if path not in self._read:
@@ -101,7 +117,7 @@ class Store:
         if text is None:
             return {}
         try:
-            return parse(text, _file(path))
+            return parse(text, _file(path), _slug(path))
         except FormatError as error:
             raise StoreError(f"{self._place.shown(path)}: {error}") from None
 
@@ -114,10 +130,27 @@ class _Read(NamedTuple):
 
 
 def path_of(slug: str, file: str) -> str:
-    """Where in a store the baselines of a test file lie: ``"cpu-x86_64/tests/test_gpt.py.toml"``."""
+    """Where in a store the baselines of a test file lie: ``"cpu-x86_64/tests/test_gpt.py.toml"``.
+
+    Raises `StoreError` for names that would lead out of it.
+    """
+    if _SLUG.fullmatch(slug) is None or slug in _TAKEN:
+        raise StoreError(f"the slug of a device is {slug!r}, expected the name of a folder, like 'nvidia-h100'")
+    return f"{slug}/{_inside(file)}"
+
+
+def _inside(file: str) -> str:
+    """Where in a device's folder the baselines of a test file lie. Raises `StoreError`."""
     # A test file outside of the root directory has a path that climbs out of it, and the store must not.
-    inside = "/".join(_UP if part == ".." else part for part in file.split("/"))
-    return f"{slug}/{inside}{SUFFIX}" if slug else f"{inside}{SUFFIX}"
+    parts = [_UP if part == ".." else part for part in file.split("/")]
+    # Stores are shared between systems, so what leads out of a folder on Windows is refused everywhere.
+    if any(part in ("", ".") or "\0" in part or ".." in part.split("\\") for part in parts) or _DRIVE.match(file):
+        raise StoreError(f"the test file {file!r} has no place in the store, expected a path from the root directory")
+    return "/".join(parts) + SUFFIX
+
+
+def _slug(path: str) -> str:
+    return path.partition("/")[0]
 
 
 def _file(path: str) -> str:

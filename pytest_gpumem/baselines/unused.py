@@ -29,6 +29,16 @@ def unused(
     ]
 
 
+def of_absent_devices(
+    gone: Iterable[tuple[str, Key]], *, present: Collection[str], exists: Callable[[str], bool]
+) -> list[tuple[str, Key]]:
+    """Those of ``gone`` that may have a test where their device is: it is not ``present``, and their file is still there.
+
+    Suites are parametrised over the devices that a machine has.
+    """
+    return [(slug, key) for slug, key in gone if slug not in present and exists(key.file)]
+
+
 def unused_line(gone: Sequence[tuple[str, Key]]) -> str:
     """What is said of baselines that are unused, as (slug, key)."""
     shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")

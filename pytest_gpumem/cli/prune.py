@@ -14,6 +14,7 @@ from pytest_gpumem.plugin import SESSION
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pytest_gpumem.baselines.entry import Key
     from pytest_gpumem.session import GpumemSession
 
 
@@ -24,7 +25,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     """Remove baselines of tests that are gone.
 
     Collects the tests as pytest would with PYTEST_ARGS (paths and options such as --gpumem-store), without running them.
-    Only a test file that was collected whole, or that is gone, can lose baselines; those of every device are looked at.
+    Only a test file that was collected whole, or that is gone, can lose baselines. Those of devices that this machine does
+    not have are removed only with their file: their tests may be collected where the device is.
 
     \b
     Examples:
@@ -36,10 +38,12 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     """
     from pytest_gpumem.baselines.place import PlaceError
     from pytest_gpumem.baselines.store import StoreError
-    from pytest_gpumem.baselines.unused import unused
+    from pytest_gpumem.baselines.unused import of_absent_devices, unused
 
     collected = _Collected()
-    status = pytest.main(["--collect-only", "-qq", "--no-header", *QUIET, *pytest_args], plugins=[collected])
+    # Nothing is gated here, which would make the collection red.
+    arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
+    status = pytest.main(["--collect-only", "-qq", "--no-header", *QUIET, *arguments], plugins=[collected])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:
         raise click.ClickException("the tests could not be collected (see above); nothing was removed")
     session, root = collected.session, collected.session.root
@@ -49,20 +53,38 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         files = {key.file for _, key in stored}
         if files and not any((root / file).exists() for file in files):
             raise click.ClickException(_another_project(len(files), root))
-        gone = unused(
+        found = unused(
             stored,
             measured=session.selection.measured,
             whole_files=session.selection.files,
             exists=lambda file: (root / file).exists(),
         )
+        # Which devices there are is known by loading torch, and only asked where it decides.
+        doubtful = any((root / key.file).exists() for _, key in found)
+        present = session.present_devices() if doubtful else frozenset[str]()
+        left = of_absent_devices(found, present=present, exists=lambda file: (root / file).exists())
+        gone = [entry for entry in found if entry not in left]
         unguarded = store.change({}, gone) if gone and not dry_run else None
     except (StoreError, PlaceError) as error:
         raise click.ClickException(str(error)) from None
     for slug, key in gone:
         tell([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
     click.echo(f"{len(gone)} of {len(stored)} baselines {'are' if dry_run else 'were'} unused")
+    if left:
+        click.echo(_left_alone(left))
     if unguarded is not None:
         click.echo(f"warning: {unguarded}", err=True)
+
+
+def _left_alone(left: list[tuple[str, Key]]) -> str:
+    devices = ", ".join(sorted({slug for slug, _ in left}))
+    baselines = (
+        "1 baseline has no test here and was" if len(left) == 1 else f"{len(left)} baselines have no test here and were"
+    )
+    return (
+        f"{baselines} left alone: this machine does not have the device ({devices}), and where it is, the tests may be "
+        "collected; run gpumem prune there"
+    )
 
 
 def _another_project(files: int, root: Path) -> str:

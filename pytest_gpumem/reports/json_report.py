@@ -45,12 +45,17 @@ def to_json(report: SessionReport) -> str:
 
 def from_json(text: str, name: str) -> SessionReport:
     """The report that `to_json` wrote as ``text``; ``name`` is the file's. Raises `ReportError`, and nothing else."""
+    try:
+        return _read(text, name)
+    except RecursionError:
+        raise ReportError(f"{name}: it is nested too deeply for a report; {_RIGHT}") from None
+
+
+def _read(text: str, name: str) -> SessionReport:
     from pytest_gpumem.reports.json_schema import SchemaError, reader
 
     try:
         plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number, parse_float=_finite)
-    except RecursionError:
-        raise ReportError(f"{name}: it is nested too deeply for a report; {_RIGHT}") from None
     except ValueError as error:
         raise ReportError(f"{name}: {_not_json(text, error)}; {_RIGHT}") from None
     if not isinstance(plain, dict) or "format" not in plain or plain.keys().isdisjoint(_OURS):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import ITEMS, SAMPLES, TOKENS
@@ -87,20 +90,29 @@ def samples_in(batch: object) -> int | None:
 def work_in(batch: object, items: float | str | None) -> dict[str, float]:
     """What a step works on, by name; first what ``items`` asks for: a number, ``"samples"`` (the default) or ``"tokens"``.
 
-    Tokens are the elements of the batch's first tensor of integers. Raises ``ValueError`` for another word, or a batch
-    without tokens when they are asked for.
+    Tokens are the elements of the batch's first tensor of integers. Raises ``ValueError`` for another word, for what is no
+    finite number above zero, or for a batch without tokens when they are asked for.
     """
     counts = {SAMPLES: samples_in(batch), TOKENS: _tokens_in(batch)}
     work: dict[str, float] = {name: count for name, count in counts.items() if count is not None}
     if items is None:
         items = SAMPLES
     if not isinstance(items, str):
-        return {ITEMS: items, **work}
+        return {ITEMS: number_of_items(items), **work}
     if items not in counts:
         raise ValueError(f"items={items!r}: write a number, 'samples' or 'tokens'")
     if items not in work and items == TOKENS:
         raise ValueError(f"items='tokens' counts a tensor of integers, and the batch has none: {describe(batch)}")
     return {items: work[items], **work} if items in work else {}
+
+
+def number_of_items(items: object) -> float:
+    """Return ``items`` as a plain number. Raises ``ValueError`` unless it is finite and above zero."""
+    if isinstance(items, Real) and not isinstance(items, bool):
+        with suppress(OverflowError):
+            if 0 < float(items) < math.inf:
+                return int(items) if isinstance(items, Integral) else float(items)
+    raise ValueError(f"items={items!r}: write what one step works on as a finite number above zero")
 
 
 def _tokens_in(batch: object) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, is_out_of_memory, not_explained_note
 from pytest_gpumem.measurement import ITEMS, Workload
-from pytest_gpumem.steps.batches import describe, on_device, work_in
+from pytest_gpumem.steps.batches import describe, number_of_items, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.inference import infer_phases, quantized
@@ -115,7 +115,7 @@ def _measured_function(bench: Bench, fn: Callable[[], object], items: float | No
     with out_of_memory_explained(bench, subject, asked.wanted):
         figures = bench.measure(phases, start, held=lambda: fn)
     notes = figures.notes()
-    work = {} if items is None else {ITEMS: items}
+    work = {} if items is None else {ITEMS: number_of_items(items)}
     step = timed_again(MeasuredStep(figures, Workload("measure"), work, notes), bench, phases, lambda: fn, asked)
     step = placed(step, bench, phases, asked)
     return explained(step, bench, subject, asked.wanted)

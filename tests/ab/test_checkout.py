@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 
 import pytest
 
-from pytest_gpumem.ab.checkout import Checkout, temporary_folder, worktrees
+from pytest_gpumem.ab.checkout import Checkout, clear_leftovers, temporary_folder, worktrees
 from pytest_gpumem.ab.stopping import Stop, Stopped
 from pytest_gpumem.git import GitError
 
@@ -93,6 +94,25 @@ def test_another_worktree_that_is_not_there_at_the_moment_is_not_forgotten(repos
     with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, _):
         (made["base"] / ".git").unlink()
     assert checkout.checkouts() == [repository, tmp_path / "on a disk"]
+
+
+def test_worktrees_whose_temporary_folder_is_gone_are_forgotten(repository, tmp_path):
+    for side in ("base", "head"):
+        git(repository, "worktree", "add", "--quiet", "--detach", str(tmp_path / "gpumem-ab-1" / side))
+    git(repository, "worktree", "lock", str(tmp_path / "gpumem-ab-1" / "base"))
+    shutil.rmtree(tmp_path / "gpumem-ab-1")
+    checkout = Checkout.around(repository)
+    assert clear_leftovers(checkout) == 2
+    assert checkout.checkouts() == [repository]
+    assert clear_leftovers(checkout) == 0
+
+
+def test_a_worktree_of_ones_own_is_left_alone_whatever_its_folder_is_called(repository, tmp_path):
+    mine = tmp_path / "gpumem-ab-experiments" / "base"
+    git(repository, "worktree", "add", "--quiet", "--detach", str(mine))
+    checkout = Checkout.around(repository)
+    assert clear_leftovers(checkout) == 0
+    assert checkout.checkouts() == [repository, mine]
 
 
 def test_where_git_cannot_check_out_it_says_why(repository, tmp_path):

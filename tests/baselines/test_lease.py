@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.baselines.lease import LASTS, PATIENCE, Lease, LeaseError
+from pytest_gpumem.baselines.lease import LASTS, PATIENCE, Lease, LeaseError, _holder, _released
 
 
 class Shelf:
@@ -236,3 +236,9 @@ def test_a_lock_is_given_back_when_it_cannot_be_tidied(shelf):
     shelf.now = 2000
     assert shelf.lease().acquire()
     assert shelf.now == 2000
+
+
+@pytest.mark.parametrize("state", ["[" * 100_000, "5" * 5000, "no JSON", "[]"])
+def test_a_lock_object_that_nobody_understands_is_held_by_somebody(state):
+    assert not _released(state)
+    assert _holder(state) == "somebody"

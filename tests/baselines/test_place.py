@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from urllib.parse import quote
@@ -311,10 +314,80 @@ def test_the_lock_of_a_folder_is_given_back_after_an_error(tmp_path):
         assert lock.lock_counter == 1
 
 
-def test_version_control_is_told_to_leave_the_lock_out(tmp_path):
+IGNORED = {"/.lock", "/.gitignore", ".*.draft"}
+
+
+@pytest.mark.parametrize(
+    "before", [None, "/.lock\n/.gitignore\n", "/.gitignore\n*.bak\n"], ids=["none", "older", "longer"]
+)
+def test_version_control_is_told_to_leave_lock_and_drafts_out(tmp_path, before):
+    ignored = tmp_path / ".gitignore"
+    if before is not None:
+        ignored.write_text(before, encoding="utf-8")
+    for _ in range(2):
+        with Folder(tmp_path).locked():
+            pass
+        lines = ignored.read_text(encoding="utf-8").splitlines()
+        assert sorted(lines) == sorted({*IGNORED, *(before or "").splitlines()})
+
+
+KILLED_WHILE_IT_WRITES = """
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pytest_gpumem.baselines.folder import Folder
+
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+with Folder(Path(sys.argv[1])).locked():
+    Folder(Path(sys.argv[1])).write("cpu-x86_64/tests/test_gpt.py.toml", "half of it")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_a_draft_of_a_writer_that_was_killed_is_not_committed_and_goes_with_the_next_writer(tmp_path):
+    # Its .gitignore is there: the killed writer must not be the one to make it.
     with Folder(tmp_path).locked():
         pass
-    assert (tmp_path / ".gitignore").read_text(encoding="utf-8") == "/.lock\n/.gitignore\n"
+    command = [sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    (draft,) = [path for path in tmp_path.rglob("*") if path.parent.name == "tests"]
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    status = ["git", "status", "--porcelain", "--untracked-files=all"]
+    assert subprocess.run(status, cwd=tmp_path, check=True, capture_output=True).stdout == b""
+    with Folder(tmp_path).locked():
+        assert not draft.exists()
+
+
+def test_drafts_are_removed_only_by_who_holds_the_lock(tmp_path, monkeypatch):
+    from filelock import FileLock
+
+    acquire, there = FileLock.acquire, []
+    draft = tmp_path / "cpu-x86_64" / ".test_gpt.py.toml.abc.draft"
+    draft.parent.mkdir()
+    draft.touch()
+
+    def acquired(self):
+        # Until now it may be that of a writer who has the lock.
+        held = acquire(self)
+        there.append(draft.exists())
+        return held
+
+    monkeypatch.setattr(FileLock, "acquire", acquired)
+    with Folder(tmp_path).locked():
+        assert not draft.exists()
+    assert there == [True]
+
+
+def test_what_only_looks_like_a_draft_stays(tmp_path):
+    others = [tmp_path / "notes.draft", tmp_path / ".notes", tmp_path / "cpu" / "test_gpt.py.toml"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.touch()
+    with Folder(tmp_path).locked():
+        pass
+    assert all(other.exists() for other in others)
 
 
 def test_a_gitignore_of_ones_own_is_left_alone(tmp_path):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import textwrap
 import uuid
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.entry import Absent, Entry, Key
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.place import PlaceError
-from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.baselines.store import Store, StoreError, path_of
 from pytest_gpumem.baselines.url import Url
 from pytest_gpumem.measurement import Environment, Workload
 from tests.baselines.racing import all_at_once
@@ -20,6 +23,7 @@ from tests.baselines.racing import all_at_once
 if TYPE_CHECKING:
     from pathlib import Path
 
+unhurried = settings(deadline=None)
 FILE = "tests/test_gpt.py"
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -276,6 +280,88 @@ def test_a_broken_file_among_those_that_change_leaves_the_others_as_they_were(ro
     assert toml_files(root) == before
 
 
+# Paths
+
+OUTSIDE = [
+    "",
+    ".",
+    "..",
+    "../../x",
+    "/tmp/x",
+    "a/b",
+    "..\\x",
+    "\\\\host\\share",
+    "C:",
+    "C:\\x",
+    "a/../../x",
+    "x\x00",
+    ".lock",
+]
+
+
+@pytest.mark.parametrize("slug", OUTSIDE)
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda store, where: store.find(key(), where.slug),
+        lambda store, where: store.change({key(): entry(5, where)}),
+        lambda store, where: store.change({}, gone=[(where.slug, key())]),
+    ],
+    ids=["finding", "changing", "taking out"],
+)
+def test_a_device_whose_slug_is_no_name_of_a_folder_is_refused(root, slug, action):
+    with pytest.raises(StoreError, match="slug"):
+        action(Store(Folder(root)), Environment(slug, "a device"))
+    assert list(root.parent.rglob("*.toml")) == []
+
+
+@pytest.mark.parametrize(
+    "file", ["", ".", "/tmp/test_x.py", "tests//x.py", "./x.py", "a/..\\..\\x.py", "C:/x.py", "C:x.py", "x\x00.py"]
+)
+@pytest.mark.parametrize("store_of", [Folder, lambda _root: Url("memory://paths")], ids=["folder", "url"])
+def test_a_test_file_that_leads_out_of_the_store_is_refused(root, file, store_of):
+    for action in (
+        lambda store: store.find(key(file=file), CPU.slug),
+        lambda store: store.change({key(file=file): entry(5)}),
+        lambda store: store.change({}, gone=[(CPU.slug, key(file=file))]),
+    ):
+        with pytest.raises(StoreError, match="test file"):
+            action(Store(store_of(root)))
+    assert list(root.parent.rglob("*.toml")) == []
+
+
+@unhurried
+@given(
+    st.lists(st.text("ab./\\:C~", min_size=1, max_size=6), min_size=1, max_size=4).map("/".join), st.text("ab./\\:C-")
+)
+def test_whatever_the_names_no_path_leaves_the_store_on_any_system(file, slug):
+    try:
+        path = path_of(slug, file)
+    except StoreError:
+        return
+    for flavour, root in ((PurePosixPath, "/the/store"), (PureWindowsPath, "D:\\the\\store")):
+        inside = flavour(root) / path
+        assert flavour(root) in inside.parents
+        assert ".." not in inside.parts
+
+
+@pytest.mark.parametrize(
+    "listed", ["../x/test_a.py.toml", "cpu-x86_64/../../test_a.py.toml", "cpu-x86_64//test_a.py.toml"]
+)
+def test_a_listing_that_leads_out_of_the_store_is_refused_before_anything_is_read(root, listed):
+    class Lying(Folder):
+        def paths(self):
+            return [listed]
+
+        def read_many(self, paths):
+            assert listed not in paths
+            return dict.fromkeys(paths)
+
+    for action in (Store.check, Store.keys, lambda store: store.find(key(), H100.slug)):
+        with pytest.raises(StoreError, match="no baselines can lie there"):
+            action(Store(Lying(root)))
+
+
 # Broken files
 
 BROKEN = {
@@ -286,7 +372,16 @@ BROKEN = {
     "with an unknown key": lambda text: text.replace("peak_allocated = 5", "peak_alocated = 5"),
     "with a merge conflict": lambda text: f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> feature\n",
     "empty": lambda _text: "",
+    "of another device": lambda text: text.replace('slug = "cpu-x86_64"', 'slug = "cpu-aarch64"'),
+    "of a device that leads out of the store": lambda text: text.replace('"cpu-x86_64"', '"../../cpu-x86_64"'),
+    "of another device in an environment that no test has": lambda text: text + ELSEWHERE,
+    "with a number of 5,000 digits": lambda text: text.replace("= 5", f"= {'5' * 5000}"),
+    "with a hexadecimal number of 5,000 digits": lambda text: text.replace("= 5", f"= 0x{'5' * 5000}"),
+    "with a number of 65 bits": lambda text: text.replace("= 5", f"= 5\nparameters = {2**64}"),
+    "nested 100,000 deep": lambda text: f"{text}x = {'[' * 100_000}{']' * 100_000}\n",
+    "with a format nested 200 deep": lambda text: text.replace("= 1", f"= {'[' * 200}{']' * 200}", 1),
 }
+ELSEWHERE = '[environments.other]\ndevice = "CPU"\nslug = "cpu-aarch64"\n'
 
 
 @pytest.fixture(params=BROKEN.values(), ids=BROKEN)

@@ -222,6 +222,7 @@ def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole
         (FULL.replace('"settled": false', '"settled": 0'), "measurement.settled is 0, expected true or false"),
         (FULL.replace('"peak": 1, ', '"peak": "1", '), "over_time.peak is "),
         ("[" * 100_000, "a.json: it is "),
+        *((FULL.replace('"format": 1', f'"format": {"[" * deep}{"]" * deep}'), "a.json: it") for deep in range(700, 1000, 20)),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_place_and_what_would_be_right(text, told):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import OrderedDict, UserDict
+from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +20,7 @@ from pytest_gpumem.steps.batches import (
     feed,
     mapped,
     micro_batches,
+    number_of_items,
     on_device,
     samples_in,
     tensors_in,
@@ -231,10 +236,22 @@ def test_a_batch_of_floats_has_no_tokens():
     assert work_in(torch.ones(4, 8), None) == {"samples": 4}
 
 
-@pytest.mark.parametrize("items", [2.5, 0])
+@pytest.mark.parametrize("items", [2.5, 3, np.int64(3), np.float32(2.5), Fraction(5, 2)])
 def test_a_number_of_items_comes_before_what_the_batch_tells(items):
     assert next(iter(work_in(ids(), items).items())) == ("items", items)
-    assert work_in("text", items) == {"items": items}
+    work = work_in("text", items)
+    assert work == {"items": items}
+    assert json.loads(json.dumps(work)) == work
+
+
+@pytest.mark.parametrize(
+    "items", [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf, 10**400, True, False, [8], b"8", torch.tensor(8), 8j]
+)
+@pytest.mark.parametrize("counted", [number_of_items, lambda items: work_in(ids(), items)], ids=["measure", "step"])
+def test_items_that_are_no_finite_number_above_zero_are_told_with_what_is_right(items, counted):
+    message = re.escape(f"items={items!r}: write what one step works on as a finite number above zero")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        counted(items)
 
 
 def test_tokens_are_the_elements_of_the_first_tensor_of_integers():
