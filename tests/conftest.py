@@ -21,7 +21,7 @@ from tests.heap import own_objects_out_of_sight
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "tests.chance"]
 
 LONGEST = (
     "test_example_project.py",
