@@ -5,13 +5,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TEST_READY := $(VENV)/.test-installed
 DEV_READY := $(VENV)/.dev-installed
+SUITE = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help example test gpu gpu-tests truth cuda lint browser screenshots clean
+.PHONY: help example test explore gpu gpu-tests truth cuda lint browser screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines, and show the table"
 	@echo "make test      run the whole suite"
+	@echo "make explore   run the whole suite with random examples, ten times as many, and in a random order"
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make lint      check format, style and types"
@@ -26,8 +28,13 @@ example: $(TEST_READY)
 # The suite gates a copy of the example project, too: tests/test_example_project.py. On every core; a file's tests share
 # one process, as their fixtures are dear. In order: slow files have few tests, and would otherwise all come last.
 # ARGS='-n 0' runs them in this one.
+# The same order and the same examples of property tests each time: tests/chance.py.
 test: $(TEST_READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(SUITE) $(ARGS)
+
+# What it finds becomes an @example. The header shows the seed; ARGS='-m hypothesis' runs property tests only.
+explore: $(TEST_READY)
+	$(SUITE) --hypothesis-profile=explore --randomly-seed=$$(date +%s) $(ARGS)
 
 # They install nothing. The table is made of what runs, also when a test has failed.
 gpu: cuda

@@ -15,6 +15,7 @@ from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
 from pytest_gpumem.results import PROPERTY
+from pytest_gpumem.steps.collector import SessionHeap
 from pytest_gpumem.test_run import TestRun
 from pytest_gpumem.timing.allowance import TimeAllowance
 
@@ -91,6 +92,7 @@ class Measuring:
         self._fixture_names = {name for item in measured for name in getattr(item, "fixturenames", ())}
         self._residencies: dict[str, Residency] = {}
         self._environments: dict[str, Environment] = {}
+        self._heap = SessionHeap()
         self._open: TestRun | None = None
         self._opened: Device | None = None
         """The device while a shared fixture is set up outside of any measured test."""
@@ -127,7 +129,7 @@ class Measuring:
         device.open()
         try:
             self._residency(device).clear_left_gradients(item)
-            device.settle()
+            self._heap.begin(device)
             allowance = None if self._settings.no_time else TimeAllowance(self._settings.time_budget)
             run = TestRun(
                 item,
@@ -155,15 +157,17 @@ class Measuring:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
+        if fixturedef.scope != "function":
+            self._heap.fixture_is_set_up(fixturedef)
         if fixturedef.argname not in self._fixture_names or fixturedef.argname == "gpumem":
             return (yield)
         if self._open is not None:
-            return (yield from self._noted(self._open.device, fixturedef))
+            return (yield from self._noted(self._open.device, fixturedef, self._open.item))
         if fixturedef.scope == "function":
             return (yield)
         # Shared with a measured test, but first used by one that is not measured.
         if self._opened is not None:
-            return (yield from self._noted(self._opened, fixturedef))
+            return (yield from self._noted(self._opened, fixturedef, request.node))
         try:
             device = self._devices.get(self._settings.device)
             device.open()
@@ -171,17 +175,19 @@ class Measuring:
             return (yield)
         self._opened = device
         try:
-            return (yield from self._noted(device, fixturedef))
+            return (yield from self._noted(device, fixturedef, request.node))
         finally:
             self._opened = None
             device.close()
 
-    def _noted(self, device: Device, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    def _noted(
+        self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector
+    ) -> Generator[None, object, object]:
         """Set the fixture up and note its bytes; a recording that it spoils is the test's loss and not an error."""
         run = self._open
         was_set_up = False
         try:
-            with self._residency(device).setting_up(fixturedef, run.item if run is not None else None) as done:
+            with self._residency(device).setting_up(fixturedef, node) as done:
                 value = yield
                 done(value)
                 was_set_up = True
@@ -194,6 +200,9 @@ class Measuring:
 
     @pytest.hookimpl
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        # pytest calls this more than once for a fixture, also for one that was never set up.
+        if fixturedef.scope != "function" and fixturedef.cached_result is not None:
+            self._heap.fixture_is_gone(fixturedef)
         for residency in self._residencies.values():
             residency.forget(fixturedef)
 
@@ -273,6 +282,7 @@ class Measuring:
         if self._open is not None:
             self._open.release()
             self._open = None
+        self._heap.close()
 
     def _residency(self, device: Device) -> Residency:
         return self._residencies.setdefault(device.name, Residency(device))

@@ -56,26 +56,27 @@ class Residency:
 
     @contextmanager
     def setting_up(
-        self, fixturedef: pytest.FixtureDef[Any], item: pytest.Item | None
+        self, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector | None
     ) -> Iterator[Callable[[object], None]]:
-        """Within, the fixture is set up for ``item``; what is yielded is to be called with its value.
+        """Within, the fixture is set up for ``node``, a test or its class, say; what is yielded is to be called with its value.
 
         Fixtures that are set up meanwhile (``getfixturevalue``) keep their share of the bytes for themselves.
         """
         live_before = self.device.live()
-        seen_before = self._blocks([*map(_value_of, self._notes), *_class_values(item)])
+        seen_before = self._blocks([*map(_value_of, self._notes), *_class_values(node)])
         self._gained_within.append(0)
         values: list[object] = []
         try:
             yield values.append
         finally:
             within = self._gained_within.pop()
-        if self.device.live() != live_before:
-            self.device.settle()
         gained = self.device.live() - live_before
+        if gained:
+            self.device.settle()
+            gained = self.device.live() - live_before
         if self._gained_within:
             self._gained_within[-1] += gained
-        tensors = list(reachable_tensors([*values, *_class_values(item)]))
+        tensors = list(reachable_tensors([*values, *_class_values(node)]))
         if gained == within and not tensors:
             return
         visible = sum(nbytes for address, nbytes in self._of(tensors).items() if address not in seen_before)
@@ -178,10 +179,10 @@ def _values_of(item: pytest.Item) -> list[object]:
     return [*getattr(item, "funcargs", {}).values(), *_class_values(item)]
 
 
-def _class_values(item: pytest.Item | None) -> list[object]:
+def _class_values(node: pytest.Item | pytest.Collector | None) -> list[object]:
     """Attributes of the class and the instance: what ``setUpClass``, ``setup_class`` and ``setup_method`` keep."""
-    owner = getattr(item, "cls", None)
+    owner = getattr(node, "cls", None)
     if owner is None:
         return []
     values = [value for kind in owner.__mro__ for value in vars(kind).values()]
-    return [*values, getattr(item, "instance", None)]
+    return [*values, getattr(node, "instance", None)]

@@ -11,7 +11,7 @@ from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, Left, Subject, not_explained_note
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
-from pytest_gpumem.steps.collector import FrozenHeap, cyclic_collector_off
+from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.steps.runner import live_at_rest
@@ -80,8 +80,6 @@ class TestRun:
         self._residency = residency
         self._environment = environment
         self._seen = seen
-        self._heap = FrozenHeap()
-        self._heap.freeze()
         self._failure: BaseException | None = None
         self._at_call: tuple[OwnBytes, int] | None = None
         self._random: RandomNumbers | None = None
@@ -125,7 +123,8 @@ class TestRun:
             turnover = device.turnover() - turnover
             device.release_workspaces()
             live_run = device.live()
-            live_after = live_at_rest(device, live_before)
+            held_change = self._residency.own(self.item).total - held_before
+            live_after = live_at_rest(device, live_before + held_change)
         ended.append(
             Figures(
                 own=at_call.total + live_before - live_at_call,
@@ -135,7 +134,7 @@ class TestRun:
                 live_run=live_run,
                 live_after=live_after,
                 turnover=turnover,
-                held_change=self._residency.own(self.item).total - held_before,
+                held_change=held_change,
             )
         )
 
@@ -247,7 +246,6 @@ class TestRun:
             clear_frames(self._failure)
         self._failure = None
         self._at_call = None
-        self._heap.thaw()
         self.device.close()
 
 

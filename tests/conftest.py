@@ -21,7 +21,7 @@ from tests.heap import own_objects_out_of_sight
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "tests.chance"]
 
 LONGEST = (
     "test_example_project.py",
@@ -74,7 +74,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
         if not module.name.startswith("pytest_gpumem.cli") or importlib.util.find_spec("click") is not None:
             importlib.import_module(module.name)
-    for name in ("anyio", "anyio.pytest_plugin", "filelock", "rich.console", "rich.table", "tomli_w"):
+    for name in (
+        "torch._inductor.config",
+        "anyio",
+        "anyio.pytest_plugin",
+        "filelock",
+        "rich.console",
+        "rich.table",
+        "tomli_w",
+    ):
         # On a machine with a GPU, `make gpu` runs with what is there.
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)

@@ -67,7 +67,7 @@ def test_what_was_measured_before_a_failure_is_in_the_report(project):
 
 def test_the_debugger_still_sees_the_locals_of_a_failed_test(project, pytester):
     project.write("@pytest.mark.gpumem\ndef test_it():\n    big = torch.ones(3)\n    assert False\n")
-    child = pytester.spawn_pytest("--pdb --gpumem-device=cpu -p no:cacheprovider test_it.py")
+    child = pytester.spawn_pytest("--pdb --gpumem-device=cpu -p no:cacheprovider test_it.py", expect_timeout=120)
     child.expect("(Pdb)")
     child.sendline("p big")
     child.expect(r"tensor\(\[1., 1., 1.\]\)")
@@ -85,12 +85,28 @@ def test_an_error_in_set_up_is_accounted_for(project):
     result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 new, 1 failed by itself"])
 
 
+# The controller must have been told of the first test before it is interrupted.
+TELLS = """
+import os
+import pathlib
+
+import pytest
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
+        pathlib.Path("told").touch()
+"""
+
+
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "worker"])
 def test_ctrl_c_keeps_what_was_measured(project, workers):
     project.write(
         GOOD.format(name="first")
-        + "def test_endless():\n    import pathlib, time\n    pathlib.Path('running').touch()\n    time.sleep(60)\n"
+        + "def test_endless():\n    import pathlib, time\n    pathlib.Path('running').touch()\n    time.sleep(600)\n"
     )
+    (project.path / "conftest.py").write_text(TELLS)
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers],
         cwd=project.path,
@@ -98,12 +114,9 @@ def test_ctrl_c_keeps_what_was_measured(project, workers):
         text=True,
         start_new_session=True,
     )
-    while not (project.path / "running").exists():
+    while not (project.path / "running").exists() or not (project.path / "told").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    if workers:
-        # The controller must have been told of the first test before it is interrupted.
-        time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED

@@ -63,7 +63,56 @@ def test_measured():
 def test_after():
     assert torch.get_num_threads() == 2
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
 """
     )
     project.run(separate=True).assert_outcomes(passed=3)
+
+
+@pytest.mark.parametrize("marker", ["", "@pytest.mark.gpumem\n"], ids=["unmeasured", "measured"])
+def test_a_collection_that_a_test_asks_for_sees_what_was_there_before_any_measured_one(project, marker):
+    project.write(
+        """
+import gc
+import weakref
+
+
+class Node:
+    def __init__(self):
+        self.itself = self
+
+
+NODES = [Node()]
+
+
+@pytest.mark.gpumem
+def test_measured():
+    torch.ones(10)
+
+
+"""
+        + marker
+        + """def test_collects():
+    node = weakref.ref(NODES.pop())
+    torch.ones(10)
+    gc.collect()
+    assert node() is None
+    assert any(one is globals() for one in gc.get_objects())
+"""
+    )
+    project.run(separate=True).assert_outcomes(passed=2)
+
+
+def test_the_heap_is_as_it_was_when_the_session_ends(project):
+    (project.path / "conftest.py").write_text(
+        """
+import gc
+
+
+def pytest_configure(config):
+    config.add_cleanup(lambda: print(f"frozen: {gc.get_freeze_count()}, callbacks: {len(gc.callbacks)}"))
+"""
+    )
+    project.write("import gc\n\n\n@pytest.mark.gpumem\ndef test_it():\n    assert gc.get_freeze_count() > 10_000\n")
+    result = project.run("-p", "no:warnings", separate=True)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["frozen: 0, callbacks: 0"])

@@ -158,3 +158,71 @@ def test_swaps(box):
     figures = project.figures()
     assert figures == project.figures("-k", "swaps")
     assert figures["test_swaps"] == {"call.peak_allocated": 20_000_000, "call.retained": 0, "call.cyclic_garbage": 0}
+
+
+OLDER = """
+import gc
+
+
+class Node:
+    def __init__(self, numbers):
+        self.tensor, self.itself = torch.ones(numbers), self
+
+
+@pytest.fixture(scope="module")
+def box():
+    return {"cycle": Node(10_000), "tensor": torch.ones(20_000)}
+
+
+def test_sets_the_box_up(box):
+    pass
+
+
+def test_leaves_garbage_that_holds_the_tensor(box):
+    Node(1).tensor = box["tensor"]
+
+
+@pytest.mark.gpumem
+def test_makes_garbage_of_what_was_there(box):
+    box["cycle"] = None
+    torch.ones(10)
+
+
+@pytest.mark.gpumem
+def test_replaces(box):
+    box["tensor"] = None
+    box["tensor"] = torch.ones(20_000)
+
+
+@pytest.mark.gpumem
+def test_collects_itself(box):
+    Node(500)
+    gc.collect()
+    Node(500)
+
+
+class TestClass:
+    @classmethod
+    def setup_class(cls):
+        cls.node = Node(3_000)
+
+    def test_of_the_class(self):
+        pass
+
+    @pytest.mark.gpumem
+    def test_of_the_class_that_is_measured(self):
+        torch.ones(10)
+"""
+
+
+def test_garbage_of_older_objects_and_of_unmeasured_tests_is_in_no_figure_whichever_came_first(project):
+    project.write(OLDER)
+    forward = project.figures(separate=True)
+    assert {name: (of["call.peak_allocated"], of["call.cyclic_garbage"]) for name, of in forward.items()} == {
+        "test_makes_garbage_of_what_was_there": (120_040, 40_000),
+        "test_replaces": (80_000, 0),
+        "test_collects_itself": (82_000, 2_000),
+        "test_of_the_class_that_is_measured": (12_040, 0),
+    }
+    for name in ("test_makes_garbage_of_what_was_there", "test_of_the_class_that_is_measured"):
+        assert project.figures("-k", name, separate=True) == {name: forward[name]}

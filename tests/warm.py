@@ -89,7 +89,7 @@ def _serve(address: str) -> None:
     """Fork for every command that is asked for, until standard input ends."""
     import jinja2  # noqa: F401
     import plotly.offline  # noqa: F401
-    import torch._inductor  # noqa: F401 -- torch's profiler loads it
+    import torch._inductor  # noqa: F401 -- optimizers load it
 
     import pytest_gpumem
 

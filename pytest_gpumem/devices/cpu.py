@@ -10,7 +10,7 @@ import itertools
 import platform
 import time
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.conditions import Conditions
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch.profiler import profile
 
     from pytest_gpumem.devices.contract import Blocks, Known
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.events import Token
     from pytest_gpumem.devices.obituaries import AnyToken
+    from pytest_gpumem.devices.torch_internals import Profile
 
 _PROBE_BYTES = 61
 """Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
@@ -69,7 +69,7 @@ class CpuDevice:
         self._leases = ExitStack()
         self._ledger = Ledger()
         self._obituaries = Obituaries()
-        self._profiler: profile | None = None
+        self._profiler: Profile | None = None
         self._threads: int | None = None
         self._yardstick: Yardstick | None = None
 
@@ -249,27 +249,28 @@ class CpuDevice:
             torch.set_num_threads(threads)
 
     def _start(self, *, operators: bool = False) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        # What torch.profiler.profile wraps: that one loads the compiler, 2 s, and a reading takes half as long again.
+        from torch.autograd.profiler import profile
 
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=operators)
+        profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operators)
         with quiet_kineto():
-            profiler.start()
+            profiler.__enter__()
         self._profiler = profiler
 
     def _stop(self) -> list[AllocationEvent]:
         return self._stopped(allocation_events)
 
-    def _stopped(self, read: Callable[[profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
+    def _stopped(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
         """Stop recording; what ``read`` finds in the profile, without our own marks and with the deaths in their places."""
         import torch
 
-        profiler = self._profiler
+        profiler: Any = self._profiler
         if profiler is None:
             raise RuntimeError("the cpu device is not open")
         self._profiler = None
         torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:
-            profiler.stop()
+            profiler.__exit__(None, None, None)
             told = read(profiler)
         except RuntimeError:  # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events
             told = []

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
-    from torch.profiler import profile
+
+    from pytest_gpumem.devices.torch_internals import Profile
 
 MARK_PREFIX = "gpumem#"
 """A span of this name and a number is a mark."""
@@ -23,7 +24,7 @@ _DISPATCH_MODE = "PythonDispatchMode"
 
 
 def tokens_of(
-    profiler: profile, device: torch.device, told: Callable[[int, str], Iterable[Token]] | None = None
+    profiler: Profile, device: torch.device, told: Callable[[int, str], Iterable[Token]] | None = None
 ) -> list[Token]:
     """What a stopped profiler recorded with ``profile_memory=True, record_shapes=True``, of one thread's operators.
 

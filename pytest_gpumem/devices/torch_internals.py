@@ -18,9 +18,13 @@ from pytest_gpumem.devices.events import AllocationEvent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
-    import torch
-    from torch.profiler import profile
+    import torch.autograd.profiler
+    import torch.profiler
+
+    Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
+    """The second is what the first wraps."""
 
 PEAK_RESETS = (
     ("torch._C", "_cuda_resetPeakMemoryStats"),
@@ -29,7 +33,7 @@ PEAK_RESETS = (
 """What the public ``reset_peak_memory_stats`` functions end in; a name that a release lacks is passed over."""
 
 
-def allocation_events(profiler: profile) -> list[AllocationEvent]:
+def allocation_events(profiler: Profile) -> list[AllocationEvent]:
     """The allocations that a stopped profiler recorded with ``profile_memory=True``, in the order in which they happened.
 
     The public views of a profile add allocations up by operator and lose their addresses; the event tree has both.
@@ -38,11 +42,15 @@ def allocation_events(profiler: profile) -> list[AllocationEvent]:
     return sorted(_allocations(event_tree(profiler)), key=lambda event: event.time_ns)
 
 
-def event_tree(profiler: profile) -> list[Any]:
+def event_tree(profiler: Profile) -> list[Any]:
     """What a stopped profiler recorded, as a tree: operators, what they called, and allocations within."""
-    recorded: Any = profiler.profiler
-    tree: list[Any] = recorded.kineto_results.experimental_event_tree()
+    tree: list[Any] = _results(profiler).experimental_event_tree()
     return tree
+
+
+def _results(profiler: Profile) -> Any:
+    wrapped: Any = getattr(profiler, "profiler", profiler)
+    return wrapped.kineto_results
 
 
 def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
@@ -239,14 +247,13 @@ def quiet_kineto() -> Iterator[None]:
         del os.environ["KINETO_LOG_LEVEL"]
 
 
-def threads_of_spans(profiler: profile) -> dict[int, Threads]:
+def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
     """The threads of what a stopped profiler recorded, by the time (ns) at which it began.
 
     The event tree does not have the thread that made a node of the autograd graph.
     """
-    recorded: Any = profiler.profiler
     threads: dict[int, Threads] = {}
-    for event in recorded.kineto_results.events():
+    for event in _results(profiler).events():
         threads.setdefault(event.start_ns(), Threads(event.start_thread_id(), event.fwd_thread_id()))
     return threads
 

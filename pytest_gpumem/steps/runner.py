@@ -206,10 +206,10 @@ def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
 
 
 def live_at_rest(device: Device, expected: int) -> int:
-    """Bytes that are live when garbage has been collected. More than ``expected`` are looked for among all objects."""
+    """Bytes that are live when garbage has been collected: among all objects where they are not as many as ``expected``."""
     device.settle()
     live = device.live()
-    if live > expected:
+    if live != expected:
         collect_everything()
         live = device.live()
     return live

@@ -267,7 +267,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(tmp_path):
             time.sleep(0.1)
             child = os.fork()
             if child == 0:
-                signal.alarm(10)
+                signal.alarm(50)
         if child == 0:
             note("left")
             os._exit(0)
