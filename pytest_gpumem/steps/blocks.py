@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.inspection import elements_of
 from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str
 
 
 def _parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(map(elements_of, module.parameters()))
 
 
 def _join(path: str, name: str) -> str:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import activation_memory_budget
+from pytest_gpumem.inspection import instance_dict, is_a
 from pytest_gpumem.steps.blocks import Block, modules_matching, repeated_blocks
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.segments import Segment, sizes_of_segments
@@ -121,7 +122,7 @@ def _recomputed_modules(model: torch.nn.Module, config: StepConfig) -> list[Bloc
     if wanted.kind == "modules":
         matching = modules_matching(model, wanted.pattern)
         for path, module in matching:
-            if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            if is_a(module, torch.nn.ModuleList, torch.nn.ModuleDict):
                 raise ConfigError(
                     f"checkpoint={config.checkpoint}: {path} is a {type(module).__name__}, which is never called; "
                     f"write checkpoint=modules:{path}.*"
@@ -195,15 +196,18 @@ def _saving_dear_operators() -> Callable[[], Any]:
 
 @contextmanager
 def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[None]:
-    had = module.__dict__.get("forward")
-    module.forward = forward
+    attributes = instance_dict(module)
+    assert attributes is not None, "a module keeps its parts there"
+    # Not by assignment: a module may have a say in that.
+    had = dict.get(attributes, "forward")
+    dict.__setitem__(attributes, "forward", forward)
     try:
         yield
     finally:
         if had is None:
-            del module.__dict__["forward"]
+            dict.pop(attributes, "forward")
         else:
-            module.forward = had
+            dict.__setitem__(attributes, "forward", had)
 
 
 def _some(paths: list[str]) -> str:

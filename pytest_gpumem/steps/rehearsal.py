@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.batches import tensors_in
+from pytest_gpumem.reach import tensors_in
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import precision_named

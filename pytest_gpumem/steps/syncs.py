@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.batches import tensors_in
+from pytest_gpumem.inspection import is_a
+from pytest_gpumem.reach import tensors_in
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -115,7 +116,7 @@ def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
             if reads and args[0] not in host:
                 syncs.count += 1
             result = func(*args, **kwargs)
-            if not isinstance(result, torch.Tensor):
+            if not is_a(result, torch.Tensor):
                 return result
             if func in moves:
                 return _moved(func, args, kwargs, result, syncs, host)
@@ -135,7 +136,7 @@ def _made_of_values(
     """A tensor was made of Python's values: on a device, ``likeness``'s if there is one, or on the host."""
     import torch
 
-    if isinstance(data, torch.Tensor):
+    if is_a(data, torch.Tensor):
         return  # a copy that operators show
     device = kwargs.get("device")
     at_home = likeness in host if likeness is not None and device is None else device in (None, "cpu")
@@ -163,7 +164,7 @@ def _moved(
 def _is_array(data: object) -> bool:
     """Whether it is an array of NumPy, whose copy to a device is an operator that shows."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(data, numpy.ndarray)
+    return numpy is not None and is_a(data, numpy.ndarray)
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> str | None:
@@ -178,8 +179,8 @@ def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Host
     if func is torch.Tensor.cuda:
         return "device"
     wanted = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
-    if isinstance(wanted, torch.Tensor):
+    if is_a(wanted, torch.Tensor):
         return "host" if wanted in host else "device"
-    if isinstance(wanted, str):
+    if is_a(wanted, str):
         return "host" if wanted == "cpu" else "device"
-    return "device" if isinstance(wanted, (torch.device, int)) and not isinstance(wanted, bool) else None
+    return "device" if is_a(wanted, torch.device, int) and not is_a(wanted, bool) else None
