@@ -12,12 +12,13 @@ import functools
 import gc
 import math
 import types
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pytest_gpumem.devices.torch_internals import outside_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import TypeGuard
 
     import torch
@@ -38,8 +39,8 @@ def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
 
 
 def class_name(kind: type) -> str:
-    """The qualified name of a class."""
-    return str(_qualname.__get__(kind))
+    """The qualified name of a class, without the function that it was defined in."""
+    return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
 
 
 def package_of(kind: type) -> str:
@@ -65,12 +66,9 @@ def class_values(kind: type) -> Iterator[object]:
 
 def instance_dict(value: object) -> dict[str, Any] | None:
     """The attributes that ``value`` keeps in its ``__dict__``, itself and not a copy; ``None`` where it has none to read."""
-    for base in _mro.__get__(type(value)):
-        found = _namespace.__get__(base).get("__dict__")
-        if type(found) in _NATIVE:
-            attributes = found.__get__(value)
-            return attributes if is_a(attributes, dict) else None
-    return None
+    dictionary = layout_of(type(value)).dictionary
+    own = None if dictionary is None else dictionary.__get__(value)
+    return own if is_a(own, dict) else None
 
 
 def attribute(value: object, name: str, default: Any = None) -> Any:
@@ -80,58 +78,111 @@ def attribute(value: object, name: str, default: Any = None) -> Any:
         return dict.__getitem__(own, name)
     found = class_attribute(type(value), name)
     if type(found) is types.MemberDescriptorType:
-        return next((kept for kept in _kept_in(found, value)), default)
+        try:
+            return found.__get__(value)
+        except AttributeError:  # an empty slot
+            return default
     return default if found is None or class_attribute(type(found), "__get__") is not None else found
 
 
-def attributes_of(value: object) -> Iterator[object]:
+def attributes_of(value: object) -> list[object]:
     """The values of all attributes of ``value``: those in its ``__dict__`` and in its slots."""
-    own = instance_dict(value)
-    if own is not None:
-        yield from list(dict.values(own))
-    elif class_attribute(type(value), "__dict__") is not None:
-        # Python code stands in front of it. What the collector would visit is there all the same.
-        yield from gc.get_referents(value)
-    for base in _mro.__get__(type(value)):
-        namespace = _namespace.__get__(base)
-        if "__slots__" in namespace:
-            for member in list(namespace.values()):
-                if type(member) is types.MemberDescriptorType:
-                    yield from _kept_in(member, value)
+    return layout_of(type(value)).attributes(value)
 
 
-def _kept_in(member: types.MemberDescriptorType, value: object) -> Iterator[object]:
-    try:
-        yield member.__get__(value)
-    except AttributeError:  # an empty slot
-        return
-
-
-def contents_of(value: object) -> Iterator[object]:
+def contents_of(value: object) -> Iterable[object]:
     """What a container holds, a function, method or partial is bound to, or a generator has in its locals."""
-    if is_a(value, dict):
-        yield from list(dict.keys(value))
-        yield from list(dict.values(value))
-    elif is_a(value, *_CONTAINERS):
-        kind = next(kind for kind in _CONTAINERS if is_a(value, kind))
-        yield from list(kind.__iter__(value))
-    elif is_a(value, types.MappingProxyType):
-        # The mapping behind it: its own methods may be anything.
-        yield from gc.get_referents(value)
-    elif is_a(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
-        yield from (value.__defaults__, value.__kwdefaults__)
-    elif is_a(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif is_a(value, functools.partial):
-        partial: Any = functools.partial
-        yield from (member.__get__(value) for member in (partial.func, partial.args, partial.keywords))
-    elif is_a(value, types.GeneratorType) and value.gi_frame is not None:
-        seen = value.gi_frame.f_locals
-        yield from list(seen.values())
-        if is_a(seen, dict):
-            # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
-            seen.clear()
+    contents = layout_of(type(value)).contents
+    return () if contents is None else contents(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the objects of a class keep what they hold."""
+
+    package: str
+    """As `package_of`."""
+    contents: Callable[[Any], Iterable[object]] | None
+    """As `contents_of`; ``None`` where there are none."""
+    dictionary: Any
+    """The descriptor that gives the ``__dict__``; ``None`` where there is none, or Python code stands in front of it."""
+    covered: bool
+    """Whether it is Python code that stands in front of it."""
+    members: tuple[types.MemberDescriptorType, ...]
+    """The slots."""
+
+    def attributes(self, value: object) -> list[object]:
+        """As `attributes_of`, for objects of the class."""
+        held: list[object] = []
+        if self.dictionary is not None:
+            own = self.dictionary.__get__(value)
+            if issubclass(type(own), dict):
+                held.extend(dict.values(own))
+        elif self.covered:
+            # What the collector would visit is there all the same.
+            held.extend(gc.get_referents(value))
+        for member in self.members:
+            try:
+                held.append(member.__get__(value))
+            except AttributeError:  # an empty slot
+                continue
+        return held
+
+
+def layout_of(kind: type) -> Layout:
+    """How the objects of a class keep what they hold."""
+    bases = [_namespace.__get__(base) for base in _mro.__get__(kind)]
+    found = [base["__dict__"] for base in bases if "__dict__" in base]
+    return Layout(
+        package_of(kind),
+        next((read for base, read in _READERS if issubclass(kind, base)), None),
+        next((one for one in found if type(one) in _NATIVE), None),
+        bool(found),
+        tuple(
+            member
+            for base in bases
+            if "__slots__" in base
+            for member in list(base.values())
+            if type(member) is types.MemberDescriptorType
+        ),
+    )
+
+
+def _in_a_dict(value: dict[Any, Any]) -> list[object]:
+    return [*dict.keys(value), *dict.values(value)]
+
+
+def _bound_to_a_function(value: types.FunctionType) -> list[object]:
+    cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+    return [*cells, value.__defaults__, value.__kwdefaults__]
+
+
+def _bound_to_a_partial(value: Any) -> list[object]:
+    partial: Any = functools.partial
+    return [member.__get__(value) for member in (partial.func, partial.args, partial.keywords)]
+
+
+def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
+    if value.gi_frame is None:
+        return []
+    local = value.gi_frame.f_locals
+    held = list(local.values())
+    if is_a(local, dict):
+        # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
+        local.clear()
+    return held
+
+
+_READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
+    (dict, _in_a_dict),
+    *((kind, kind.__iter__) for kind in _CONTAINERS),
+    # The mapping behind it: its own methods may be anything.
+    (types.MappingProxyType, gc.get_referents),
+    (types.FunctionType, _bound_to_a_function),
+    (types.MethodType, lambda value: [value.__self__, value.__func__]),
+    (functools.partial, _bound_to_a_partial),
+    (types.GeneratorType, _in_a_generator),
+)
 
 
 def _is_filled(cell: types.CellType) -> bool:

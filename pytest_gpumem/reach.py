@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.devices.torch_internals import beneath_modes, parts_of_coo
-from pytest_gpumem.inspection import attributes_of, contents_of, gradient_of, is_a, package_of
+from pytest_gpumem.devices.torch_internals import beneath_modes, outside_torch_function, parts_of_coo
+from pytest_gpumem.inspection import Layout, contents_of, gradient_of, is_a, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,9 +29,7 @@ _NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logg
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
     """Every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients."""
-    import torch
-
-    return (value for value in reachable(roots) if is_a(value, torch.Tensor))
+    return (value for value, is_tensor in _walk(roots) if is_tensor)
 
 
 def reachable(roots: Iterable[object]) -> Iterator[Any]:
@@ -41,27 +39,40 @@ def reachable(roots: Iterable[object]) -> Iterator[Any]:
     since looking at what it saved would unpack it. No code of the objects is run, and one that cannot be read for
     another reason holds nothing that can be seen.
     """
-    seen: dict[int, object] = {}
-    stack = list(roots)
-    while stack:
-        value = stack.pop()
-        if is_a(value, *_ATOMS) or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        yield value
-        with suppress(Exception):
-            stack.extend(_held_by(value))
+    return (value for value, _ in _walk(roots))
 
 
-def _held_by(value: object) -> Iterator[object]:
-    """What ``value`` refers to directly."""
+def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
+    """What can be reached, each with whether it is a tensor."""
     import torch
 
-    if is_a(value, torch.Tensor):
-        yield gradient_of(value)
-    yield from contents_of(value)
-    if package_of(type(value)) not in _NOT_THE_TESTS:
-        yield from attributes_of(value)
+    # All are kept, classes as well: no id is used again.
+    seen: dict[int, object] = {}
+    kinds: dict[int, tuple[type, Layout | None, bool]] = {}
+    stack: list[Any] = list(roots)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        known = kinds.get(id(type(value)))
+        if known is None:
+            kind = type(value)
+            layout = None if issubclass(kind, _ATOMS) else layout_of(kind)
+            known = kinds[id(kind)] = kind, layout, issubclass(kind, torch.Tensor)
+        _, layout, is_tensor = known
+        if layout is None:
+            continue
+        seen[id(value)] = value
+        yield value, is_tensor
+        try:
+            if layout.contents is not None:
+                stack.extend(layout.contents(value))
+            if layout.package not in _NOT_THE_TESTS:
+                stack.extend(layout.attributes(value))
+            if is_tensor:
+                stack.append(gradient_of(value))
+        except Exception:  # noqa: BLE001, S112 - whatever is wrong with it
+            continue
 
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
@@ -87,6 +98,8 @@ def members_of(nest: object) -> dict[Any, Any] | None:
         return dict(dict.items(nest))
     if is_a(nest, list, tuple):
         return dict(enumerate(contents_of(nest)))
+    if is_a(nest, types.MappingProxyType):
+        return next(map(members_of, contents_of(nest)))
     if not issubclass(type(nest), Mapping):
         return None
     with suppress(Exception):
@@ -102,8 +115,10 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = Non
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> Iterator[torch.UntypedStorage]:
     """The storages of ``tensors`` on ``device`` that have memory behind them; one may come up more than once."""
     for tensor in tensors:
-        for storage in _storages(tensor):
-            if device is None or is_on(storage.device, device):
+        own = _own_storage(tensor)
+        # Subclasses made of other tensors (DTensor, quantized weights) have none, and these are reached by themselves.
+        for storage in (own,) if own is not None else map(_own_storage, _sparse_parts(tensor)):
+            if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
                 yield storage
 
 
@@ -126,7 +141,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     import torch
 
     try:
-        with beneath_modes():
+        with outside_torch_function():
             return torch.Tensor.untyped_storage(tensor)
     except RuntimeError:  # NotImplementedError is one
         return None
@@ -141,17 +156,6 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
             return storage.data_ptr() != 0
         except (RuntimeError, UserWarning):
             return False
-
-
-def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor, of a sparse one those of its parts.
-
-    Of subclasses made of other tensors (DTensor, quantized weights) these are reached by themselves.
-    """
-    own = _own_storage(tensor)
-    for storage in (own,) if own is not None else map(_own_storage, _sparse_parts(tensor)):
-        if storage is not None and _has_memory(storage):
-            yield storage
 
 
 def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -173,7 +173,9 @@ class Computed(torch.Tensor):
         property(_hostile(f"a tensor's {name}"))
         for name in ("grad", "device", "layout", "shape", "dtype", "nbytes", "is_leaf", "grad_fn", "is_sparse")
     )
-    locals().update(_methods("untyped_storage", "data_ptr", "numel", "size", "dim", "__eq__", "__hash__", "detach", "__repr__"))
+    locals().update(
+        _methods("untyped_storage", "data_ptr", "numel", "size", "dim", "__eq__", "__hash__", "detach", "__repr__")
+    )
 
 
 class Wrapping(torch.Tensor):
@@ -303,7 +305,9 @@ def _container(kind: type):
 
 
 def _mapping(kind: type):
-    below = _kind(f"Hostile{kind.__name__}", kind, **_LOOKS, **_CLASS_RAISES, **_methods("keys", "values", "items", "get"))
+    below = _kind(
+        f"Hostile{kind.__name__}", kind, **_LOOKS, **_CLASS_RAISES, **_methods("keys", "values", "items", "get")
+    )
 
     def made(kept):
         mapping = below()
@@ -314,7 +318,9 @@ def _mapping(kind: type):
 
 
 def _set(kind: type):
-    below = _kind(f"Hostile{kind.__name__}", kind, **{n: m for n, m in _LOOKS.items() if n != "__hash__"}, **_CLASS_RAISES)
+    below = _kind(
+        f"Hostile{kind.__name__}", kind, **{n: m for n, m in _LOOKS.items() if n != "__hash__"}, **_CLASS_RAISES
+    )
     return lambda kept: below([kept])
 
 
@@ -326,8 +332,8 @@ HOLDING = {
     "slots from an iterator": SlotsGone,
     "an object of no module": OfAnyModule,
     "an object of a metaclass that fails": OfMeta,
-    "an object that says it is a tensor": lambda kept: _kind("Liar", Plain, __class__=torch.Tensor)(kept),
-    "an object that says it is a model": lambda kept: _kind("Liar", Plain, __class__=torch.nn.Module)(kept),
+    "an object that says it is a tensor": _kind("Liar", Plain, __class__=torch.Tensor),
+    "an object that says it is a model": _kind("Liar", Plain, __class__=torch.nn.Module),
     "a list that fails": _container(list),
     "a tuple that fails": _container(tuple),
     "a set that fails": _set(set),
@@ -344,7 +350,7 @@ HOLDING = {
     "a mock of a tensor": lambda kept: NonCallableMagicMock(spec=torch.Tensor, kept=[kept]),
     "a mock of a model": lambda kept: MagicMock(spec=torch.nn.Module, kept=[kept]),
     "a module that fails": HostileModule,
-    "an optimizer that fails": lambda kept: HostileOptimizer(kept),
+    "an optimizer that fails": HostileOptimizer,
     "uninitialised modules": uninitialised,
     "an optimizer of uninitialised parameters": optimizer_of_uninitialised,
     "a fake tensor": fake,
@@ -364,7 +370,7 @@ NOT_HOLDING = {
     "a proxy": behind_a_proxy,
     "a dead proxy": dead_proxy,
     "a thread's locals": thread_local,
-    "a weak reference": lambda kept: weakref.ref(kept),
+    "a weak reference": weakref.ref,
 }
 """What leads to no tensor, though somebody may keep one behind it."""
 

@@ -77,7 +77,8 @@ class CpuDevice:
     def torch_device(self) -> torch.device:
         import torch
 
-        return torch.device("cpu")
+        with beneath_modes():
+            return torch.device("cpu")
 
     def environment(self) -> Environment:
         import torch

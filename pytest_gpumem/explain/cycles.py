@@ -98,8 +98,8 @@ def _type_name(one: object) -> str:
         return f"function {one.__qualname__}"
     if is_a(one, types.FrameType):
         return f"frame of {one.f_code.co_qualname if hasattr(one.f_code, 'co_qualname') else one.f_code.co_name}"
-    # Of a class in a function: which one it is does not depend on where it stands.
-    return class_name(type(one)).rpartition("<locals>.")[2]
+    # Which class it is does not depend on the function that it stands in.
+    return class_name(type(one))
 
 
 def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -206,7 +206,7 @@ def _gradients(
             if training.scaler is None or _finite(found):
                 break
             training.scaler.update(training.scaler.get_scale() / 16)
-    runs.check(config)
+    runs.check(model, config)
     if config.compile == "none":
         cast.check(config.precision)
     unclean = [name for name, value in found.items() if value is not None and not bool(torch.isfinite(value).all())]

@@ -71,7 +71,7 @@ def rehearse(training: Training) -> Rehearsal:
                     f"the gradients overflow at every scale down to {after:g}: the optimizer is skipped in every step",
                 )
     training.before_optimizer = None
-    runs.check(config)
+    runs.check(training.model, config)
     cast.check(config.precision)
     # The parts themselves are run again without being called, so that no hook of theirs sees it.
     return Rehearsal(notes, again.number + runs.again() - parts_before, overflows=bool(notes))
