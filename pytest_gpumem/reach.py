@@ -2,134 +2,149 @@
 
 from __future__ import annotations
 
-import functools
 import types
 import warnings
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.devices.torch_internals import parts_of_coo
+from pytest_gpumem.devices.torch_internals import beneath_modes, outside_torch_function, parts_of_coo
+from pytest_gpumem.inspection import Layout, contents_of, gradient_of, is_a, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
 
-_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType)
+# A proxy holds nothing: who holds the object behind it leads to it, too.
+_ATOMS: tuple[type[Any], ...] = (
+    *(str, bytes, bytearray, int, float, complex, bool, type(None)),
+    *(type, types.ModuleType, types.CodeType),
+    *weakref.ProxyTypes,
+)
 # A test's `request` leads to the session, and from there to every other test's values.
 _NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
     """Every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients."""
-    import torch
-
-    return (value for value in reachable(roots) if isinstance(value, torch.Tensor))
+    return (value for value, is_tensor in _walk(roots) if is_tensor)
 
 
 def reachable(roots: Iterable[object]) -> Iterator[Any]:
     """Everything held by ``roots`` that can hold tensors.
 
     A function's globals, classes and modules are not followed: they belong to everybody. Neither is an autograd graph,
-    since looking at what it saved would unpack it.
+    since looking at what it saved would unpack it. No code of the objects is run, and one that cannot be read for
+    another reason holds nothing that can be seen.
     """
+    return (value for value, _ in _walk(roots))
+
+
+def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
+    """What can be reached, each with whether it is a tensor."""
+    import torch
+
+    # All are kept, classes as well: no id is used again.
+    seen: dict[int, object] = {}
+    kinds: dict[int, tuple[type, Layout | None, bool]] = {}
+    stack: list[Any] = list(roots)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        known = kinds.get(id(type(value)))
+        if known is None:
+            kind = type(value)
+            layout = None if issubclass(kind, _ATOMS) else layout_of(kind)
+            known = kinds[id(kind)] = kind, layout, issubclass(kind, torch.Tensor)
+        _, layout, is_tensor = known
+        if layout is None:
+            continue
+        seen[id(value)] = value
+        yield value, is_tensor
+        try:
+            if layout.contents is not None:
+                stack.extend(layout.contents(value))
+            if layout.package not in _NOT_THE_TESTS:
+                stack.extend(layout.attributes(value))
+            if is_tensor:
+                stack.append(gradient_of(value))
+        except Exception:  # noqa: BLE001, S112 - whatever is wrong with it
+            continue
+
+
+def tensors_in(nest: object) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, in order: of a tensor, or of tuples, lists and mappings in any nesting, each of them once."""
     import torch
 
     seen: dict[int, object] = {}
-    stack = list(roots)
+    stack = [nest]
     while stack:
         value = stack.pop()
-        if isinstance(value, _ATOMS) or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        yield value
-        if isinstance(value, torch.Tensor):
-            if value.is_leaf and value.grad is not None:
-                stack.append(value.grad)
-            if hasattr(value, "__tensor_flatten__"):
-                names, _ = value.__tensor_flatten__()
-                stack.extend(getattr(value, name) for name in names)
-        stack.extend(_held_by(value))
+        if is_a(value, torch.Tensor):
+            yield value
+        elif id(value) not in seen:
+            members = members_of(value)
+            if members is not None:
+                seen[id(value)] = value
+                stack.extend(reversed(list(members.values())))
 
 
-def _held_by(value: Any) -> Iterator[object]:
-    """What ``value`` refers to directly."""
-    if isinstance(value, dict):
-        # dict's own methods: those of a subclass may compute, allocate or fail.
-        yield from list(dict.keys(value))
-        yield from list(dict.values(value))
-    elif isinstance(value, types.MappingProxyType):
-        yield from list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
-        yield from list(value)
-    elif isinstance(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-    elif isinstance(value, types.MethodType):
-        yield value.__self__
-        yield value.__func__
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, types.GeneratorType) and value.gi_frame is not None:
-        seen = value.gi_frame.f_locals
-        yield from list(seen.values())
-        if isinstance(seen, dict):
-            # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
-            seen.clear()
-    if type(value).__module__.partition(".")[0] in _NOT_THE_TESTS:
-        return
-    yield from _attributes(value)
+def members_of(nest: object) -> dict[Any, Any] | None:
+    """What a mapping, tuple or list holds, by key or place; ``None`` for anything else, and for a mapping that raises."""
+    if is_a(nest, dict):
+        return dict(dict.items(nest))
+    if is_a(nest, list, tuple):
+        return dict(enumerate(contents_of(nest)))
+    if is_a(nest, types.MappingProxyType):
+        return next(map(members_of, contents_of(nest)))
+    if not issubclass(type(nest), Mapping):
+        return None
+    with suppress(Exception):
+        return dict(cast("Mapping[Any, Any]", nest).items())
+    return None
 
 
-def _attributes(value: object) -> Iterator[object]:
-    # Not getattr: a property may compute, allocate or fail.
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        attributes = None
-    if isinstance(attributes, dict):
-        yield from list(attributes.values())
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            member = kind.__dict__.get(name)
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield member.__get__(value, kind)
-                except AttributeError:
-                    continue
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - an empty cell raises
-    except ValueError:
-        return False
-    return True
-
-
-def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
-    """The memory of ``tensors`` on ``device``: address of each storage -> its bytes. Views of one storage count once."""
+def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
+    """The memory of ``tensors`` on ``device``, or anywhere: address of each storage -> its bytes. Views count once."""
     return {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensors, device)}
 
 
-def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> Iterator[torch.UntypedStorage]:
     """The storages of ``tensors`` on ``device`` that have memory behind them; one may come up more than once."""
     for tensor in tensors:
-        if tensor.device.type == device.type and device.index in (None, tensor.device.index):
-            for dense in _dense_parts(tensor):
-                storage = storage_of(dense)
-                if storage is not None:
-                    yield storage
+        own = _own_storage(tensor)
+        # Subclasses made of other tensors (DTensor, quantized weights) have none, and these are reached by themselves.
+        for storage in (own,) if own is not None else map(_own_storage, _sparse_parts(tensor)):
+            if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
+                yield storage
+
+
+def is_on(there: torch.device, wanted: torch.device) -> bool:
+    """Whether a device is ``wanted``: the same one, or one of its type where ``wanted`` has no index."""
+    return there.type == wanted.type and wanted.index in (None, there.index)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a dense tensor if there is memory behind it: not of fake or meta tensors, nor within ``vmap``."""
+    """The storage of a dense tensor if there is memory behind it.
+
+    There is none behind a tensor that is fake, on meta, empty, not initialised yet or within ``vmap``, nor behind one that is
+    made of others.
+    """
+    storage = _own_storage(tensor)
+    return storage if storage is not None and _has_memory(storage) else None
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    import torch
+
     try:
-        storage = tensor.untyped_storage()
+        with outside_torch_function():
+            return torch.Tensor.untyped_storage(tensor)
     except RuntimeError:  # NotImplementedError is one
         return None
-    return storage if _has_memory(storage) else None
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
@@ -143,17 +158,16 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
             return False
 
 
-def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     import torch
 
-    # Subclasses made of other tensors (DTensor, quantized weights) have no storage; their parts are reached by themselves.
-    if hasattr(tensor, "__tensor_flatten__"):
-        return
-    if tensor.layout is torch.strided:
-        yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield from parts_of_coo(tensor)
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    anything = cast("Any", torch.Tensor)
+    with beneath_modes():
+        layout = anything.layout.__get__(tensor)
+        if layout is torch.sparse_coo:
+            return parts_of_coo(tensor)
+        if layout in (torch.sparse_csr, torch.sparse_bsr):
+            return (anything.crow_indices(tensor), anything.col_indices(tensor), anything.values(tensor))
+        if layout in (torch.sparse_csc, torch.sparse_bsc):
+            return (anything.ccol_indices(tensor), anything.row_indices(tensor), anything.values(tensor))
+    return ()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.inspection import class_values, clear_gradient, gradient_of
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ class Residency:
         visible = sum(nbytes for address, nbytes in self._of(tensors).items() if address not in seen_before)
         self._notes[fixturedef] = FixtureNote(
             hidden=max(0, gained - within - visible),
-            gradients=tuple(weakref.ref(gradient) for tensor in tensors if (gradient := _gradient(tensor)) is not None),
+            gradients=tuple(
+                weakref.ref(gradient) for tensor in tensors if (gradient := gradient_of(tensor)) is not None
+            ),
         )
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
@@ -98,9 +101,9 @@ class Residency:
         for fixturedef, note in self._serving(item).items():
             came_with = {id(reference()) for reference in note.gradients}
             for tensor in reachable_tensors([_value_of(fixturedef)]):
-                gradient = _gradient(tensor)
+                gradient = gradient_of(tensor)
                 if gradient is not None and id(gradient) not in came_with:
-                    tensor.grad = None
+                    clear_gradient(tensor)
 
     def own(self, item: pytest.Item) -> OwnBytes:
         """The bytes that belong to ``item`` now: those of its fixtures, of its class and of its instance."""
@@ -145,11 +148,6 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
     return fixturedef.cached_result[0] if fixturedef.cached_result is not None else None
 
 
-def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    # Asking a tensor that is no leaf for its gradient is a warning.
-    return tensor.grad if tensor.is_leaf else None
-
-
 def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
     """The fixtures that pytest resolved the test's names to; ``None`` for an item that does not tell.
 
@@ -184,5 +182,4 @@ def _class_values(node: pytest.Item | pytest.Collector | None) -> list[object]:
     owner = getattr(node, "cls", None)
     if owner is None:
         return []
-    values = [value for kind in owner.__mro__ for value in vars(kind).values()]
-    return [*values, getattr(node, "instance", None)]
+    return [*class_values(owner), getattr(node, "instance", None)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, Left, Subject, not_explained_note
+from pytest_gpumem.inspection import instance_dict
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.collector import cyclic_collector_off
@@ -96,7 +97,7 @@ class TestRun:
         self.device.adopt(self._residency.storages(self.item))
         self._at_call = own, self.device.live()
         self._known_at_call = self.device.known()
-        self._attributes = frozenset(getattr(getattr(self.item, "instance", None), "__dict__", ()))
+        self._attributes = frozenset(self._instance_dict())
 
     @contextmanager
     def tracked(self) -> Iterator[Callable[[], Figures]]:
@@ -208,9 +209,9 @@ class TestRun:
             self._residency.clear_left_gradients(self.item)
             if self._random is not None:
                 self._random.restore()
-            instance = getattr(self.item, "instance", None)
-            for name in [name for name in getattr(instance, "__dict__", ()) if name not in self._attributes]:
-                delattr(instance, name)
+            attributes = self._instance_dict()
+            for name in [name for name in attributes if name not in self._attributes]:
+                dict.pop(attributes, name)
 
         assert self._at_call is not None, "the call has begun"
         at_call, live_at_call = self._at_call
@@ -235,6 +236,9 @@ class TestRun:
             left=left,
             once=True,
         )
+
+    def _instance_dict(self) -> dict[str, object]:
+        return instance_dict(getattr(self.item, "instance", None)) or {}
 
     def failed(self, error: BaseException) -> None:
         """The test raised ``error``, whose traceback keeps its tensors alive until `release`."""

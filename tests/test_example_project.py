@@ -36,7 +36,7 @@ BREAKS_CHECKPOINTING = {
             x = x + block.mlp(block.mlp_norm(x))
 """,
         "test_checkpointing_saves_memory",
-        "checkpoint=blocks: blocks.0, blocks.1, blocks.2 and 1 more did not run in this step",
+        " calls none of its members; name modules that it calls, such as blocks.*",
     ),
     "scores-that-are-kept": (
         FUSED,

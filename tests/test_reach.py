@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.reach import blocks_of, reachable_tensors
+from pytest_gpumem.reach import blocks_of, is_on, reachable_tensors
 
 unhurried = settings(deadline=None)
 CPU = torch.device("cpu")
@@ -367,12 +367,11 @@ def test_tensors_elsewhere_are_no_memory_here():
 
 
 def test_only_memory_of_the_asked_device_counts_among_several():
-    class OnGpu:
-        """As much of a tensor on the second GPU as its place."""
-
-        device = torch.device("cuda", 1)
-
-    assert blocks_of([OnGpu()], torch.device("cuda", 0)) == {}
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert is_on(second, second)
+    assert is_on(second, torch.device("cuda"))
+    assert not is_on(second, first)
+    assert not is_on(CPU, first)
 
 
 def test_fake_tensors_are_no_memory():

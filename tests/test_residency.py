@@ -10,6 +10,7 @@ import torch
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.residency import OwnBytes, Residency
 from pytest_gpumem.steps.collector import FrozenHeap
+from tests import zoo
 
 KB = 1000
 
@@ -121,6 +122,17 @@ def test_what_a_fixture_keeps_out_of_sight_belongs_to_its_tests(residency):
     own = residency.own(Item("model"))
     assert (sum(own.blocks.values()), own.hidden) == (30 * KB, 100 * KB)
     assert total(residency, Item("other")) == 0
+
+
+def test_every_byte_that_a_fixture_of_hostile_objects_made_belongs_to_its_tests(residency, device):
+    before = device.live()
+    set_up(residency, Fixture("zoo", "session"), lambda: zoo.animals(tensor(100 * KB)))
+    assert zoo.RAN == []
+    own = residency.own(Item("zoo"))
+    assert (own.total, own.hidden > 0) == (device.live() - before, True)
+    assert own.total > 100 * KB
+    residency.clear_left_gradients(Item("zoo"))
+    assert zoo.RAN == []
 
 
 def test_a_fixture_without_a_value_may_keep_something_out_of_sight(residency):

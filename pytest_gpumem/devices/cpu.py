@@ -20,7 +20,7 @@ from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.ledger import Ledger
 from pytest_gpumem.devices.naming import CPU_SLUG
 from pytest_gpumem.devices.obituaries import Obituaries
-from pytest_gpumem.devices.torch_internals import allocation_events, compiled_graphs_so_far, quiet_kineto
+from pytest_gpumem.devices.torch_internals import allocation_events, beneath_modes, compiled_graphs_so_far, quiet_kineto
 from pytest_gpumem.devices.yardstick import Yardstick
 from pytest_gpumem.measurement import Environment, MeasuringError
 
@@ -77,7 +77,8 @@ class CpuDevice:
     def torch_device(self) -> torch.device:
         import torch
 
-        return torch.device("cpu")
+        with beneath_modes():
+            return torch.device("cpu")
 
     def environment(self) -> Environment:
         import torch
@@ -268,7 +269,9 @@ class CpuDevice:
         if profiler is None:
             raise RuntimeError("the cpu device is not open")
         self._profiler = None
-        torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
+        # A mode of the test's own would see the probe, or take its place (`FakeTensorMode`).
+        with beneath_modes():
+            torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:
             profiler.__exit__(None, None, None)
             told = read(profiler)

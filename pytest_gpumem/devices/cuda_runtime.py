@@ -19,6 +19,7 @@ from pytest_gpumem.devices.launches import launches_of
 from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.devices.proc import is_of_session, workers_of_session
 from pytest_gpumem.devices.torch_internals import (
+    beneath_modes,
     clear_cublas_workspaces,
     cuda_history_is_on,
     cuda_snapshot,
@@ -120,7 +121,9 @@ class TorchCuda:
     def torch_device(self) -> torch.device:
         import torch
 
-        return torch.device("cuda", self._index)
+        # A mode of the test's own sees even this.
+        with beneath_modes():
+            return torch.device("cuda", self._index)
 
     def properties(self) -> GpuProperties:
         import torch
@@ -160,7 +163,8 @@ class TorchCuda:
     def allocate(self, nbytes: int) -> object:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
+        with beneath_modes():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds of each, by events on the stream: the host does not wait for the GPU but at the end."""

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.devices.events import AllocationEvent, Token
+from pytest_gpumem.devices.torch_internals import beneath_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +38,10 @@ class Obituaries:
             import torch
 
             del self._watched[address]
-            mark = torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu").data_ptr() if recording() else 0
+            mark = 0
+            if recording():
+                with beneath_modes():
+                    mark = torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu").data_ptr()
             self._dead.append((address, mark))
 
         self._watched[address] = weakref.ref(storage, died)

@@ -32,6 +32,9 @@ PEAK_RESETS = (
 )
 """What the public ``reset_peak_memory_stats`` functions end in; a name that a release lacks is passed over."""
 
+MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "_buffers"}
+"""The attributes in which a module keeps its parts by name: dicts, but in scripted modules."""
+
 
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:
     """The allocations that a stopped profiler recorded with ``profile_memory=True``, in the order in which they happened.
@@ -75,7 +78,11 @@ def clear_cublas_workspaces() -> None:
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
-    return tensor._indices(), tensor._values()
+    import torch
+
+    # The base class's methods: a subclass may have others of these names.
+    base: Any = torch.Tensor
+    return base._indices(tensor), base._values(tensor)
 
 
 def compiled_graphs() -> int:
@@ -141,6 +148,15 @@ def outside_torch_function() -> AbstractContextManager[object]:
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
+
+
+@contextmanager
+def beneath_modes() -> Iterator[None]:
+    """Within, no mode and no subclass of a tensor, of functions or of operators, sees what torch is told to do."""
+    import torch
+
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
 
 
 @contextmanager

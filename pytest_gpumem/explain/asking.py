@@ -5,6 +5,8 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.inspection import instance_dict, is_a
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -17,10 +19,10 @@ def asks_for_composition(function: object) -> bool:
     What goes further away is not followed: there ``explain=True`` says so.
     """
     seen: set[int] = set()
-    pending = [getattr(function, "__func__", function)]
+    pending = [function.__func__ if is_a(function, types.MethodType) else function]
     while pending:
         one = pending.pop()
-        if not isinstance(one, types.FunctionType) or id(one) in seen:
+        if not is_a(one, types.FunctionType) or id(one) in seen:
             continue
         seen.add(id(one))
         names = {name for code in _codes(one.__code__) for name in code.co_names}
@@ -42,10 +44,10 @@ def _unwrapped(value: object) -> list[types.FunctionType]:
     passed: set[int] = set()
     while value is not None and id(value) not in passed:
         passed.add(id(value))
-        if isinstance(value, types.FunctionType):
+        if is_a(value, types.FunctionType):
             functions.append(value)
         # Not the attribute itself: objects that compute theirs have any.
-        value = getattr(value, "__dict__", {}).get("__wrapped__")
+        value = dict.get(instance_dict(value) or {}, "__wrapped__")
     return functions
 
 

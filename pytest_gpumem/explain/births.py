@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.reach import storage_of
+from pytest_gpumem.reach import storage_of, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,13 +19,9 @@ def births(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    def addresses(value: Any) -> set[int]:
-        if isinstance(value, (list, tuple)):
-            return set().union(*map(addresses, value))
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-            return set()
-        storage = storage_of(value)
-        return set() if storage is None else {storage.data_ptr()}
+    def addresses(value: object) -> set[int]:
+        tensors = (one for one in tensors_in(value) if type(one) in (torch.Tensor, torch.nn.Parameter))
+        return {storage.data_ptr() for one in tensors if (storage := storage_of(one)) is not None}
 
     class Births(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,7 +31,7 @@ def births(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
                 # What works in place makes nothing.
                 made = addresses(result)
                 if made:
-                    for address in made - addresses(list(args)) - addresses(list(kwargs.values())):
+                    for address in made - addresses((args, kwargs)):
                         found[address] = sites.here(2)
             return result
 

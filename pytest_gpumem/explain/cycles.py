@@ -6,6 +6,8 @@ import gc
 import types
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.inspection import class_name, is_a, package_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -57,8 +59,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
 def _is_tensor(one: object) -> bool:
     import torch
 
-    # Not isinstance: an object's __class__ may be computed.
-    return issubclass(type(one), (torch.Tensor, torch.UntypedStorage))
+    return is_a(one, torch.Tensor, torch.UntypedStorage)
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:
@@ -87,18 +88,18 @@ def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], object
 
 def _dull(one: object) -> int:
     """How little the type of an object tells."""
-    if isinstance(one, (dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType)):
+    if is_a(one, dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType):
         return 2
-    return 1 if type(one).__module__ in ("builtins", "functools", "weakref") else 0
+    return 1 if package_of(type(one)) in ("builtins", "functools", "weakref") else 0
 
 
 def _type_name(one: object) -> str:
-    if isinstance(one, types.FunctionType):
+    if is_a(one, types.FunctionType):
         return f"function {one.__qualname__}"
-    if isinstance(one, types.FrameType):
+    if is_a(one, types.FrameType):
         return f"frame of {one.f_code.co_qualname if hasattr(one.f_code, 'co_qualname') else one.f_code.co_name}"
-    # Of a class in a function: which one it is does not depend on where it stands.
-    return type(one).__qualname__.rpartition("<locals>.")[2]
+    # Which class it is does not depend on the function that it stands in.
+    return class_name(type(one))
 
 
 def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.explain.trace import Label, tensor_text
+from pytest_gpumem.inspection import attribute, contents_of, dense_bytes, dtype_and_shape, gradient_of, is_a, parts_of
+from pytest_gpumem.module_tree import named_modules, named_tensors
 from pytest_gpumem.reach import reachable, reachable_tensors, storages_of
 
 if TYPE_CHECKING:
@@ -32,14 +34,15 @@ class Known:
         self._device = device
         self._births = births
         self.blocks_of = blocks_of or self._blocks_on_device
-        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        # By identity: modules and optimizers may forbid to be hashed, or be equal to others.
+        self._paths: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._roots: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         """Outermost models, and what stands before the paths of their modules."""
         self._first = ""
         """The class of the first of them."""
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._inputs: list[object] = []
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+        self._stepped: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
         """The line that calls each optimizer's step: it is there that its state is made."""
         self._zeroed: dict[int, str] = {}
         """The line that fills a gradient with zeros, and so keeps it: by address."""
@@ -47,22 +50,24 @@ class Known:
 
     def model(self, module: torch.nn.Module) -> None:
         """Know a model by its outermost module, if it is not a part of one that is known."""
-        if module in self._paths:
+        if self.path_of(module) is not None:
             return
         # A generator and a discriminator may have modules of the same names; blocks of one list are of one kind.
         kind = type(module).__name__
         self._first = self._first or kind
         before = "" if kind == self._first else f"{kind}."
         self._roots.append((weakref.ref(module), before))
-        for path, child in module.named_modules():
-            self._paths.setdefault(child, f"{before}{_as_written(path)}" if path else type(module).__name__)
+        for path, child in named_modules(module):
+            if self.path_of(child) is None:
+                shown = f"{before}{_as_written(path)}" if path else kind
+                self._paths[id(child)] = weakref.ref(child), shown
 
     def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
         """Know an optimizer, and the line that calls its step."""
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         if line:
-            self._stepped[optimizer] = line
+            self._stepped[id(optimizer)] = weakref.ref(optimizer), line
 
     def inputs(self, value: object) -> None:
         """Tensors that can be reached from ``value`` and are nothing else are inputs."""
@@ -73,18 +78,18 @@ class Known:
         import torch
 
         found = list(reachable([value]))
-        modules = [one for one in found if isinstance(one, torch.nn.Module)]
-        parts = {id(child) for module in modules for child in module.modules() if child is not module}
+        modules = [one for one in found if is_a(one, torch.nn.Module)]
+        parts = {id(child) for module in modules for _, child in named_modules(module) if child is not module}
         for module in modules:
             if id(module) not in parts:
                 self.model(module)
         for one in found:
-            if isinstance(one, torch.optim.Optimizer):
+            if is_a(one, torch.optim.Optimizer):
                 self.optimizer(one)
 
     def path_of(self, module: torch.nn.Module) -> str | None:
         """The path of a module in the model that it is known to be a part of."""
-        return self._paths.get(module)
+        return _of(self._paths, module)
 
     def zeroed(self, tensors: object, line: str) -> None:
         """A line filled tensors with zeros."""
@@ -107,13 +112,13 @@ class Known:
             if root is None:
                 continue
             name = type(root).__name__
-            for path, parameter in root.named_parameters():
-                owner = before + _as_written(path.rpartition(".")[0]) if "." in path else name
+            for path, _, parameter in named_tensors(root, "parameters"):
+                owner = before + _as_written(path) if path else name
                 owners[id(parameter)] = owner
                 yield from self._parameter(parameter, owner)
-            for path, buffer in root.named_buffers():
-                owner = before + _as_written(path.rpartition(".")[0]) if "." in path else name
-                yield from self._label("buffer", owner, _parts(buffer))
+            for path, _, buffer in named_tensors(root, "buffers"):
+                owner = before + _as_written(path) if path else name
+                yield from self._label("buffer", owner, parts_of(buffer))
         for known in self._optimizers:
             optimizer = known()
             if optimizer is not None:
@@ -121,19 +126,20 @@ class Known:
         yield from self._label("input", "", reachable_tensors(self._inputs))
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, owners: Mapping[int, str]) -> Iterator[Label]:
-        line = self._stepped.get(optimizer, "")
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = owners.get(id(parameter), "")
-                yield from self._parameter(parameter, owner)
-                state = optimizer.state.get(parameter)
-                if state:
-                    yield from self._label("optimizer state", owner, reachable_tensors([state]), line)
+        line = _of(self._stepped, optimizer) or ""
+        held = attribute(optimizer, "state")
+        states = {id(parameter): state for parameter, state in dict.items(held)} if is_a(held, dict) else {}
+        for parameter in parameters_of_optimizer(optimizer):
+            owner = owners.get(id(parameter), "")
+            yield from self._parameter(parameter, owner)
+            state = states.get(id(parameter))
+            yield from self._label("optimizer state", owner, reachable_tensors([state]), line)
 
     def _parameter(self, parameter: torch.Tensor, owner: str) -> Iterator[Label]:
-        yield from self._label("parameter", owner, _parts(parameter))
-        if parameter.is_leaf and parameter.grad is not None:
-            yield from self._label("gradient", owner, _parts(parameter.grad))
+        yield from self._label("parameter", owner, parts_of(parameter))
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            yield from self._label("gradient", owner, parts_of(gradient))
 
     def _label(self, category: str, module: str, tensors: Iterable[torch.Tensor], maker: str = "") -> Iterator[Label]:
         for tensor in tensors:
@@ -144,8 +150,8 @@ class Known:
                         continue
                     self._told.add((category, address, maker))
                 text = ""
-                if len(blocks) == 1 and is_dense(tensor) and nbytes == tensor.nbytes:
-                    text = tensor_text(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                if len(blocks) == 1 and nbytes == dense_bytes(tensor):
+                    text = tensor_text(*dtype_and_shape(tensor))
                 yield Label(address, category, module, text, self._line(category, address, maker))
 
     def _line(self, category: str, address: int, maker: str) -> str:
@@ -159,21 +165,23 @@ class Known:
             yield storage.data_ptr(), storage.nbytes()
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one storage with its elements, so that it has a size in bytes."""
+def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that an optimizer holds itself: one that wraps another has them from that one."""
     import torch
 
-    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
+    groups = attribute(optimizer, "param_groups")
+    for group in list.copy(groups) if is_a(groups, list) else ():
+        parameters = dict.get(group, "params") if is_a(group, dict) else None
+        yield from (one for one in contents_of(parameters) if is_a(one, torch.Tensor))
 
 
-def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """The tensor, or the tensors that a subclass is made of (quantized weights)."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _parts(getattr(tensor, name))
+Reference = TypeVar("Reference")
+
+
+def _of(noted: Mapping[int, tuple[weakref.ref[Reference], str]], one: Reference) -> str | None:
+    """What was noted of an object that lives; ids are used again."""
+    reference, said = noted.get(id(one), (None, None))
+    return said if reference is not None and reference() is one else None
 
 
 def _as_written(path: str) -> str:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pytest_gpumem.devices.event_tree import MARK_PREFIX
 from pytest_gpumem.devices.events import Seen
 from pytest_gpumem.devices.torch_internals import engine_run_within, outside_torch_function, span
-from pytest_gpumem.explain.known import Known, is_dense
+from pytest_gpumem.explain.known import Known
 from pytest_gpumem.explain.trace import Label, Mark
+from pytest_gpumem.inspection import contents_of, dense_bytes, dtype_and_shape, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -214,11 +215,11 @@ class Tracker:
         return any(thread.ident == threading.get_ident() for thread in threading.enumerate())
 
     def _seen(self, result: object) -> Iterator[Seen]:
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, _tensor_type()) and is_dense(value):
+        for value in contents_of(result) if is_a(result, tuple, list) else (result,):
+            if is_a(value, _tensor_type()):
                 for address, nbytes in self.known.blocks_of(value):
-                    if nbytes == value.nbytes:
-                        yield Seen(address, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+                    if nbytes == dense_bytes(value):
+                        yield Seen(address, *dtype_and_shape(value))
 
 
 def _autograd_records() -> bool:

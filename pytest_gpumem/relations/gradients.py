@@ -11,10 +11,13 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
-from pytest_gpumem.steps.model_step import build_model, precision_of
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.lazy import initialise
+from pytest_gpumem.steps.model_step import build_model, given_model, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
-from pytest_gpumem.steps.prepared import can_run, surroundings
+from pytest_gpumem.steps.prepared import can_run
 from pytest_gpumem.steps.rehearsal import CastTo
+from pytest_gpumem.steps.surroundings import surroundings
 from pytest_gpumem.steps.training import Training
 
 if TYPE_CHECKING:
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.steps.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
 
 DEFAULT_TOLERANCES: Mapping[str, float] = {
@@ -63,9 +65,7 @@ def assert_same_gradients(
     loss: Loss | None = None,
 ) -> None:
     """Run a step under each config and compare. See ``Gpumem.assert_same_gradients``."""
-    import torch
-
-    if isinstance(model_factory, torch.nn.Module):
+    if given_model(model_factory) is not None:
         raise TypeError("assert_same_gradients builds the model twice: pass a class or function, not a model")
     for config in configs:
         config.only_for("train_step")
@@ -174,7 +174,6 @@ def _gradients(
     def keep() -> None:
         found.update(_unscaled(model, training.scale() or 1.0))
 
-    batch = batch_in_precision(batch, config.precision)
     runs = Runs()
     cast = CastTo(precision_named(config.precision))
     with ExitStack() as stack:
@@ -183,11 +182,13 @@ def _gradients(
         # Buffers that are not in the state are the same in both models if they are drawn the same.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
+        initialise(model, batch, StepConfig(), torch_device, training=True)
         if weights:
             model.load_state_dict(weights)
         else:
             weights.update(copy.deepcopy(model.state_dict()))
         model = in_precision(model, config.precision, given=False)
+        batch = batch_in_precision(batch, config.precision)
         training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
         training.scale_gradients()
         stack.enter_context(surroundings(model, config, torch_device, training=True))
@@ -205,7 +206,7 @@ def _gradients(
             if training.scaler is None or _finite(found):
                 break
             training.scaler.update(training.scaler.get_scale() / 16)
-    runs.check(config)
+    runs.check(model, config)
     if config.compile == "none":
         cast.check(config.precision)
     unclean = [name for name, value in found.items() if value is not None and not bool(torch.isfinite(value).all())]

@@ -7,7 +7,9 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.inspection import has_graph, is_a
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.reach import blocks_of, storages_of
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.growth import grows
@@ -61,12 +63,13 @@ def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
     counts: Counter[str] = Counter()
     storages: set[int] = set()
     for tensor in tensors:
-        graph = ", with the graph of its gradient" if tensor.grad_fn is not None else ""
+        graph = ", with the graph of its gradient" if has_graph(tensor) else ""
         kind = f"{describe(tensor)}{graph}"
         counts[kind] += 1
-        if tensor.untyped_storage().data_ptr() not in storages:
-            storages.add(tensor.untyped_storage().data_ptr())
-            sizes[kind] += tensor.untyped_storage().nbytes()
+        new = {address: nbytes for address, nbytes in blocks_of([tensor]).items() if address not in storages}
+        if new:
+            storages.update(new)
+            sizes[kind] += sum(new.values())
     lines = [f"memory grows: {format_bytes(round(kept / steps))} a step, {format_bytes(kept)} in {steps} steps"]
     shown = sizes.most_common(MOST_KINDS)
     lines += [f"  kept: {counts[kind]} x {kind}, {format_bytes(size)}" for kind, size in shown]
@@ -85,10 +88,5 @@ def _tensors(device: Device) -> dict[int, torch.Tensor]:
     return {
         id(value): value
         for value in gc.get_objects()
-        # By its type: asked for its class, a proxy answers for another object, and a deprecated one warns.
-        if issubclass(type(value), torch.Tensor)
-        and value.device.type == device.torch_device.type
-        and value.layout is torch.strided
-        and not hasattr(value, "__tensor_flatten__")
-        and value.untyped_storage().nbytes() > 0
+        if is_a(value, torch.Tensor) and any(True for _ in storages_of([value], device.torch_device))
     }

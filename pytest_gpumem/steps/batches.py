@@ -3,51 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.trace import tensor_text
+from pytest_gpumem.inspection import dtype_and_shape, instance_dict, is_a
 from pytest_gpumem.measurement import ITEMS, SAMPLES, TOKENS
+from pytest_gpumem.reach import members_of, tensors_in
 
 if TYPE_CHECKING:
     import torch
 
 
-def tensors_in(batch: object) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, in order: of a tensor, or of tuples, lists and mappings in any nesting."""
-    import torch
-
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_in(value)
-
-
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with ``change`` done to each of its tensors; everything else in it stays as it is."""
+    """The batch with ``change`` done to each of its tensors; everything else in it stays as it is.
+
+    A mapping becomes a dict; lists and tuples keep their class, without its code being run. A part that leads back to
+    one around it stays as it is.
+    """
     import torch
 
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {name: mapped(value, change) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(value, change) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(mapped(value, change) for value in batch)
-    return batch
+    made: dict[int, Any] = {}
+    opened: dict[int, tuple[object, dict[Any, Any]]] = {}
+    stack = [batch]
+    while stack:
+        one = stack.pop()
+        if id(one) in made or is_a(one, torch.Tensor):
+            continue
+        if id(one) in opened:
+            # Its parts are made.
+            _, parts = opened[id(one)]
+            made[id(one)] = _like(one, {key: _changed(part, made, change) for key, part in parts.items()})
+            continue
+        members = members_of(one)
+        if members is not None:
+            opened[id(one)] = one, members
+            stack += [one, *(member for member in members.values() if id(member) not in opened)]
+    return _changed(batch, made, change)
+
+
+def _changed(one: Any, made: Mapping[int, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    import torch
+
+    return change(one) if is_a(one, torch.Tensor) else made.get(id(one), one)
+
+
+def _like(container: object, members: dict[Any, Any]) -> Any:
+    """A container of the same class with other members."""
+    kind: Any = type(container)
+    if not is_a(container, list, tuple):
+        return members
+    try:
+        if is_a(container, tuple):
+            made: Any = tuple.__new__(kind, members.values())
+        else:
+            made = list.__new__(kind)
+            list.extend(made, members.values())
+    except TypeError:  # it has a constructor in C (torch.Size)
+        return kind(members.values())
+    own, theirs = instance_dict(made), instance_dict(container)
+    if own is not None and theirs is not None:
+        dict.update(own, theirs)
+    return made
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``; what is there already is not copied. A function that makes it is called."""
     import torch
 
-    if callable(batch) and not isinstance(batch, torch.Tensor):
+    if callable(batch) and not is_a(batch, torch.Tensor):
         with torch.device(device):
             batch = batch()
     return mapped(batch, lambda tensor: tensor.to(device))
@@ -77,13 +103,14 @@ def micro_batches(batch: Any, number: int) -> list[Any]:
 
 def describe(batch: object) -> str:
     """Dtypes and shapes of the batch's tensors: ``"int64[4, 256], float32[4]"``."""
-    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors_in(batch))
+    return ", ".join(tensor_text(*dtype_and_shape(tensor)) for tensor in tensors_in(batch))
 
 
 def samples_in(batch: object) -> int | None:
     """The first dimension of the batch's first tensor; ``None`` when there is none."""
     for tensor in tensors_in(batch):
-        return int(tensor.shape[0]) if tensor.dim() else None
+        _, shape = dtype_and_shape(tensor)
+        return int(shape[0]) if shape else None
     return None
 
 
@@ -117,15 +144,16 @@ def number_of_items(items: object) -> float:
 
 def _tokens_in(batch: object) -> int | None:
     for tensor in tensors_in(batch):
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            return tensor.numel()
+        dtype, shape = dtype_and_shape(tensor)
+        if not dtype.startswith(("float", "bfloat", "complex")):
+            return math.prod(shape)
     return None
 
 
 def feed(model: Any, batch: Any) -> Any:
     """The model's output: a mapping is passed as keyword arguments, a tuple or list as positional ones."""
-    if isinstance(batch, Mapping):
+    if issubclass(type(batch), Mapping):
         return model(**batch)
-    if isinstance(batch, (tuple, list)):
+    if is_a(batch, tuple, list):
         return model(*batch)
     return model(batch)

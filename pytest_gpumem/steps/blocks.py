@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.inspection import class_name, elements_of
 from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     import torch
 
@@ -62,6 +64,44 @@ def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
     return [Block(path, module) for path, module in _outermost(matching)]
 
 
+def told(lists: Sequence[Sequence[Block]]) -> str:
+    """Where lists of blocks are, and what they hold: ``"h (12 x GPT2Block)"``."""
+    texts = []
+    for blocks in lists:
+        counts = Counter(class_name(type(block.module)) for block in blocks)
+        holders = {block.path.rpartition(".")[0] for block in blocks}
+        what = ", ".join(f"{count} x {name}" for name, count in counts.most_common(3))
+        texts.append(f"{holders.pop() or 'the model itself'} ({what})" if len(holders) == 1 else what)
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more lists" if len(texts) > 3 else "")
+
+
+def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[str, list[Block]] | None:
+    """A pattern of modules that repeat and are all ``called`` (ids), and these: those with the most trainable parameters."""
+    best: tuple[int, str, list[Block]] = (0, "", [])
+    patterns = [
+        pattern for path, module in model.named_modules() if id(module) in called for pattern in _patterns(path)
+    ]
+    for pattern in dict.fromkeys(patterns):
+        blocks = modules_matching(model, pattern)
+        if len(blocks) > 1 and all(id(block.module) in called for block in blocks):
+            trained = {id(p): p for block in blocks for p in block.module.parameters() if p.requires_grad}
+            size = sum(map(elements_of, trained.values()))
+            if size > best[0]:
+                best = size, pattern, blocks
+    return best[1:] if best[0] else None
+
+
+def _patterns(path: str) -> Iterator[str]:
+    """Patterns of what stands like a module in a list, and in other lists of that name: ``h.*.mlp``, ``*.h.*.mlp``."""
+    names = path.split(".")
+    for place, name in enumerate(names):
+        if name.isdecimal() and place:
+            within = [*names[place - 1 : place], "*", *names[place + 1 :]]
+            yield ".".join([*names[: place - 1], *within])
+            if place > 1:
+                yield ".".join(["*", *within])
+
+
 def _named_blocks(model: torch.nn.Module, pattern: str) -> list[list[Block]]:
     import torch
 
@@ -97,7 +137,7 @@ def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str
 
 
 def _parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(map(elements_of, module.parameters()))
 
 
 def _join(path: str, name: str) -> str:

@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import activation_memory_budget
-from pytest_gpumem.steps.blocks import Block, modules_matching, repeated_blocks
-from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.inspection import class_name, instance_dict, is_a
+from pytest_gpumem.steps.blocks import Block, modules_matching, pattern_of_called, repeated_blocks, told
+from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError, StepConfig
 from pytest_gpumem.steps.segments import Segment, sizes_of_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -43,13 +44,26 @@ class Runs:
         self.calls: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
         self.segments: list[Segment] = []
+        self.modules: set[int] = set()
+        """The ids of the modules that were called, of any model."""
 
     def again(self) -> int:
         """How many of the calls were repeated so far."""
         return self.runs.total() - self.calls.total()
 
-    def check(self, config: StepConfig) -> None:
-        """Raises `ConfigError` when nothing of what was to be recomputed was.
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, the modules that are called are noted."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        handle = register_module_forward_pre_hook(lambda module, _inputs: self.modules.add(id(module)))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check(self, model: torch.nn.Module, config: StepConfig) -> None:
+        """Raises `ConfigError` when nothing of what was to be recomputed in ``model`` was.
 
         Some parts may be left out of a step, as LayerDrop does.
         """
@@ -59,7 +73,7 @@ class Runs:
             segment.check_ended()
         idle = [path for path in self.calls if not self.calls[path]]
         if len(idle) == len(self.calls):
-            raise ConfigError(f"checkpoint={config.checkpoint}: {_some(idle)} did not run in this step")
+            raise ConfigError(f"checkpoint={config.checkpoint}: {_none_ran(model, config, self.modules, idle)}")
         saved = [path for path in self.calls if self.calls[path]]
         if not any(self.runs[path] > self.calls[path] for path in saved):
             raise ConfigError(
@@ -79,6 +93,8 @@ def checkpointed(model: torch.nn.Module, config: StepConfig, runs: Runs | None =
     with ExitStack() as stack:
         for module, forward in _replacements(model, config, runs):
             stack.enter_context(_forward_replaced(module, forward))
+        if runs is not None:
+            stack.enter_context(runs.watched())
         if config.checkpointing.kind == "budget":
             stack.enter_context(activation_memory_budget(config.checkpointing.fraction))
         yield
@@ -121,7 +137,7 @@ def _recomputed_modules(model: torch.nn.Module, config: StepConfig) -> list[Bloc
     if wanted.kind == "modules":
         matching = modules_matching(model, wanted.pattern)
         for path, module in matching:
-            if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            if is_a(module, torch.nn.ModuleList, torch.nn.ModuleDict):
                 raise ConfigError(
                     f"checkpoint={config.checkpoint}: {path} is a {type(module).__name__}, which is never called; "
                     f"write checkpoint=modules:{path}.*"
@@ -195,15 +211,37 @@ def _saving_dear_operators() -> Callable[[], Any]:
 
 @contextmanager
 def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[None]:
-    had = module.__dict__.get("forward")
-    module.forward = forward
+    attributes = instance_dict(module)
+    assert attributes is not None, "a module keeps its parts there"
+    # Not by assignment: a module may have a say in that.
+    had = dict.get(attributes, "forward")
+    dict.__setitem__(attributes, "forward", forward)
     try:
         yield
     finally:
         if had is None:
-            del module.__dict__["forward"]
+            dict.pop(attributes, "forward")
         else:
-            module.forward = had
+            dict.__setitem__(attributes, "forward", had)
+
+
+def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int], idle: list[str]) -> str:
+    """What was to be recomputed, that none of it ran, and for blocks a pattern of some that did."""
+    if config.checkpointing.kind not in ON_BLOCKS:
+        return f"{_some(idle)} did not run in this step"
+    lists = repeated_blocks(model, config.blocks)
+    name = class_name(type(model))
+    looked = f"blocks={config.blocks} names" if config.blocks else f"the blocks of {name} were taken to be"
+    held = "its members" if len(lists) == 1 else "their members"
+    found = f"{looked} the members of {told(lists)}, and its forward calls none of {held}"
+    running = pattern_of_called(model, called)
+    if running is None:
+        return f"{found}; name modules that it calls with blocks=PATTERN"
+    pattern, blocks = running
+    # Segments need a loop that hands on one tensor from block to block.
+    kind = config.checkpoint if config.checkpointing.kind in ("blocks", "ops") else "blocks"
+    example = f"checkpoint={kind},blocks={pattern}"
+    return f"{found}; name modules that it calls, such as {told([blocks])} with '{example}'"
 
 
 def _some(paths: list[str]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.batches import tensors_in
+from pytest_gpumem.reach import storage_of, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ class HostTensors:
             return tensor.device.type == "cpu"
         if not self._marked:
             return False
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         return storage is not None and storage.data_ptr() in self._marked
 
     def mark(self, result: object, *, host: bool = True) -> None:
@@ -42,7 +42,7 @@ class HostTensors:
         if not self.stands_in:
             return
         for tensor in tensors_in([result]):
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             if storage is None:
                 continue
             if host:
@@ -81,12 +81,3 @@ class HostTensors:
         finally:
             handle.remove()
             self._marked.clear()
-
-
-def _storage(tensor: torch.Tensor) -> Any:
-    """The storage of a tensor, unless it has none of its own (sparse, a subclass) or an empty one."""
-    try:
-        storage = tensor.untyped_storage()
-        return storage if storage.data_ptr() else None
-    except RuntimeError:
-        return None

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.inspection import attribute, is_a
+from pytest_gpumem.module_tree import named_modules
 from pytest_gpumem.steps.batches import describe, feed
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import autocasting
@@ -62,19 +64,19 @@ def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any]
         raise ConfigError(
             f"cache=on needs a model whose forward takes past_key_values and use_cache; {type(model).__name__} does not"
         )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if attribute(attribute(model, "config"), "is_encoder_decoder") is True:
         raise ConfigError(
             f"cache=on cannot cut the batch of {type(model).__name__}, which has an encoder and a decoder: "
             "measure its generate() with gpumem.measure"
         )
-    inputs = dict(batch) if isinstance(batch, Mapping) else {next(iter(taken)): batch}
+    inputs = dict(batch) if issubclass(type(batch), Mapping) else {next(iter(taken)): batch}
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds", next(iter(taken))) if name in inputs), None)
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
+    if not is_a(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
         raise ConfigError(f"cache=on needs a batch of sequences of at least two tokens; this one is {describe(batch)}")
     samples_and_length = tokens.shape[:2]
 
     def cut(value: Any, part: slice) -> Any:
-        along = isinstance(value, torch.Tensor) and value.shape[:2] == samples_and_length
+        along = is_a(value, torch.Tensor) and value.shape[:2] == samples_and_length
         return value[:, part] if along else value
 
     prompt = {name: cut(value, slice(None, -1)) for name, value in inputs.items()}
@@ -96,8 +98,9 @@ def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> It
     Raises `ConfigError` for a model without such a switch, if it is ``required``.
     Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
     """
-    found: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in found if isinstance(getattr(config, "use_cache", None), bool)}
+    # As they are kept: what has a config may be anybody's module, and what it calls its config anything.
+    found = (attribute(module, "config") for _, module in named_modules(model))
+    configs = {id(config): config for config in found if is_a(attribute(config, "use_cache"), bool)}
     if cache is None:
         yield
         return
@@ -105,14 +108,14 @@ def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> It
         raise ConfigError(
             f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
         )
-    before = [(config, config.use_cache) for config in configs.values()]
+    before = [(config, attribute(config, "use_cache")) for config in configs.values()]
     for config, _ in before:
-        config.use_cache = cache
+        object.__setattr__(config, "use_cache", cache)
     try:
         yield
     finally:
         for config, value in before:
-            config.use_cache = value
+            object.__setattr__(config, "use_cache", value)
 
 
 def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.nn.Module:
@@ -130,7 +133,7 @@ def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.
         torchao = import_quietly("torchao.quantization")
     except ImportError:
         raise ConfigError("weights=int8 needs torchao: pip install 'pytest-gpumem[torchao]'") from None
-    if not any(isinstance(module, torch.nn.Linear) for module in model.modules()):
+    if not any(is_a(module, torch.nn.Linear) for module in model.modules()):
         raise ConfigError(f"weights=int8: {type(model).__name__} has no torch.nn.Linear to quantise")
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model

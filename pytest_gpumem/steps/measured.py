@@ -14,22 +14,15 @@ from pytest_gpumem.steps.batches import describe, number_of_items, on_device, wo
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.inference import infer_phases, quantized
-from pytest_gpumem.steps.model_step import (
-    build_model,
-    parameters_of,
-    precision_of,
-)
+from pytest_gpumem.steps.lazy import initialise
+from pytest_gpumem.steps.model_step import build_model, given_model, parameters_of, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
-from pytest_gpumem.steps.prepared import (
-    can_run,
-    given_model,
-    prepared_train_step,
-    surroundings,
-)
+from pytest_gpumem.steps.prepared import can_run, prepared_train_step
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.rehearsal import rehearse_inference
 from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.state import StateBytes, state_of
+from pytest_gpumem.steps.surroundings import surroundings
 from pytest_gpumem.tracebacks import clear_frames
 
 if TYPE_CHECKING:
@@ -224,6 +217,7 @@ def measure_infer_step(
         births: dict[int, Site] = {}
         with bench.born(births):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            initialise(model, batch, config, device, training=False)
             precision = precision_of(model)
             model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, device, training=False))

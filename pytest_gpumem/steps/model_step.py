@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.explain.trace import tensor_text
+from pytest_gpumem.inspection import class_name, dtype_and_shape, elements_of, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,21 +30,31 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
     """
     import torch
 
-    if isinstance(model_or_factory, torch.nn.Module):
-        elsewhere = {str(p.device) for p in model_or_factory.parameters() if p.device.type != device.type}
+    given = given_model(model_or_factory)
+    if given is not None:
+        elsewhere = {str(p.device) for p in given.parameters() if p.device.type != device.type}
         if elsewhere:
             raise NotAStep(
                 f"the model is on {', '.join(sorted(elsewhere))}, but this step is measured on {device}; "
                 "move it with model.to(gpumem.device), or pass a function that builds it"
             )
-        return model_or_factory
+        return given
     if not callable(model_or_factory):
-        raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {model_or_factory!r}")
+        raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {_name(model_or_factory)}")
     with torch.device(device):
         model = model_or_factory()
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{_name(model_or_factory)} returned {type(model).__name__}, not a torch.nn.Module")
+    if not is_a(model, torch.nn.Module):
+        raise TypeError(f"{_name(model_or_factory)} returned {class_name(type(model))}, not a torch.nn.Module")
     return model.to(device)
+
+
+def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
+    """The model, when one was given and not a function that builds it; of a `weakref.proxy` the model behind it."""
+    import torch
+
+    if is_a(model_or_factory, *weakref.ProxyTypes) and isinstance(model_or_factory, torch.nn.Module):
+        return next(model_or_factory.modules())
+    return model_or_factory if is_a(model_or_factory, torch.nn.Module) else None
 
 
 def build_optimizer(
@@ -56,16 +70,17 @@ def build_optimizer(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise NotAStep("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if is_a(optimizer, torch.optim.Optimizer):
         theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not steps_given_model or theirs.isdisjoint(map(id, trainable)):
             raise NotAStep(
                 "the optimizer holds none of the model's parameters; pass a function: optimizer=lambda parameters: ..."
             )
         return optimizer
-    made: object = (optimizer or torch.optim.AdamW)(trainable)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer={_name(optimizer)} returned {type(made).__name__}, not a torch.optim.Optimizer")
+    make: Any = torch.optim.AdamW if optimizer is None else optimizer
+    made: object = make(trainable)
+    if not is_a(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer={_name(optimizer)} returned {class_name(type(made))}, not a torch.optim.Optimizer")
     return made
 
 
@@ -78,11 +93,11 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
 
     if loss is not None:
         value = loss(output, batch)
-    elif isinstance(output, dict) and "loss" in output:
+    elif is_a(output, dict) and "loss" in output:
         value = output["loss"]
     else:
         value = getattr(output, "loss", output)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+    if not is_a(value, torch.Tensor) or value.numel() != 1:
         raise NotAStep(
             f"there is no scalar loss: {'loss(...)' if loss else 'the model'} returned {_kind(value)}; "
             "pass loss=lambda output, batch: ..., which returns one number"
@@ -115,16 +130,17 @@ def precision_of(model: torch.nn.Module) -> str:
 
 def parameters_of(model: torch.nn.Module) -> int:
     """The number of the model's parameters; tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(map(elements_of, model.parameters()))
 
 
 def _kind(value: object) -> str:
     import torch
 
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return type(value).__name__
+    return tensor_text(*dtype_and_shape(value)) if is_a(value, torch.Tensor) else class_name(type(value))
 
 
 def _name(thing: object) -> str:
-    return getattr(thing, "__qualname__", repr(thing))
+    try:
+        return str(getattr(thing, "__qualname__", None) or repr(thing))
+    except Exception:  # noqa: BLE001 - it is named in a message, and has no name to give
+        return f"<{class_name(type(thing))}>"

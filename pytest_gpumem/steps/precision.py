@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import tf32_allowed
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.batches import tensors_in
+from pytest_gpumem.reach import tensors_in
 from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:

@@ -7,30 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.torch_internals import compiled_graphs, outside_autocast
+from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.inference import caching
-from pytest_gpumem.steps.model_step import (
-    build_model,
-    build_optimizer,
-    in_mode,
-    parameters_of,
-    precision_of,
-)
+from pytest_gpumem.steps.lazy import initialise
+from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, parameters_of, precision_of
 from pytest_gpumem.steps.optimizers import optimizer_named
-from pytest_gpumem.steps.precision import batch_in_precision, float32_precision, in_precision
+from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse
+from pytest_gpumem.steps.surroundings import surroundings
 from pytest_gpumem.steps.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    import torch
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.recording import Subject
@@ -129,9 +122,11 @@ def prepared_train_step(
         births: dict[int, Site] = {}
         with bench.born(births):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            initialise(model, batch, config, device, training=True)
         made = None
         if optimizer is not None or config.optimizer != "none":
-            made = build_optimizer(optimizer or optimizer_named(config.optimizer), model, given is not None)
+            maker = optimizer_named(config.optimizer) if optimizer is None else optimizer
+            made = build_optimizer(maker, model, given is not None)
         training = Training(model, model, batch, made, loss, config, device)
         stack.callback(model.zero_grad, set_to_none=True)
         if config.optimizer.endswith("-8bit"):
@@ -146,30 +141,9 @@ def prepared_train_step(
         yield PreparedTrainStep(bench, training, tuple(phases), start, seen, births)
 
 
-@contextmanager
-def surroundings(model: torch.nn.Module, config: StepConfig, device: torch.device, *, training: bool) -> Iterator[None]:
-    """Mode, matrix precision, key/value cache and autocast as the config wants them, whatever is outside."""
-    # With cache=on the calls say so themselves.
-    cache = False if training or config.cache == "off" else None
-    with (
-        in_mode(model, training=training),
-        float32_precision(config.precision),
-        caching(model, cache, required=config.cache == "off"),
-        outside_autocast(device.type),
-    ):
-        yield
-
-
 def can_run(device: Device, config: StepConfig) -> None:
     """Raises `CannotRun` when the device cannot run a step under this config."""
     for feature in (config.precision, config.checkpointing.kind):
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:
             raise CannotRun(why_not)
-
-
-def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
-    """The model, when one was given and not a function that builds it."""
-    import torch
-
-    return model_or_factory if isinstance(model_or_factory, torch.nn.Module) else None

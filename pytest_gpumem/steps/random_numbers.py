@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.devices.torch_internals import beneath_modes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -29,6 +31,12 @@ class RandomNumbers:
     @classmethod
     def now(cls, device: Device) -> RandomNumbers:
         """The state that they are in."""
+        # Whatever mode the test is in.
+        with beneath_modes():
+            return cls._now(device)
+
+    @classmethod
+    def _now(cls, device: Device) -> RandomNumbers:
         import torch
 
         return cls(
@@ -46,9 +54,10 @@ class RandomNumbers:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
-        torch.set_rng_state(_tensor(self.torch))
-        for index, state in self.accelerators:
-            torch.cuda.set_rng_state(_tensor(state), index)
+        with beneath_modes():
+            torch.set_rng_state(_tensor(self.torch))
+            for index, state in self.accelerators:
+                torch.cuda.set_rng_state(_tensor(state), index)
 
 
 @contextmanager

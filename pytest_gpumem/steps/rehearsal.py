@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.batches import tensors_in
+from pytest_gpumem.reach import tensors_in
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import precision_named
@@ -71,7 +71,7 @@ def rehearse(training: Training) -> Rehearsal:
                     f"the gradients overflow at every scale down to {after:g}: the optimizer is skipped in every step",
                 )
     training.before_optimizer = None
-    runs.check(config)
+    runs.check(training.model, config)
     cast.check(config.precision)
     # The parts themselves are run again without being called, so that no hook of theirs sees it.
     return Rehearsal(notes, again.number + runs.again() - parts_before, overflows=bool(notes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.inspection import class_name, is_a
 from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:
@@ -104,13 +105,13 @@ class Segment:
         """What the next block gets of a block's output: the output, or the first of a tuple that has nothing else."""
         import torch
 
-        if isinstance(output, torch.Tensor):
+        if is_a(output, torch.Tensor):
             return output
-        if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
+        if is_a(output, tuple, list) and output and is_a(output[0], torch.Tensor):
             if all(more is None for more in output[1:]):
                 return output[0]
             raise self._wrong(number, "it returns more than one tensor")
-        raise self._wrong(number, f"it returns {type(output).__name__}")
+        raise self._wrong(number, f"it returns {class_name(type(output))}")
 
     def _wrong(self, number: int, why: str) -> ConfigError:
         return ConfigError(
@@ -124,7 +125,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | s
     import torch
 
     for where, value in _by_place(args, kwargs):
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             return value, where
     return None, None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.inspection import is_a
 from pytest_gpumem.reach import blocks_of, reachable_tensors
+from pytest_gpumem.steps.lazy import is_uninitialised
 from pytest_gpumem.steps.optimizers import state_bytes
 from pytest_gpumem.steps.precision import precision_named
 
@@ -50,7 +52,7 @@ def state_of(training: Training, figures: StepFigures, bench: Bench) -> StateByt
     """Run one more step and look at what model, optimizer and batch hold when all gradients are there."""
     model, optimizer = training.model, training.optimizer
     device = bench.device.torch_device
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not is_uninitialised(parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     seen: list[dict[str, int]] = []
 
@@ -133,5 +135,5 @@ def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
         for parameter in trained
         if parameter.element_size() < 4
         for name, value in optimizer.state.get(parameter, {}).items()
-        if "master" in str(name) and isinstance(value, torch.Tensor)
+        if is_a(name, str) and "master" in name and is_a(value, torch.Tensor)
     ]

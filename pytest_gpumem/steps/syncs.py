@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.batches import tensors_in
+from pytest_gpumem.inspection import is_a
+from pytest_gpumem.reach import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +132,7 @@ def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
             if reads and args[0] not in host:
                 syncs.in_function(_called(func))
             result = func(*args, **kwargs)
-            if not isinstance(result, torch.Tensor):
+            if not is_a(result, torch.Tensor):
                 return result
             if func in moves:
                 return _moved(func, args, kwargs, result, syncs, host)
@@ -154,7 +155,7 @@ def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: 
     """How often the host waited for a tensor made of Python's values: on a device, ``likeness``'s if there is one, or here."""
     import torch
 
-    if isinstance(data, torch.Tensor):
+    if is_a(data, torch.Tensor):
         return 0  # a copy that operators show
     device = kwargs.get("device")
     at_home = likeness in host if likeness is not None and device is None else device in (None, "cpu")
@@ -183,7 +184,7 @@ def _moved(
 def _is_array(data: object) -> bool:
     """Whether it is an array of NumPy, whose copy to a device is an operator that shows."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(data, numpy.ndarray)
+    return numpy is not None and is_a(data, numpy.ndarray)
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> str | None:
@@ -198,8 +199,8 @@ def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Host
     if func is torch.Tensor.cuda:
         return "device"
     wanted = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
-    if isinstance(wanted, torch.Tensor):
+    if is_a(wanted, torch.Tensor):
         return "host" if wanted in host else "device"
-    if isinstance(wanted, str):
+    if is_a(wanted, str):
         return "host" if wanted == "cpu" else "device"
-    return "device" if isinstance(wanted, (torch.device, int)) and not isinstance(wanted, bool) else None
+    return "device" if is_a(wanted, torch.device, int) and not is_a(wanted, bool) else None

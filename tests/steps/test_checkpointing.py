@@ -192,9 +192,9 @@ def test_longer_segments_save_less_and_dear_operators_more(device):
     ],
 )
 def test_what_is_called_for_runs_once_more(checkpoint, calls):
-    runs = Runs()
-    step(Model(), config_of(checkpoint), runs)
-    runs.check(config_of(checkpoint))
+    runs, model = Runs(), Model()
+    step(model, config_of(checkpoint), runs)
+    runs.check(model, config_of(checkpoint))
     assert runs.calls == dict.fromkeys(calls, 1)
     assert runs.runs == dict.fromkeys(calls, 2)
     assert runs.again() == len(calls)
@@ -286,11 +286,15 @@ def test_modules_of_which_none_ran_are_told():
         def forward(self, hidden):
             return self.head(hidden).sum()
 
-    runs = Runs()
+    runs, model = Runs(), Partly(6)
     config = config_of("blocks")
-    step(Partly(6), config, runs)
-    with pytest.raises(ConfigError, match=r"^checkpoint=blocks: h\.0, h\.1, h\.2 and 3 more did not run in this step$"):
-        runs.check(config)
+    step(model, config, runs)
+    message = (
+        "checkpoint=blocks: the blocks of Partly were taken to be the members of "
+        "h (6 x Block), and its forward calls none of its members; name modules that it calls with blocks=PATTERN"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        runs.check(model, config)
 
 
 def test_a_segment_whose_blocks_did_not_all_run_is_told():
@@ -298,11 +302,11 @@ def test_a_segment_whose_blocks_did_not_all_run_is_told():
         def forward(self, hidden):
             return self.head(self.h[0](hidden)).sum()
 
-    runs = Runs()
+    runs, model = Runs(), Partly()
     config = config_of("sequential:1")
-    step(Partly(), config, runs)
+    step(model, config, runs)
     with pytest.raises(ConfigError, match=r"^h\.1 cannot be .*: it did not run after h\.0;"):
-        runs.check(config)
+        runs.check(model, config)
 
 
 def test_modules_that_ran_and_were_not_computed_again_are_told():
@@ -316,7 +320,7 @@ def test_modules_that_ran_and_were_not_computed_again_are_told():
         "(no gradient flows through, or it is frozen)"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        runs.check(config)
+        runs.check(model, config)
 
 
 def test_frozen_blocks_beside_trained_ones_are_no_error():
@@ -324,7 +328,7 @@ def test_frozen_blocks_beside_trained_ones_are_no_error():
     model.h[:2].requires_grad_(False)
     runs = Runs()
     step(model, config_of("blocks"), runs)
-    runs.check(config_of("blocks"))
+    runs.check(model, config_of("blocks"))
     assert runs.again() == 2
 
 

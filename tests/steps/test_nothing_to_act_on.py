@@ -104,3 +104,108 @@ def test_a_config_with_nothing_to_act_on_says_what_it_missed(bench, run, model, 
 )
 def test_one_that_has_something_to_act_on_is_measured(bench, run, config):
     assert run(bench, Model, config).figures.settled
+
+
+# Blocks that are never called
+
+
+class Attention(torch.nn.Linear):
+    """A block, with a residual beside it."""
+
+
+class FeedForward(torch.nn.Linear):
+    """Another one."""
+
+
+class Residual(torch.nn.Module):
+    def forward(self, x, before):
+        return x + before
+
+
+class Nested(torch.nn.Module):
+    """Layers that are lists themselves, as in x-transformers: what is called are their members."""
+
+    def __init__(self, depth=3):
+        super().__init__()
+        kinds = (Attention, FeedForward) * depth
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleList(
+                [torch.nn.ModuleList([torch.nn.LayerNorm(WIDTH), None]), kind(WIDTH, WIDTH), Residual()]
+            )
+            for kind in kinds
+        )
+
+    def forward(self, x):
+        for norms, block, residual in self.layers:
+            x = residual(block(norms[0](x)).relu(), x)
+        return x.square().mean()
+
+
+class TwoNested(torch.nn.Module):
+    """Two such models, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Nested(2), Nested(3)
+
+    def forward(self, x):
+        return self.encoder(x) + self.decoder(x)
+
+
+class ByName(Model):
+    """Calls what is within its blocks."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block[0](x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "found", "example"),
+    [
+        (
+            Nested,
+            "checkpoint=blocks",
+            (
+                "the blocks of Nested were taken to be the members of layers (6 x ModuleList), and its forward calls none of its "
+                "members; name modules that it calls, such as 3 x Attention, 3 x FeedForward"
+            ),
+            "checkpoint=blocks,blocks=layers.*.1",
+        ),
+        (
+            Nested,
+            "checkpoint=sqrt",
+            "the blocks of Nested were taken to be the members of layers (6 x ModuleList), ",
+            "checkpoint=blocks,blocks=layers.*.1",
+        ),
+        (
+            Nested,
+            "checkpoint=ops,blocks=layers",
+            "blocks=layers names the members of layers (6 x ModuleList), ",
+            "checkpoint=ops,blocks=layers.*.1",
+        ),
+        (
+            TwoNested,
+            "checkpoint=every:2",
+            "members of encoder.layers (4 x ModuleList), decoder.layers (6 x ModuleList), and its forward calls none of their ",
+            "checkpoint=blocks,blocks=*.layers.*.1",
+        ),
+        (
+            ByName,
+            "checkpoint=blocks",
+            (
+                "members of blocks (2 x Sequential), and its forward calls none of its members; name modules that it calls, such "
+                "as 2 x Linear"
+            ),
+            "checkpoint=blocks,blocks=blocks.*.0",
+        ),
+    ],
+)
+def test_blocks_that_are_never_called_are_named_with_a_config_that_works(bench, model, config, found, example):
+    with pytest.raises(ConfigError, match=re.escape(found)) as caught:
+        train(bench, model, config)
+    assert str(caught.value).endswith(f"with '{example}'")
+    step = train(bench, model, example)
+    assert step.recomputed >= 2
+    assert step.figures.settled
