@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.entry import Absent, Entry, Key, rounded
+from pytest_gpumem.baselines.entry import Absent, Entry, Key, with_runs
 from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.baselines.update_modes import UpdateMode
-    from pytest_gpumem.timing.comparison import Runs
 
 ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
     None: frozenset(),
@@ -111,16 +110,7 @@ def _accepted(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
         return _with_times_of(earlier, entry)
     if _has_another_speed(verdict):
         return entry
-    return _with_runs(earlier.runs.and_then(entry.runs), entry)
-
-
-def _with_runs(runs: Runs, entry: Entry) -> Entry:
-    """``entry`` with ``runs``, of which it is the latest: its step time is their median, and its throughput that of it."""
-    step_time = rounded(runs.median)
-    times = {"step_time": step_time}
-    if "throughput" in entry.metrics:
-        times["throughput"] = rounded(entry.metrics["throughput"] * entry.metrics["step_time"] / step_time)
-    return replace(entry, runs=runs, metrics={**entry.metrics, **times})
+    return with_runs(earlier.runs.and_then(entry.runs), entry)
 
 
 def _with_times_of(source: Entry, entry: Entry) -> Entry:

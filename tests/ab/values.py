@@ -15,7 +15,15 @@ WOBBLE = (1.0, 1.001, 0.999, 1.002, 0.998, 1.0)
 
 
 def times(seconds: float, invalid: str | None = None) -> Times:
-    return Times((Sample(tuple(Round(seconds * factor) for factor in WOBBLE), invalid=invalid),))
+    return Times(
+        (
+            Sample(
+                tuple(Round(seconds * factor) for factor in WOBBLE),
+                invalid=invalid,
+                slowed=None if invalid is None else 4.0,
+            ),
+        )
+    )
 
 
 def measurement(

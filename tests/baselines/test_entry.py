@@ -145,7 +145,7 @@ def runs_of(*samples: Sample) -> Runs | None:
 
 
 def sample_of(seconds: float, pace: float | None = None, invalid: str | None = None) -> Sample:
-    return Sample((Round(seconds, pace),), 1, invalid)
+    return Sample((Round(seconds, pace),), 1, invalid, None if invalid is None else 4.0)
 
 
 def test_an_accepted_measurement_is_the_first_run_of_its_baseline():

@@ -18,7 +18,7 @@ SECONDS = (0.010, 0.011, 0.012, 0.013, 0.014, 0.015)
 
 def times_of(*, invalid: str | None = None) -> Times:
     """A median of 12.5 ms, which lies between 10 ms and 15 ms."""
-    return Times((Sample(tuple(map(Round, SECONDS)), invalid=invalid),))
+    return Times((Sample(tuple(map(Round, SECONDS)), 1, invalid, None if invalid is None else 4.0),))
 
 
 def timed(name: str = "train_step", environment: Environment = H100, *, invalid: str | None = None) -> Verdict:

@@ -83,7 +83,7 @@ def everything(text: str) -> SessionReport:
     old, new = explanation.peak.rows[1], explanation.peak.rows[0]
     growth = Difference(8 * GB, 9 * GB, (Change(None, new, text), Change(old, None, text), Change(old, old)))
     times = Times(
-        (Sample((Round(0.1, 1e9, text), Round(0.2)), 3, text, 0.05), Sample((Round(0.3),))),
+        (Sample((Round(0.1, 1e9, text, 1.5), Round(0.2)), 3, text, 1.2), Sample((Round(0.3),))),
         {"forward": 0.1, text: 0.2},
     )
     environment = Environment(text, text, {f"a {text}": text, "count": 3})

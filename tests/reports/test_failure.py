@@ -320,7 +320,7 @@ ON_EPYC = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.11.0", "machine
 
 def timed(*seconds: float, environment=ON_XEON, invalid=None) -> Measurement:
     """A measurement of a step on 8 samples, with a steady sample of each of ``seconds``."""
-    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid) for one in seconds))
+    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid, invalid and 4.0) for one in seconds))
     metrics = {"peak_allocated": GB, "step_time": times.median}
     return Measurement("train_step", TRAIN, environment, metrics, times=times, work={"samples": 8})
 
