@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from time_file import Series
 from time_rules import Trial, runs_of
+from time_simulated import moderate_load
 
 if TYPE_CHECKING:
     import random
@@ -18,12 +19,15 @@ if TYPE_CHECKING:
 
 BASELINE_RUNS, FEWEST_MEASURES = 5, 3
 MOST_BASELINE_RUNS = 10
-IDLE, MODERATE, HEAVY = "idle", "moderate load", "heavy load"
-LOADS = (IDLE, MODERATE, HEAVY)
+IDLE, MODERATE, HEAVY, CROWDED = "idle", "moderate load", "heavy load", "crowded"
+LOADS = (IDLE, MODERATE, HEAVY, CROWDED)
+SIMULATED = "simulated moderate load"
 IDLE_WAITED, IDLE_OTHERS = 0.02, 0.25
 """Of the time, and in cores beside the step's: less is an idle machine."""
 MODERATE_WAITED, MODERATE_OTHERS = 0.20, 0.5
 """As much is a moderate load, and more a heavy one."""
+HEAVY_WAITED = 0.5
+"""More is a machine with more than two processes for each core."""
 WORK, WAIT = "work", "busy wait"
 
 
@@ -48,7 +52,9 @@ def load_of(series: Series, cores: int) -> str:
     beside = (((last.others or 0.0) - (first.others or 0.0)) / seconds - waited) / max(cores - 1, 1)
     if waited <= IDLE_WAITED and beside <= IDLE_OTHERS:
         return IDLE
-    return MODERATE if waited <= MODERATE_WAITED and beside <= MODERATE_OTHERS else HEAVY
+    if waited <= MODERATE_WAITED and beside <= MODERATE_OTHERS:
+        return MODERATE
+    return HEAVY if waited <= HEAVY_WAITED else CROWDED
 
 
 def longer(series: Series, percent: int, wait: float = 0.0) -> Series:
@@ -89,6 +95,18 @@ def slower(recording: Recording, chance: random.Random, slowdown: Slowdown, load
         if not slowdown.planted:
             series = longer(series, work, wait / 100 * drawn.seconds(step))
         yield drawn.trial(chance, now, step, series, BASELINE_RUNS, only_measures=True)
+
+
+def simulated(chance: random.Random, slowdown: Slowdown | None, count: int) -> Iterator[Trial]:
+    """Comparisons beside a simulated moderate load, of a step with itself or with a slowdown, with 5 runs beside the same load."""
+    for _ in range(count):
+        trial = moderate_load(chance, BASELINE_RUNS)
+        if slowdown is not None:
+            quiet = min(trial.now.seconds)
+            work, wait = (slowdown.percent, 0.0) if slowdown.form == WORK else (0, slowdown.percent / 100 * quiet)
+            now = longer(trial.now, work, wait)
+            trial = replace(trial, now=now, next=now)
+        yield trial
 
 
 class _Drawn:

@@ -18,7 +18,7 @@ from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.timing.comparison import Comparison, Runs, compare, is_undecided, run_of, slower_machine
+from pytest_gpumem.timing.comparison import SLOWER_RUN, Comparison, Runs, compare, is_undecided, run_of, slower_machine
 from pytest_gpumem.timing.samples import Times
 from pytest_gpumem.units import parse_ratio
 
@@ -96,7 +96,7 @@ def runs_of(baseline: Sequence[Series], cores: int) -> Runs | None:
     kept: Runs | None = None
     for series in baseline:
         run = run_of(_recorded(series, cores))
-        if run is not None and (kept is None or slower_machine(run, kept) is None):
+        if run is not None and (kept is None or slower_machine(run, kept, SLOWER_RUN) is None):
             kept = run if kept is None else kept.and_then(run)
     return kept
 

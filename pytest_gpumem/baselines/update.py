@@ -9,7 +9,7 @@ from pytest_gpumem.baselines.entry import Absent, Entry, Key, with_runs
 from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.timing.comparison import slower_machine
+from pytest_gpumem.timing.comparison import SLOWER_RUN, slower_machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,7 +83,7 @@ def _refusal(verdict: Verdict, entry: Entry, stored: Entry | Absent) -> str | No
     if isinstance(stored, Absent) or not _goes_on(entry, stored) or stored.runs is None:
         return None
     # Runs that only lie apart from the others stay: without them the others would seem to vary less than runs do.
-    slower = slower_machine(entry.runs, stored.runs)
+    slower = slower_machine(entry.runs, stored.runs, SLOWER_RUN)
     if slower is not None:
         return slower
     if stored.runs.cycles and not entry.runs.cycles and not _has_another_speed(verdict):

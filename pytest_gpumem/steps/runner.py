@@ -162,7 +162,9 @@ def _times(phases: Sequence[Phase], device: Device, allowance: TimeAllowance) ->
 def _unless(crowded: str | None, sample: Sample, device: Device) -> Sample:
     if crowded is None:
         return sample
-    return replace(sample, invalid=crowded, slowed=max(sample.slowed or 1.0, bounds.crowded(device.conditions())))
+    slowed = sample.slowed or bounds.Slowed()
+    shared = max(slowed.shared, bounds.crowded(device.conditions()))
+    return replace(sample, invalid=crowded, slowed=replace(slowed, shared=shared))
 
 
 def _whole(phases: Sequence[Phase]) -> Callable[[], None]:

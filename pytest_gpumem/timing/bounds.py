@@ -1,8 +1,9 @@
 """By what factor a disturbance can have made a stretch longer, at most. A slowdown beyond that is the code's. Pure.
 
 Two kinds of factors. What *took time* from the step (another process on its core, say) is known stretch by stretch, and is
-divided out there. What *slowed* the step while it ran (shared caches and memory, a lower clock) is known of a whole sample, and
-of several such factors the largest holds: all of them show the same cause from different sides.
+divided out there. What *slowed* the step while it ran is known of a whole sample. What is shared with a neighbour (caches,
+memory, a core's two halves) slows the pace, too, so of both factors the larger one holds. That caches are another process's
+after waiting does not show in the pace, which is the best of a few, so it comes on top of what the pace lost.
 
 Measured are those of the CPU, with `benchmarks/time_samples.py` and the loads of `benchmarks/time_load.py`, on virtual machines
 with two cores (AMD EPYC, Intel Xeon), as the time of a step without its waiting, over that of quiet runs.
@@ -10,6 +11,7 @@ with two cores (AMD EPYC, Intel Xeon), as the time of a step without its waiting
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.timing.validity import elapsed, growth, is_throttled, share, sm_clock_share, strangers
@@ -41,6 +43,23 @@ UNREAD_PACE = 3
 """Power of what slowed a sample where no pace can be compared: alone, sharing made steps up to 1.76 times as long."""
 
 
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """By what factors a sample was slowed at most: ``shared`` shows in the pace, too, and ``refilled`` does not."""
+
+    shared: float = 1.0
+    refilled: float = 1.0
+
+    def by(self, lost: float) -> float:
+        """The factor where the pace is lower by ``lost``, a ratio of at least 1."""
+        return max(self.shared, self.refilled * lost**PACE)
+
+    @property
+    def alone(self) -> float:
+        """The factor where no pace can be compared."""
+        return max(self.shared, self.refilled) ** UNREAD_PACE
+
+
 def taken(before: Conditions, after: Conditions) -> float:
     """By what factor a stretch between two readings is longer, at most, for what took time from the step."""
     waited = _waited(before, after)
@@ -55,8 +74,8 @@ def taken(before: Conditions, after: Conditions) -> float:
     return on_gpu / left / (1 - waited)
 
 
-def slowed(before: Conditions, after: Conditions) -> float:
-    """By what factor the step ran slower at most, while it ran, by what the host's counters tell of a whole sample.
+def slowed(before: Conditions, after: Conditions) -> Slowed:
+    """By what factors the step ran slower at most, while it ran, by what the host's counters tell of a whole sample.
 
     Stolen time is counted for all cores together, so all of it may have been taken from this step's.
     """
@@ -64,7 +83,7 @@ def slowed(before: Conditions, after: Conditions) -> float:
     away = 1 - (1 - _waited(before, after)) * (1 - stolen)
     refilling = min(REFILLING * away / (1 - away), MOST_REFILLING)
     beside = min(max(share(before, after, before.others, after.others) or 0.0, 0.0), (after.cores or 1) - 1)
-    return min(1 + max(BESIDE * beside, refilling), MOST_SLOWED) / (1 - stolen)
+    return Slowed(min(1 + BESIDE * beside, MOST_SLOWED), (1 + refilling) / (1 - stolen))
 
 
 def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
@@ -75,7 +94,7 @@ def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
 
 
 def crowded(now: Conditions) -> float:
-    """By what factor another measured test can have slowed a step that could not have the device alone.
+    """By what factor another measured test can have slowed a step that could not have the device to itself.
 
     Where other processes' CPU time is read, that one shows there. On a GPU it is none of the strangers.
     """

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.timing.bootstrap import resampled_medians
-from pytest_gpumem.timing.bounds import PACE, UNREAD_PACE
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ MOST_UNKNOWN = 0.25
 """A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
 SLOWER_MACHINE = 0.03
 """By how much the clock may run slower than in the baseline's runs before what that explains is taken off a slowdown."""
+SLOWER_RUN = 0.10
+"""By how much it may run slower in a run that is added to a baseline's: five slow ones would hide a slowdown behind them."""
 SLOWER_IN_TURNS = 0.02
 """The same of one side of an A/B, whose runs are neighbours: by the median over pairs."""
 AGREEING = 2
@@ -230,16 +232,15 @@ def _beyond(found: Comparison, left: Comparison) -> Comparison:
 def _left(sample: Sample, pace: float | None) -> tuple[Round, ...]:
     """The rounds that count without what their disturbances can explain, at the ``pace`` of what they are compared with.
 
-    Each is less what took time from it, and then less what slowed it or what the pace lost, whichever is more.
+    Each is less what took time from it, and then less what slowed it or the pace.
     """
     mine = _pace(sample)
-    slowed = sample.slowed or 1.0
+    slowed = sample.slowed or Slowed()
     if mine is None or pace is None:
-        return tuple(replace(one, seconds=one.own / slowed**UNREAD_PACE) for one in sample.counted)
+        return tuple(replace(one, seconds=one.own / slowed.alone) for one in sample.counted)
     lost = max(pace / mine, 1.0)
-    slowed = max(slowed, lost**PACE)
     return tuple(
-        replace(one, seconds=one.own / slowed, pace=None if one.pace is None else one.pace * lost)
+        replace(one, seconds=one.own / slowed.by(lost), pace=None if one.pace is None else one.pace * lost)
         for one in sample.counted
     )
 
@@ -248,15 +249,15 @@ def _pace(sample: Sample) -> float | None:
     return None if sample.cycles is None else sample.cycles / sample.median
 
 
-def slower_machine(this: Runs, baseline: Runs) -> str | None:
-    """That the clock runs slower in this run than in the baseline, as a clause: the machine is not as it was then.
+def slower_machine(this: Runs, baseline: Runs, most: float = SLOWER_MACHINE) -> str | None:
+    """That the clock runs slower in this run than in the baseline, by more than ``most``, as a clause.
 
     Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
     """
     if this.pace is None or baseline.pace is None:
         return None
     change = this.pace / baseline.pace - 1
-    return f"the machine runs {_percent(-change)} slower than it did" if change < -SLOWER_MACHINE else None
+    return f"the machine runs {_percent(-change)} slower than it did" if change < -most else None
 
 
 def _judged(

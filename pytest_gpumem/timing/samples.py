@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.timing.bounds import UNREAD_PACE
+from pytest_gpumem.timing.bounds import Slowed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,14 +50,14 @@ class Round:
 class Sample:
     """Rounds of ``steps`` steps each, one after another.
 
-    ``invalid`` says, as a clause, why no verdict may rest on them as they are, and ``slowed`` by what factor, at most, that can
-    have slowed all of them (see `pytest_gpumem.timing.bounds`): a sample has both or neither.
+    ``invalid`` says, as a clause, why no verdict may rest on them as they are, and ``slowed`` by what factors, at most, that
+    can have slowed all of them: a sample has both or neither.
     """
 
     rounds: tuple[Round, ...]
     steps: int = 1
     invalid: str | None = None
-    slowed: float | None = None
+    slowed: Slowed | None = None
 
     def __post_init__(self) -> None:
         if (self.invalid is None) != (self.slowed is None):
@@ -84,13 +84,13 @@ class Sample:
     @property
     def at_least(self) -> float:
         """Seconds a step that it takes at the least with nothing else at work, by what is known of this sample alone."""
-        return self.own / (self.slowed or 1.0) ** UNREAD_PACE
+        return self.own / (self.slowed or Slowed()).alone
 
     @property
     def is_a_measure(self) -> bool:
         """Whether later runs may be held against this one: nothing was at work, or little that is not known exactly."""
         taken = statistics.median(one.taken for one in self.counted)
-        return self.slowed is None or (self.slowed <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
+        return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
 
     @property
     def own(self) -> float:
@@ -132,7 +132,7 @@ class Sample:
             "taken": {str(number): one.taken for number, one in enumerate(self.rounds) if one.taken != 1},
             "steps": self.steps,
             "invalid": self.invalid,
-            "slowed": self.slowed,
+            "slowed": None if self.slowed is None else asdict(self.slowed),
         }
 
 
@@ -143,7 +143,8 @@ def sample_from_plain(plain: Mapping[str, Any]) -> Sample:
         Round(seconds, pace, disturbed.get(str(number)), taken.get(str(number), 1.0))
         for number, (seconds, pace) in enumerate(zip(plain["seconds"], plain["pace"], strict=True))
     )
-    return Sample(rounds, plain["steps"], plain["invalid"], plain["slowed"])
+    slowed = None if plain["slowed"] is None else Slowed(**plain["slowed"])
+    return Sample(rounds, plain["steps"], plain["invalid"], slowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,10 +122,10 @@ class _Rounds:
         """What kept the machine busy all the while, as a clause."""
         return load(self._begun, self._before)
 
-    def slowed(self, *, disturbed: bool) -> float:
-        """By what factor, at most, the steps were slowed by what was at work; ``disturbed``: also in the rounds that count."""
+    def slowed(self, *, disturbed: bool) -> bounds.Slowed:
+        """By what factors, at most, the steps were slowed by what was at work; ``disturbed``: also in the rounds that count."""
         on_host = bounds.slowed(self._begun, self._before)
-        return max(on_host, self._slowed_on_gpu) if disturbed else on_host
+        return replace(on_host, shared=max(on_host.shared, self._slowed_on_gpu)) if disturbed else on_host
 
 
 def _steps_a_round(seconds: float) -> int:

@@ -23,7 +23,14 @@ CUDA = Conditions(
     sm_clock_default=2e9,
     strangers=0,
 )
-FACTORS = (bounds.taken, bounds.slowed, bounds.slowed_on_gpu)
+
+
+def slowed(before: Conditions, after: Conditions) -> float:
+    """Where the pace is what it was."""
+    return bounds.slowed(before, after).by(1.0)
+
+
+FACTORS = (bounds.taken, slowed, bounds.slowed_on_gpu)
 SHARES = st.floats(0.0, 1.0)
 
 
@@ -47,7 +54,7 @@ def test_no_load_explains_less_than_nothing_or_everything(waited, others, stolen
 @given(SHARES, SHARES)
 def test_the_more_a_thread_waited_the_more_is_explained(one, other):
     less, more = (after(CPU, waited=1 + share) for share in sorted((one, other)))
-    for factor in (bounds.taken, bounds.slowed):
+    for factor in (bounds.taken, slowed):
         assert factor(*less) <= factor(*more)
 
 
@@ -80,28 +87,36 @@ def test_events_took_their_seconds_and_may_have_filled_a_short_stretch():
 
 
 def test_a_neighbour_on_the_other_core_shares_caches_and_memory():
-    assert bounds.slowed(*after(CPU, others=51.0)) == pytest.approx(1 + bounds.BESIDE)
-    assert bounds.slowed(*after(CPU, others=50.5)) == pytest.approx(1 + bounds.BESIDE / 2)
+    assert slowed(*after(CPU, others=51.0)) == pytest.approx(1 + bounds.BESIDE)
+    assert slowed(*after(CPU, others=50.5)) == pytest.approx(1 + bounds.BESIDE / 2)
 
 
 def test_no_more_than_the_other_cores_are_beside_the_step():
-    assert bounds.slowed(*after(CPU, others=51.9)) == bounds.slowed(*after(CPU, others=51.0))
-    assert bounds.slowed(*after(replace(CPU, cores=1), others=50.5)) == 1.0
+    assert slowed(*after(CPU, others=51.9)) == slowed(*after(CPU, others=51.0))
+    assert slowed(*after(replace(CPU, cores=1), others=50.5)) == 1.0
 
 
 def test_a_thread_that_waited_finds_its_caches_used_by_others():
-    assert bounds.slowed(*after(CPU, waited=1.5, others=51.5)) == pytest.approx(1 + bounds.REFILLING)
-    assert bounds.slowed(*after(CPU, waited=1.9, others=51.9)) == pytest.approx(1 + bounds.MOST_REFILLING)
+    assert slowed(*after(CPU, waited=1.5, others=51.5)) == pytest.approx(1 + bounds.REFILLING)
+    assert slowed(*after(CPU, waited=1.9, others=51.9)) == pytest.approx(1 + bounds.MOST_REFILLING)
 
 
 def test_many_neighbours_slow_a_step_by_no_more_than_a_limit():
     many = replace(CPU, cores=64)
-    assert bounds.slowed(*after(many, others=60.0)) == pytest.approx(1 + 10 * bounds.BESIDE)
-    assert bounds.slowed(*after(many, others=112.0)) == bounds.MOST_SLOWED
+    assert slowed(*after(many, others=60.0)) == pytest.approx(1 + 10 * bounds.BESIDE)
+    assert slowed(*after(many, others=112.0)) == bounds.MOST_SLOWED
+
+
+def test_of_a_neighbour_and_a_lower_pace_the_larger_counts_and_cold_caches_come_on_top():
+    assert bounds.Slowed(shared=1.2).by(1.05) == 1.2
+    assert bounds.Slowed(shared=1.2).by(1.5) == 1.5**2
+    assert bounds.Slowed(shared=1.2, refilled=1.4).by(1.5) == 1.4 * 1.5**2
+    assert bounds.Slowed(shared=1.2, refilled=1.1).by(1.0) == 1.2
+    assert bounds.Slowed(shared=1.2, refilled=1.1).alone == 1.2**bounds.UNREAD_PACE
 
 
 def test_stolen_time_may_all_have_been_the_steps():
-    assert bounds.slowed(*after(CPU, stolen=2.2)) == pytest.approx((1 + bounds.REFILLING / 4) / 0.8)
+    assert slowed(*after(CPU, stolen=2.2)) == pytest.approx((1 + bounds.REFILLING / 4) / 0.8)
 
 
 @pytest.mark.parametrize("event", ["HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown"])

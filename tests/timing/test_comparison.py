@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.timing import comparison
-from pytest_gpumem.timing.bounds import PACE, UNREAD_PACE
+from pytest_gpumem.timing.bounds import PACE, UNREAD_PACE, Slowed
 from pytest_gpumem.timing.comparison import (
     FEWEST_PAIRS,
     LEVEL,
@@ -50,11 +50,11 @@ def sample_of(
     invalid: str | None = None,
     slowed: float | None = None,
     taken: float = 1.0,
+    refilled: float = 1.0,
 ) -> Sample:
     """What disturbed an invalid sample can explain everything unless ``slowed`` says how much."""
-    if invalid is not None and slowed is None:
-        slowed = 1e6
-    return Sample(tuple(Round(one, pace, None, taken) for one in seconds), 1, invalid, slowed)
+    factors = None if invalid is None else Slowed(slowed or 1e6, refilled)
+    return Sample(tuple(Round(one, pace, None, taken) for one in seconds), 1, invalid, factors)
 
 
 def noisy(seconds: float, spread: float = 0.002, rounds: int = 12, pace: float | None = None, **more) -> Sample:
@@ -167,7 +167,7 @@ def test_faster_is_what_every_sample_shows(other):
 @few_examples
 @given(SOME, BASELINES, TOLERANCES)
 def test_an_invalid_sample_says_neither_slower_nor_faster(sample, baseline, tolerance):
-    invalid = Sample(sample.rounds, 1, THROTTLED, 1e6)
+    invalid = Sample(sample.rounds, 1, THROTTLED, Slowed(1e6))
     found = compare([invalid], baseline, tolerance)
     assert found.outcome in ("uncertain", "not slower")
     assert (found.reason == THROTTLED) == (found.outcome == "uncertain")
@@ -202,7 +202,8 @@ def test_what_is_left_has_to_be_slower_with_its_whole_interval():
 @given(SOME, BASELINES, TOLERANCES, st.floats(1.0, 3.0), st.floats(1.0, 3.0))
 def test_the_more_a_disturbance_can_explain_the_less_is_slower(sample, baseline, tolerance, slowed, more):
     few, many = (
-        compare([Sample(sample.rounds, 1, BUSY, factor)], baseline, tolerance) for factor in (slowed, slowed * more)
+        compare([Sample(sample.rounds, 1, BUSY, Slowed(factor))], baseline, tolerance)
+        for factor in (slowed, slowed * more)
     )
     assert few.outcome == "slower" or many.outcome != "slower"
     as_it_is = compare([Sample(sample.rounds)], baseline, tolerance)
@@ -225,6 +226,12 @@ def test_of_load_and_a_slower_clock_the_one_that_explains_more_counts():
     assert (
         compare([noisy(1.4, pace=0.87, invalid=BUSY, slowed=1.3)], stable(cycles=1.0), TOLERANCE).outcome == "uncertain"
     )
+
+
+def test_cold_caches_explain_something_on_top_of_what_the_pace_lost():
+    for factor, outcome in ((2.1, "slower"), (1.7, "uncertain")):
+        busy = noisy(factor, pace=0.87, invalid=BUSY, slowed=1.2, refilled=1.4)
+        assert compare([busy], stable(cycles=1.0), TOLERANCE).outcome == outcome
 
 
 def test_where_no_pace_can_be_compared_what_slowed_a_sample_counts_more():

@@ -215,7 +215,8 @@ def test_of_a_sample_under_load_it_is_known_what_load_can_explain(waited):
     begun = clock.conditions()
     sample = sampled(clock)
     assert sample.invalid
-    assert sample.slowed == pytest.approx(bounds.slowed(begun, clock.conditions()))
+    load = bounds.slowed(begun, clock.conditions())
+    assert (sample.slowed.shared, sample.slowed.refilled) == pytest.approx((load.shared, load.refilled))
     assert sample.own == pytest.approx(0.03 * (1 - waited))
 
 
