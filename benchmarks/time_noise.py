@@ -98,7 +98,7 @@ def slower(recording: Recording, chance: random.Random, slowdown: Slowdown, load
 
 
 def simulated(chance: random.Random, slowdown: Slowdown | None, count: int) -> Iterator[Trial]:
-    """Comparisons beside a simulated moderate load, of a step with itself or with a slowdown, with 5 runs beside the same load."""
+    """Comparisons beside a simulated moderate load, of a step with itself or with a slowdown, with 5 runs beside the same."""
     for _ in range(count):
         trial = moderate_load(chance, BASELINE_RUNS)
         if slowdown is not None:

@@ -135,7 +135,7 @@ def _disturbed(chance: random.Random) -> Machine:
 
 
 def moderate_load(chance: random.Random, runs: int) -> Trial:
-    """A neighbour works for a third of the time, in turns of 0.2 to 1 s, beside all of ``runs`` runs and the one that is judged.
+    """A neighbour works for a third of the time, in turns of 0.2 to 1 s, beside ``runs`` runs and the one that is judged.
 
     It takes a tenth to a third of the core meanwhile, or makes the step up to 12 % longer through the caches, of which the pace
     shows half. Series are long enough for three samples.
