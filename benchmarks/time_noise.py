@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from time_file import Recording, Run
 
 BASELINE_RUNS, FEWEST_MEASURES = 5, 3
+FEWEST_SERIES = 5
+"""Of a row: fewer say more of themselves than of the rule."""
 MOST_BASELINE_RUNS = 10
 IDLE, MODERATE, HEAVY, CROWDED = "idle", "moderate load", "heavy load", "crowded"
 LOADS = (IDLE, MODERATE, HEAVY, CROWDED)
@@ -123,7 +125,8 @@ class _Drawn:
     def choices(self, chance: random.Random, runs: Sequence[Run], load: str, count: int) -> Iterator[tuple[Run, str]]:
         cores = self._recording.cores
         fitting = [(run, step) for run in runs for step, one in run.series.items() if load_of(one, cores) == load]
-        if not fitting or min(map(len, self._measures.values())) < FEWEST_MEASURES:
+        fitting = [(run, step) for run, step in fitting if len(self._measures[step]) >= FEWEST_MEASURES]
+        if len(fitting) < FEWEST_SERIES:
             return
         for _ in range(count):
             yield chance.choice(fitting)

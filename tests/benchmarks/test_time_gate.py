@@ -385,7 +385,7 @@ def test_a_slowdown_that_is_reckoned_makes_rounds_longer_beside_the_same_load(pe
 
 def noisy_recording() -> Recording:
     """Quiet runs, with and without slowdowns, and crowded ones."""
-    kinds = [(0, 0)] * 8 + [(100, 0), (0, 100)]
+    kinds = [(0, 0)] * 8 + [(100, 0), (0, 100)] * 5
     runs = [
         Run(
             "quiet",
@@ -398,7 +398,7 @@ def noisy_recording() -> Recording:
         )
         for number, (percent, wait) in enumerate(kinds)
     ]
-    runs += [Run("quiet", 99, n, 0, 99.0, {"gpt": steady(4 * STEP, waited=0.7, seed=n)}) for n in range(2)]
+    runs += [Run("quiet", 99, n, 0, 99.0, {"gpt": steady(4 * STEP, waited=0.7, seed=n)}) for n in range(5)]
     return Recording({"device": "CPU"}, CORES, tuple(runs))
 
 
