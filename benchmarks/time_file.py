@@ -76,7 +76,10 @@ def reading_of(conditions: Conditions, pace: float | None) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process: every step once. ``block`` and ``place`` tell which runs were neighbours, ``percent`` what was planted."""
+    """One process: every step once. ``block`` and ``place`` tell which runs were neighbours.
+
+    Planted were ``percent`` more of the step's own work, and a busy wait of ``wait`` percent of its time.
+    """
 
     load: str
     block: int
@@ -85,16 +88,23 @@ class Run:
     began: float
     series: Mapping[str, Series]
     """By step."""
+    wait: int = 0
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
-        return self.load, self.percent, self.block, self.place
+    def key(self) -> tuple[str, int, int, int, int]:
+        return self.load, self.percent, self.block, self.place, self.wait
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was planted."""
+        return self.percent == self.wait == 0
 
     def to_plain(self) -> dict[str, Any]:
         """Dicts, lists, strings and numbers only; `run_from_plain` is the way back."""
         return {
             "load": self.load,
             "percent": self.percent,
+            **({"wait": self.wait} if self.wait else {}),
             "block": self.block,
             "place": self.place,
             "began": round(self.began),
@@ -105,7 +115,8 @@ class Run:
 def run_from_plain(plain: Mapping[str, Any]) -> Run:
     """The run that `Run.to_plain` turned into plain values."""
     series = {name: series_from_plain(one) for name, one in plain["series"].items()}
-    return Run(plain["load"], plain["block"], plain["place"], plain["percent"], plain["began"], series)
+    numbers = (plain[name] for name in ("block", "place", "percent", "began"))
+    return Run(plain["load"], *numbers, series, plain.get("wait", 0))
 
 
 @dataclass(frozen=True, slots=True)

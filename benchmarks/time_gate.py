@@ -22,11 +22,12 @@ import time_file
 from claims import Claim, claim_of, conclude, parser_of, print_table, ratio_of_medians
 from time_cost import cost_of
 from time_faithful import faithful_claims
+from time_noise import CROWDED, HEAVY, IDLE, LOADS, MODERATE, SIMULATED, WAIT, WORK, Slowdown, itself, simulated, slower
 from time_peers import ASV_FACTOR, MEAN_LIMIT, asv_rule, missing, pytest_benchmark_rule
 from time_rules import counted, ours, ours_in_turns, tolerance, tolerance_in_turns
 from time_samples import NAME, machine
 from time_simulated import SCENARIOS, SCENARIOS_IN_TURNS, UNSEEN
-from time_steps import SLOWDOWNS
+from time_steps import LARGE_SLOWDOWNS, SLOWDOWNS
 from time_trials import ANY_LOAD, QUIET, in_turns, planted, same_in_turns, same_step
 
 if TYPE_CHECKING:
@@ -48,6 +49,15 @@ PAIRS = (4, 8)
 """At most, which is ``gpumem ab --rounds``; 8 is its default."""
 CLAIMED_STORED, CLAIMED_IN_TURNS = (10, 10), (5, 8)
 """Percent planted, and runs of the baseline or pairs, that power is claimed for."""
+ITSELF_BESIDE = "a step with itself, "
+SLOWDOWNS_BESIDE = [
+    Slowdown(form, percent, planted)
+    for planted in (True, False)
+    for percent in LARGE_SLOWDOWNS
+    for form in (WORK, WAIT)
+]
+TWICE, QUARTER = 0.99, 0.80
+"""The shares of steps twice as long that are caught up to a heavy load, and of those a quarter longer up to a moderate one."""
 CHUNK = 50
 """Trials of one task of a worker process."""
 
@@ -59,10 +69,18 @@ class Kind:
     name: str
     percent: int = 0
     runs: int = 0
+    load: str = ""
+    slowdown: Slowdown | None = None
 
     def drawn(self, recording: Recording, seed: int, count: int) -> Iterable[Trial]:
         """Trials of this kind; the seed decides which."""
         chance = random.Random(f"{self} {seed}")  # noqa: S311 - the same command draws the same
+        if self.load == SIMULATED:
+            return simulated(chance, self.slowdown, count)
+        if self.slowdown is not None:
+            return slower(recording, chance, self.slowdown, self.load, count)
+        if self.name == ITSELF_BESIDE:
+            return itself(recording, chance, self.load, count)
         if self.name == RECORDED:
             return same_step(recording, chance, count)
         if self.name == "planted":
@@ -85,6 +103,11 @@ def judge(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, 
     """What each of `RULES` says of each trial."""
     rules = (ours, pytest_benchmark_rule(), asv_rule())
     return [tuple(rule(trial) for rule in rules) for trial in kind.drawn(_read(path), seed, count)]
+
+
+def judge_by_ours(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, ...]]:
+    """What the gate says of each trial."""
+    return [(ours(trial),) for trial in kind.drawn(_read(path), seed, count)]
 
 
 def judge_in_turns(path: Path, kind: Kind, seed: int, count: int) -> list[tuple[Outcome, ...]]:
@@ -180,6 +203,48 @@ def _power_claims(found: dict[tuple[int, int], list[Score]], claimed: tuple[int,
     return [Claim(text, 1 - scores[0].share, 1 - POWER, 1 - high, 1 - low)]
 
 
+def show_noise(crew: Crew, trials: int) -> list[Claim]:
+    """Print the tables of a machine that others use, too. Returns what is claimed of them."""
+    alarms = {
+        f"{ITSELF_BESIDE}{load}": crew.start(judge_by_ours, Kind(ITSELF_BESIDE, load=load), trials)
+        for load in (*LOADS, SIMULATED)
+    }
+    slowdowns = {
+        (slowdown, load): crew.start(judge_by_ours, Kind("slower", load=load, slowdown=slowdown), trials // 2)
+        for slowdown in SLOWDOWNS_BESIDE
+        for load in (LOADS if slowdown.planted else (*LOADS, SIMULATED))
+    }
+    print(f"By what was at work: baselines of 1 to 10 runs beside any load, {trials} comparisons a row\n")
+    itself_scores = {name: crew.scores(started) for name, started in alarms.items()}
+    _show(itself_scores)
+    print(f"By what was at work: slowdowns against 5 runs beside any load, {trials // 2} comparisons a row\n")
+    found = {key: crew.scores(started) for key, started in slowdowns.items()}
+    _show({f"{slowdown}, {load}": scores for (slowdown, load), scores in found.items()})
+    claims = [_alarms_claim(name, scores) for name, scores in itself_scores.items() if scores]
+    return claims + [
+        _missed_claim(f"{slowdown}, {load}", scores[0], power)
+        for (slowdown, load), scores in found.items()
+        if scores and (power := _claimed(slowdown, load)) is not None
+    ]
+
+
+def _claimed(slowdown: Slowdown, load: str) -> float | None:
+    """The share of slowdowns that are to be caught; ``None`` where nothing is claimed.
+
+    Where a thread waits for half of the time, half of a busy wait is taken for waiting, and nothing can tell it.
+    """
+    if slowdown.percent < LARGE_SLOWDOWNS[-1]:
+        return QUARTER if load in (IDLE, MODERATE, SIMULATED) else None
+    if load == CROWDED or (slowdown.form == WAIT and load == HEAVY):
+        return None
+    return TWICE
+
+
+def _missed_claim(name: str, score: Score, power: float) -> Claim:
+    low, high = score.interval()
+    return Claim(f"{name}: share that is missed", 1 - score.share, 1 - power, 1 - high, 1 - low)
+
+
 def show_cost(path: Path, trials: int) -> list[Claim]:
     """Print the table of costs, over quiet runs. Returns what is claimed of them."""
     taken = costs(path, Kind("planted", 0, BASELINE_RUNS[-1]), 0, trials)
@@ -235,12 +300,13 @@ def main() -> int:
     parser = parser_of(__doc__, rounds=1000)
     parser.add_argument("--recording", type=Path, help="what time_samples.py wrote (default: this machine's)")
     parser.add_argument("--faithful", action="store_true", help="time steps here and now, --rounds turns (default: 12)")
+    parser.add_argument("--noise", action="store_true", help="only the tables of a machine that others use, too")
     options = parser.parse_args()
     if options.faithful:
         turns = 12 if options.rounds == parser.get_default("rounds") else options.rounds
         return conclude(faithful_claims(turns), check=options.check)
     lacking = missing()
-    if lacking is not None:
+    if lacking is not None and not options.noise:
         print(lacking, file=sys.stderr)
         return 2
     path = options.recording or Path(__file__).parent / "results" / machine()["slug"] / NAME
@@ -252,7 +318,9 @@ def main() -> int:
     print(f"{len(recording.runs)} runs on {', '.join(recording.machine.values())}\n")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         crew = Crew(pool, path)
-        claims = show_alarms(crew, options.rounds) + show_power(crew, options.rounds)
+        if options.noise:
+            return conclude(show_noise(crew, options.rounds), check=options.check)
+        claims = show_alarms(crew, options.rounds) + show_power(crew, options.rounds) + show_noise(crew, options.rounds)
     claims += show_cost(path, min(options.rounds, 200))
     return conclude(claims, check=options.check)
 

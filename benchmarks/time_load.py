@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 LOADS: dict[str, tuple[str, ...]] = {
     "quiet": (),
+    "moderate": ("bursts",),
     "1 busy": ("spin",),
     "2 busy": ("spin", "spin"),
     "3 busy": ("spin", "spin", "spin"),

@@ -40,7 +40,9 @@ class Replay:
     @property
     def left(self) -> float:
         """Seconds of the rounds to come, as `sample_step` counts them: its first call is of one step."""
-        first, *rounds = self._series.seconds[self.played :] or self._series.seconds[-1:]
+        if self.played == len(self._series.seconds):
+            return 0.0
+        first, *rounds = self._series.seconds[self.played :]
         return first + sum(rounds) * max(1, math.ceil(SECONDS_A_ROUND / first))
 
     def conditions(self) -> Conditions:
@@ -76,7 +78,7 @@ class Replay:
 
 
 class Timed:
-    """A run of a step as the gate sees it: a sample, and a re-measurement when it is asked for."""
+    """A run of a step as the gate sees it: a sample, and re-measurements when they are asked for."""
 
     def __init__(self, series: Series, cores: int) -> None:
         self._replay = Replay(series, cores)
@@ -84,18 +86,33 @@ class Timed:
         self.first = self._replay.sample(allowance.share)
         self.seconds_of_first = self._replay.spent
         self._second_look = allowance.second_look
-        self._again: Sample | None = None
-        self._rested = False
+        self._again: list[Sample] = []
+        self._pauses = 0.0
+        """Seconds of those that the series had no time for."""
 
     @property
     def again(self) -> Sample:
         """The re-measurement, from rounds behind the first sample: after the gate's pause, where the series is that long."""
-        if self._again is None:
-            self._rested = self._replay.rest(SECONDS_BETWEEN_SAMPLES, leaving=self._second_look)
-            self._again = self._replay.sample(self._second_look, ROUNDS_TO_DECIDE)
-        return self._again
+        if not self._again:
+            self._look_again()
+        return self._again[0]
+
+    @property
+    def once_more(self) -> Sample | None:
+        """A third sample; ``None`` where the series is too short for one."""
+        _ = self.again
+        if len(self._again) == 1 and self._replay.left < self._second_look / 2:
+            return None
+        if len(self._again) == 1:
+            self._look_again()
+        return self._again[1]
 
     @property
     def seconds(self) -> float:
-        """Seconds that timing has taken so far, with its readings, and with the pause before the re-measurement."""
-        return self._replay.spent + (0 if self._again is None or self._rested else SECONDS_BETWEEN_SAMPLES)
+        """Seconds that timing has taken so far, with its readings, and with the pauses before re-measurements."""
+        return self._replay.spent + self._pauses
+
+    def _look_again(self) -> None:
+        if not self._replay.rest(SECONDS_BETWEEN_SAMPLES, leaving=self._second_look):
+            self._pauses += SECONDS_BETWEEN_SAMPLES
+        self._again.append(self._replay.sample(self._second_look, ROUNDS_TO_DECIDE))

@@ -18,7 +18,7 @@ from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.timing.comparison import MOST_RUNS, Comparison, Runs, compare
+from pytest_gpumem.timing.comparison import SLOWER_RUN, Comparison, Runs, compare, is_undecided, run_of, slower_machine
 from pytest_gpumem.timing.samples import Times
 from pytest_gpumem.units import parse_ratio
 
@@ -85,20 +85,20 @@ def _first(series: Series, cores: int) -> Timed:
     return Timed(series, cores)
 
 
-def _recorded(series: Series, cores: int) -> Sample:
-    """The sample of a run that is to be accepted: measured again where something disturbed it."""
+def _recorded(series: Series, cores: int) -> Times:
+    """The times of a run that is to be accepted: measured again where something disturbed it."""
     timed = _first(series, cores)
-    return timed.first if timed.first.invalid is None else Times((timed.first, timed.again)).best
+    return Times((timed.first,) if timed.first.invalid is None else (timed.first, timed.again))
 
 
 def runs_of(baseline: Sequence[Series], cores: int) -> Runs | None:
-    """What the store keeps of accepted runs: the medians of those that nothing disturbed; ``None`` when there are none."""
-    samples = [_recorded(series, cores) for series in baseline]
-    valid = [sample for sample in samples if sample.invalid is None][-MOST_RUNS:]
-    if not valid:
-        return None
-    cycles = tuple(sample.cycles for sample in valid if sample.cycles is not None)
-    return Runs(tuple(sample.median for sample in valid), cycles if len(cycles) == len(valid) else ())
+    """What the store keeps of accepted runs: those that are a measure; ``None`` when there are none."""
+    kept: Runs | None = None
+    for series in baseline:
+        run = run_of(_recorded(series, cores))
+        if run is not None and (kept is None or slower_machine(run, kept, SLOWER_RUN) is None):
+            kept = run if kept is None else kept.and_then(run)
+    return kept
 
 
 def judged(trial: Trial) -> tuple[Comparison | None, Sequence[Sample]]:
@@ -110,7 +110,9 @@ def judged(trial: Trial) -> tuple[Comparison | None, Sequence[Sample]]:
     comparison = compare([timed.first], runs, tolerance())
     if comparison.outcome == "not slower":
         return comparison, (timed.first,)
-    samples = (timed.first, timed.again)
+    samples = [timed.first, timed.again]
+    if is_undecided(samples, runs, tolerance()) and timed.once_more is not None:
+        samples.append(timed.once_more)
     return compare(samples, runs, tolerance()), samples
 
 

@@ -4,7 +4,9 @@ Every run is a process of its own, since where its memory lies is chance and mov
 `time_steps.py` in rounds of 20 ms or more, with the package's own device, and reads its conditions and pace in between.
 
 `quiet` are blocks of four neighbouring runs, ABBA: the step, two with a planted slowdown (or none), the step. `loads` are runs
-of the step beside other processes. Each run is written as soon as it is there, and the next command goes on behind it.
+of the step beside other processes. `noise` are runs on a machine that others use, too, with and without a neighbour: of
+the step, and of ones that are longer by a quarter or twice as long, by more work and by a busy wait. Each run is written as
+soon as it is there, and the next command goes on behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from time_file import Recording, Run, Series, read, reading_of, run_from_plain
 from time_load import LOADS, neighbours
-from time_steps import SLOWDOWNS, STEPS, planted
+from time_steps import LARGE_SLOWDOWNS, SLOWDOWNS, STEPS, planted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,9 +35,11 @@ if TYPE_CHECKING:
 
 NAME = "time-samples.json"
 WARM_UPS = 3
+NOISE_BLOCKS = 2_000_000
+"""From this number on, blocks are of `noise_plan`."""
 SECONDS_A_ROUND = 0.02
-QUIET_SECONDS, LOADED_SECONDS = 1.5, 2.1
-"""Of a series: a sample and its re-measurement, and the second that pytest-benchmark takes."""
+QUIET_SECONDS, LOADED_SECONDS, NOISE_SECONDS = 1.5, 2.1, 5.2
+"""Of a series: a sample and its re-measurement, and the second that pytest-benchmark takes; under noise two, and pauses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,11 @@ class Planned:
     percent: int
     block: int
     place: int
+    wait: int = 0
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
-        return self.load, self.percent, self.block, self.place
+    def key(self) -> tuple[str, int, int, int, int]:
+        return self.load, self.percent, self.block, self.place, self.wait
 
 
 def quiet_plan() -> Iterator[Planned]:
@@ -67,13 +72,28 @@ def loads_plan() -> Iterator[Planned]:
     """Two runs beside each load, without end."""
     block = 1_000_000
     while True:
-        for load in LOADS:
+        for load in (load for load in LOADS if load != "moderate"):
             for place in range(2):
                 yield Planned(load, 0, block, place)
             block += 1
 
 
-PLANS: dict[str, Callable[[], Iterator[Planned]]] = {"quiet": quiet_plan, "loads": loads_plan}
+def noise_plan() -> Iterator[Planned]:
+    """Beside each load, without end: two runs of the step, and one of each slowdown."""
+    block = NOISE_BLOCKS
+    while True:
+        for load in NOISE:
+            work = [(percent, 0) for percent in LARGE_SLOWDOWNS]
+            waits = [(0, percent) for percent in LARGE_SLOWDOWNS]
+            kinds = [(0, 0), *work, (0, 0), *waits]
+            for place, (percent, wait) in enumerate(kinds):
+                yield Planned(load, percent, block, place, wait)
+            block += 1
+
+
+NOISE = ("quiet", "moderate")
+PLANS: dict[str, Callable[[], Iterator[Planned]]] = {"quiet": quiet_plan, "loads": loads_plan, "noise": noise_plan}
+RUNS_A_TURN = {"quiet": 20, "loads": 12, "noise": 12}
 
 
 def series_of(step: Callable[[], object], device: Device, seconds: float) -> Series:
@@ -107,24 +127,26 @@ def record(planned: Planned) -> Run:
     torch.manual_seed(0)
     began, device = time.time(), CpuDevice()
     seconds = QUIET_SECONDS if planned.load == "quiet" else LOADED_SECONDS
+    if planned.block >= NOISE_BLOCKS:
+        seconds = NOISE_SECONDS
     device.open()
     try:
         with device.paused():
             series = {}
             for name, make in STEPS.items():
-                step = planted(make(), planted_percent := planned.percent)
+                step = planted(make(), planned.percent, planned.wait)
                 gc.collect()
                 gc.disable()
                 series[name] = series_of(step, device, seconds)
                 gc.enable()
     finally:
         device.close()
-    return Run(planned.load, planned.block, planned.place, planted_percent, began, series)
+    return Run(planned.load, planned.block, planned.place, planned.percent, began, series, planned.wait)
 
 
 def recorded_apart(planned: Planned) -> Run:
     """The run, in a process of its own beside the neighbours of its load."""
-    arguments = [planned.load, planned.percent, planned.block, planned.place]
+    arguments = [planned.load, planned.percent, planned.block, planned.place, planned.wait]
     with neighbours(planned.load):
         command = [sys.executable, __file__, "--run", *map(str, arguments)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -163,14 +185,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="when to stop (default: %(default)s)")
     parser.add_argument("--only", choices=PLANS, action="append", help="a part of the plan; may be repeated")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of results")
-    parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--name", default=NAME, help="the file in the device's folder of results (default: %(default)s)"
+    )
+    parser.add_argument("--run", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         load, *numbers = options.run
         print(json.dumps(record(Planned(load, *map(int, numbers))).to_plain()))
         return 0
     here = machine()
-    path = options.out / here["slug"] / NAME
+    path = options.out / here["slug"] / options.name
     try:
         recording = begin(path, here)
     except ValueError as error:
@@ -179,16 +204,18 @@ def main() -> int:
     end = time.monotonic() + 60 * options.minutes
     done = {run.key for run in recording.runs}
     plans = [PLANS[name]() for name in options.only or PLANS]
-    turns = {"quiet": 20, "loads": 12}
     while time.monotonic() < end:
         for name, plan in zip(options.only or PLANS, plans, strict=True):
-            for planned in (next(plan) for _ in range(turns[name])):
+            for planned in (next(plan) for _ in range(RUNS_A_TURN[name])):
                 if planned.key in done or time.monotonic() >= end:
                     continue
                 run = recorded_apart(planned)
                 recording = Recording(recording.machine, recording.cores, (*recording.runs, run))
                 recording.write(path)
-                print(f"{len(recording.runs)} runs: {planned.load}, {planned.percent} % planted", flush=True)
+                print(
+                    f"{len(recording.runs)} runs: {planned.load}, {planned.percent + planned.wait} % planted",
+                    flush=True,
+                )
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
     return 0
 

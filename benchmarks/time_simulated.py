@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CORES = 8
+CORES_UNDER_LOAD = 2
 SERIES_SECONDS = 3.2
 READING_SECONDS = 0.0012
 PACE = 4000.0
@@ -41,14 +42,14 @@ class Machine:
     moment: Callable[[float], Moment] = field(default=lambda _: Moment())
     noise: Callable[[], float] | None = None
 
-    def run(self, step_seconds: float, began: float) -> Series:
+    def run(self, step_seconds: float, began: float, seconds_to_run: float = SERIES_SECONDS) -> Series:
         """A run of a step, as one that was recorded."""
         chance = self.chance
         steps = max(1, math.ceil(0.02 / step_seconds))
         step_seconds *= math.exp(chance.gauss(0, BETWEEN_RUNS))
         at = waited = others = 0.0
         seconds, readings = [], [self._reading(0.0, self.moment(began), 0.0, 0.0)]
-        while at < SERIES_SECONDS:
+        while at < seconds_to_run:
             now = self.moment(began + at)
             noise = self.noise() if self.noise is not None else math.exp(chance.gauss(0, WITHIN_RUN))
             took = step_seconds * now.longer * noise
@@ -131,6 +132,33 @@ def _disturbed(chance: random.Random) -> Machine:
         return Moment(by, pace=by**-0.5, others=1.0)
 
     return Machine(chance, moment)
+
+
+def moderate_load(chance: random.Random, runs: int) -> Trial:
+    """A neighbour works for a third of the time, in turns of 0.2 to 1 s, beside ``runs`` runs and the one that is judged.
+
+    It takes a tenth to a third of the core meanwhile, or makes the step up to 12 % longer through the caches, of which the pace
+    shows half. Series are long enough for three samples.
+    """
+    takes_the_core = chance.random() < 0.5
+    by = chance.uniform(1.1, 1.5) if takes_the_core else chance.uniform(1.0, 1.12)
+
+    def machine() -> Machine:
+        began, turn = chance.uniform(0, 3), chance.uniform(0.2, 1.0)
+
+        def moment(seconds: float) -> Moment:
+            if (seconds + began) % (3 * turn) >= turn:
+                return Moment()
+            if takes_the_core:
+                return Moment(by, waited=1 - 1 / by, others=1.0)
+            return Moment(by, pace=by**-0.5, others=1.0)
+
+        return Machine(chance, moment)
+
+    step_seconds = math.exp(chance.uniform(math.log(0.003), math.log(0.06)))
+    baseline = tuple(machine().run(step_seconds, 60.0 * number) for number in range(runs))
+    now = machine().run(step_seconds, 60.0 * runs, seconds_to_run=3 * SERIES_SECONDS / 2)
+    return Trial(baseline, now, now, CORES_UNDER_LOAD)
 
 
 def frequency_step(chance: random.Random) -> Trial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,17 +12,39 @@ SUB_STEPS = 100
 """A step is this many sub-steps, so that N more of them make it exactly N % longer."""
 SLOWDOWNS = (3, 5, 10, 20)
 """Planted, in percent."""
+LARGE_SLOWDOWNS = (25, 100)
+"""Planted beside loads, in percent: more of the step's own work, and as a busy wait."""
+_TIMED_FOR_A_WAIT = 5
 
 
-def planted(sub_step: Callable[[], object], percent: int = 0) -> Callable[[], None]:
-    """A step of `SUB_STEPS` sub-steps, and ``percent`` more."""
+def planted(sub_step: Callable[[], object], percent: int = 0, wait: int = 0) -> Callable[[], None]:
+    """A step of `SUB_STEPS` sub-steps and ``percent`` more, and a busy wait of ``wait`` percent of their time on a core."""
     count = SUB_STEPS + percent
 
     def step() -> None:
         for _ in range(count):
             sub_step()
 
-    return step
+    return step if wait == 0 else _waiting(step, wait / 100)
+
+
+def _waiting(step: Callable[[], None], share: float) -> Callable[[], None]:
+    step()
+    seconds = share * min(_seconds_on_core(step) for _ in range(_TIMED_FOR_A_WAIT))
+
+    def longer() -> None:
+        step()
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            pass
+
+    return longer
+
+
+def _seconds_on_core(step: Callable[[], None]) -> float:
+    began = time.thread_time()
+    step()
+    return time.thread_time() - began
 
 
 def gpt() -> Callable[[], object]:

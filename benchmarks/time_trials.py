@@ -25,7 +25,7 @@ def same_step(recording: Recording, chance: random.Random, count: int) -> Iterat
     """Comparisons of a step with itself: up to 10 runs beside any one load, and another run beside any other, or the same."""
     by_load: dict[str, list[Run]] = defaultdict(list)
     for run in recording.runs:
-        if run.percent == 0:
+        if run.is_plain:
             by_load[run.load].append(run)
     loads = [load for load, runs in by_load.items() if len(runs) >= 3]
     if not loads:
@@ -39,8 +39,9 @@ def same_step(recording: Recording, chance: random.Random, count: int) -> Iterat
 
 def planted(recording: Recording, chance: random.Random, percent: int, runs: int, count: int) -> Iterator[Trial]:
     """Comparisons of quiet runs with a planted slowdown and a baseline of ``runs`` quiet runs without, not of one block."""
-    slow = [run for run in recording.runs if (run.load, run.percent) == (QUIET, percent)]
-    plain = [run for run in recording.runs if (run.load, run.percent) == (QUIET, 0)]
+    quiet = [run for run in recording.runs if run.load == QUIET and run.wait == 0]
+    slow = [run for run in quiet if run.percent == percent]
+    plain = [run for run in quiet if run.percent == 0]
     if len(slow) < 2 or any(len(_apart(plain, run)) <= runs for run in slow):
         return
     for _ in range(count):
@@ -59,7 +60,7 @@ def in_turns(
     """Quiet blocks ABBA, each of which is two pairs of neighbours (base, head)."""
     blocks: dict[int, dict[int, Run]] = defaultdict(dict)
     for run in recording.runs:
-        if run.load == QUIET:
+        if run.load == QUIET and run.wait == 0:
             blocks[run.block][run.place] = run
     whole = [runs for runs in blocks.values() if len(runs) == 4 and runs[1].percent == runs[2].percent == percent]
     if len(whole) < pairs // 2:
@@ -79,7 +80,8 @@ def same_in_turns(
     neighbours = [
         (before, after)
         for before, after in itertools.pairwise(runs)
-        if before.percent == after.percent and after.began - before.began < SECONDS_OF_NEIGHBOURS
+        if (before.percent, before.wait) == (after.percent, after.wait)
+        and after.began - before.began < SECONDS_OF_NEIGHBOURS
     ]
     for _ in range(count):
         chosen: list[tuple[Run, Run]] = []

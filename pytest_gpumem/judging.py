@@ -24,6 +24,7 @@ from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.results import PROPERTY
 from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
+from pytest_gpumem.timing.samples import Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+MOST_SAMPLES = 3
+"""Of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
+
 _FAILURE = pytest.StashKey[BaseException]()
 """The gate's failure of a test."""
 
@@ -148,9 +152,15 @@ class Judging:
     ) -> bool:
         """Whether a step is to be timed once more: its speed has changed, or what was taken is no baseline to be kept.
 
-        ``decides_only``: only where the test fails otherwise.
+        A third time where one of two samples shows a slowdown and the other cannot tell. ``decides_only``: only where the test
+        fails otherwise.
         """
-        assert measurement.times is not None, "only asked for what was timed"
+        times = measurement.times
+        assert times is not None, "only asked for what was timed"
+        if len(times.samples) >= MOST_SAMPLES:
+            return False
+        if len(times.samples) > 1:
+            return self._is_undecided(item, measured, measurement)
         verdict = self.verdict(item, measured, [measurement])
         doubted = {
             "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if self._compares else set(),
@@ -160,7 +170,18 @@ class Judging:
         changed = {one.outcome for one in metrics if one.outcome in doubted.get(one.metric, ())}
         if decides_only:
             return not changed.isdisjoint(self._failing(verdict))
-        return bool(changed) or (self._settings.update is not None and measurement.times.best.invalid is not None)
+        return bool(changed) or (self._settings.update is not None and times.best.invalid is not None)
+
+    def _is_undecided(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+        """Whether a sample of a step's time is a slowdown by itself, and all of them together are uncertain."""
+
+        def outcome(times: Times) -> Outcome | None:
+            verdict = self.verdict(item, measured, [replace(measurement, times=times)]).verdicts[0].of("step_time")
+            return None if verdict is None else verdict.outcome
+
+        assert measurement.times is not None, "only asked for what was timed"
+        alone = (outcome(Times((sample,))) for sample in measurement.times.samples)
+        return outcome(measurement.times) is Outcome.UNCERTAIN and Outcome.REGRESSED in alone
 
     def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
         return failing_outcomes(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, total
-from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.timing.comparison import Runs, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,30 +96,37 @@ def entry_of(measurement: Measurement, recorded: str, commit: str | None, reason
     # One that was recorded in a run with another peak would not explain this one.
     explains = explanation is not None and explanation.peak.total == metrics["peak_allocated"]
     composition = replace(explanation.peak.kept(), notes=()) if explanation is not None and explains else None
-    return Entry(
+    entry = Entry(
         measurement.workload,
         measurement.environment,
         metrics,
         recorded,
         commit,
         composition,
-        _runs(measurement),
-        reason,
-        {
+        reason=reason,
+        by_operator={
             name: kept(tallies)
             for name, tallies in measurement.by_operator.items()
             if name in metrics and total(tallies) == metrics[name]
         },
     )
+    runs = _runs(measurement)
+    return entry if runs is None else with_runs(runs, entry)
 
 
 def _runs(measurement: Measurement) -> Runs | None:
-    """This run as the first of those that are accepted, if nothing else was at work meanwhile."""
-    if measurement.times is None or measurement.times.best.invalid is not None:
-        return None
-    sample = measurement.times.best
-    cycles = () if sample.cycles is None else (_finer(sample.cycles),)
-    return Runs((_finer(sample.median),), cycles)
+    """This run as the first of those that are accepted, if it is a measure for later ones."""
+    run = None if measurement.times is None else run_of(measurement.times)
+    return None if run is None else Runs(tuple(map(_finer, run.seconds)), tuple(map(_finer, run.cycles)))
+
+
+def with_runs(runs: Runs, entry: Entry) -> Entry:
+    """``entry`` with ``runs``, of which it is the latest: its step time is their median, and its throughput that of it."""
+    step_time = rounded(runs.median)
+    times = {"step_time": step_time}
+    if "throughput" in entry.metrics:
+        times["throughput"] = rounded(entry.metrics["throughput"] * entry.metrics["step_time"] / step_time)
+    return replace(entry, runs=runs, metrics={**entry.metrics, **times})
 
 
 def rounded(time: float) -> float:

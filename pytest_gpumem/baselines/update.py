@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.entry import Absent, Entry, Key, rounded
+from pytest_gpumem.baselines.entry import Absent, Entry, Key, with_runs
 from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.operator_counts import without_places
-from pytest_gpumem.timing.comparison import slower_machine
+from pytest_gpumem.timing.comparison import SLOWER_RUN, slower_machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.baselines.update_modes import UpdateMode
     from pytest_gpumem.operator_counts import Tally
-    from pytest_gpumem.timing.comparison import Runs
 
 ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
     None: frozenset(),
@@ -90,7 +89,7 @@ def _refusal(verdict: Verdict, entry: Entry, stored: Entry | Absent) -> str | No
     if isinstance(stored, Absent) or not _goes_on(entry, stored) or stored.runs is None:
         return None
     # Runs that only lie apart from the others stay: without them the others would seem to vary less than runs do.
-    slower = slower_machine(entry.runs, stored.runs)
+    slower = slower_machine(entry.runs, stored.runs, SLOWER_RUN)
     if slower is not None:
         return slower
     if stored.runs.cycles and not entry.runs.cycles and not _has_another_speed(verdict):
@@ -118,7 +117,7 @@ def _accepted(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
         return _with_times_of(earlier, entry)
     if _has_another_speed(verdict):
         return entry
-    return _with_runs(earlier.runs.and_then(entry.runs), entry)
+    return with_runs(earlier.runs.and_then(entry.runs), entry)
 
 
 def _made_of(
@@ -135,15 +134,6 @@ def _better_placed(entry: Entry, earlier: Entry) -> dict[str, tuple[Tally, ...]]
         for name, tallies in entry.by_operator.items()
         if without_places(tallies) == tallies and without_places(earlier.by_operator.get(name, ())) == tallies
     }
-
-
-def _with_runs(runs: Runs, entry: Entry) -> Entry:
-    """``entry`` with ``runs``, of which it is the latest: its step time is their median, and its throughput that of it."""
-    step_time = rounded(runs.median)
-    times = {"step_time": step_time}
-    if "throughput" in entry.metrics:
-        times["throughput"] = rounded(entry.metrics["throughput"] * entry.metrics["step_time"] / step_time)
-    return replace(entry, runs=runs, metrics={**entry.metrics, **times})
 
 
 def _with_times_of(source: Entry, entry: Entry) -> Entry:

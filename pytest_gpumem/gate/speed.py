@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MACHINE = "machine"
 """The detail of an environment that must be equal for times to be compared."""
 
+NO_TIMES = "time is not compared: the baseline has no times"
+
 _OUTCOMES: dict[SpeedOutcome, Outcome] = {
     "slower": Outcome.REGRESSED,
     "not slower": Outcome.OK,
@@ -32,7 +34,8 @@ def judge_step_time(
     """The verdict on a step's time; ``baseline`` is there when it is of the same device and work.
 
     Where the baseline's times are no measure for this machine they are not judged, unless the test asked for it
-    (``max_slowdown``): then the verdict says so.
+    (``max_slowdown``): then the verdict says so. A baseline that has no times is one that was recorded while too much else was
+    at work, or without taking any: time is ``new``, since everybody would take it to be gated.
     """
     times = measurement.times
     value = measurement.metrics["step_time"]
@@ -41,8 +44,7 @@ def judge_step_time(
     asked = budget.max_slowdown is not None
     here, there = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
     if baseline.runs is None:
-        reason = "time is not compared: the baseline has no times"
-        return MetricVerdict("step_time", Outcome.NEW if asked else Outcome.RECORDED, value, reason=reason)
+        return MetricVerdict("step_time", Outcome.NEW, value, reason=NO_TIMES)
     if here is None or here != there:
         there, this = (machine or "an unknown machine" for machine in (there, here))
         reason = f"time is not compared: the baseline's was taken on {there}, this is {this}"
@@ -80,7 +82,7 @@ def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVe
         outcome = Outcome.OVER_BUDGET
         best = max(most for most, _ in samples)
         doubted = [one for one in times.samples if one.invalid is not None]
-        if any(one.at_least is None or amount / one.at_least >= minimum.amount for one in doubted):
+        if any(amount / one.at_least >= minimum.amount for one in doubted):
             outcome, reason = Outcome.UNCERTAIN, next(invalid for _, invalid in samples if invalid is not None)
         elif best >= minimum.amount:
             outcome, reason = Outcome.UNCERTAIN, f"within what times vary by: at most {best:.4g} {of}/s"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.results import TestResult
+    from pytest_gpumem.session_report import SessionReport
     from pytest_gpumem.units import UnitSystem
 
 MOST_FIGURES = 60
@@ -68,6 +69,9 @@ class Measured:
         """The test's id, with the measurement's name where there are several, and with the device where there are."""
         name = f" ({self.verdict.measurement.name})" if len(self.test.verdicts) > 1 else ""
         return f"{self.test.nodeid}{name}{f' on {self.device}' if self.device else ''}"
+
+
+_NO_TIMES_HELP = "the baseline has no times; --gpumem-update=new adds them when little else is at work"
 
 
 def measured_in(results: Iterable[TestResult]) -> list[Measured]:
@@ -158,6 +162,42 @@ def metric_reasons(verdict: Verdict) -> list[str]:
 def told_once(reasons: Iterable[str]) -> list[str]:
     """Each of them once, with how often it was there."""
     return [f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in Counter(reasons).items()]
+
+
+def ungated_times(report: SessionReport) -> list[str]:
+    """Of how many timed steps the time is not gated though it was asked for, as a sentence: their baselines have no times.
+
+    A run while too much else is at work is no measure for later ones, so that a store may have none at all.
+    """
+    timed = _timed(report)
+    lacking = [one for one in timed if _time_is(one, Outcome.NEW) and one.reason is None]
+    if not lacking or report.terms.update is not None or not report.terms.baseline:
+        return []
+    return [f"{_share(lacking, timed)} not gated: {_NO_TIMES_HELP}"]
+
+
+def unstored_times(report: SessionReport) -> list[str]:
+    """Of how many timed steps an update leaves the time out, as a sentence."""
+    timed = _timed(report)
+    wanted = {"new": [one for one in timed if _time_is(one, Outcome.NEW, Outcome.RECORDED)], "all": timed}
+    measures = [
+        one.measurement.times.best for one in wanted.get(report.terms.update or "", []) if one.measurement.times
+    ]
+    left_out = [one for one in measures if not one.is_a_measure]
+    return [f"{_share(left_out, timed)} not stored: {left_out[0].invalid}"] if left_out else []
+
+
+def _timed(report: SessionReport) -> list[Verdict]:
+    return [one for result in report.results for one in result.verdict.verdicts if one.measurement.times is not None]
+
+
+def _share(some: Sequence[object], timed: Sequence[Verdict]) -> str:
+    return f"of {len(timed)} timed step{'' if len(timed) == 1 else 's'}, the time of {len(some)} is"
+
+
+def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
+    speed = verdict.of("step_time")
+    return speed is not None and speed.outcome in outcomes
 
 
 def notes(measured: Iterable[Measured]) -> list[str]:

@@ -9,7 +9,17 @@ from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.reports.details import NOTHING, Piece, compositions, details
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
-from pytest_gpumem.reports.summary import LEAST_NAME, measured_in, not_shown, notes, reasons, summary_table, to_be_shown
+from pytest_gpumem.reports.summary import (
+    LEAST_NAME,
+    measured_in,
+    not_shown,
+    notes,
+    reasons,
+    summary_table,
+    to_be_shown,
+    ungated_times,
+    unstored_times,
+)
 from pytest_gpumem.results import headline, recording_notes
 
 if TYPE_CHECKING:
@@ -46,8 +56,8 @@ class Said:
 def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, explain_all: bool = False) -> Said:
     """What is shown of a report.
 
-    ``verbosity`` is pytest's: below 0 the accounting line, and why the session is red; at 0 what has something to say;
-    at 1 everything that was measured; at 2 phases, and what peaks are made of. With ``explain_all``
+    ``verbosity`` is pytest's: below 0 the accounting line, times that are not gated, and why the session is red; at 0 what has
+    something to say; at 1 everything that was measured; at 2 phases, and what peaks are made of. With ``explain_all``
     (``--gpumem-explain=always``) that is asked for at 0, too.
     """
     quiet, everything = verbosity < 0, verbosity > 0
@@ -61,7 +71,9 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += map(_line, [*reasons(measured), *notes(measured)])
         pieces += [NOTHING] if pieces else []
         pieces += _figures(report, measured, verbosity, explain_all=explain_all)
-    warnings = [*report.selection.idle_budgets, *(() if quiet or verbosity > 1 else recording_notes(report.results))]
+    warnings = [*report.selection.idle_budgets, *ungated_times(report)]
+    # What an update writes is told by the store's line, which a quiet session has not.
+    warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
         *(_line(f"gpumem: {warning}", "doubtful") for warning in warnings),
         *(_line(f"gpumem {said}") for said in (() if quiet else report.said)),

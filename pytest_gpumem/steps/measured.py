@@ -148,12 +148,12 @@ def measure_train_step(
 def timed_again(
     step: MeasuredStep, bench: Bench, phases: Sequence[Phase], held: Callable[[], object], asked: Asked
 ) -> MeasuredStep:
-    """The step, with another sample of its time if the first is ``doubted``."""
-    times = step.figures.times
-    if times is None or asked.doubted is None or not asked.doubted(step):
-        return step
-    samples = (*times.samples, bench.sample_again(phases, held))
-    return replace(step, figures=replace(step.figures, times=replace(times, samples=samples)))
+    """The step, with other samples of its time as long as those that there are leave it ``doubted``."""
+    while step.figures.times is not None and asked.doubted is not None and asked.doubted(step):
+        times = step.figures.times
+        samples = (*times.samples, bench.sample_again(phases, held))
+        step = replace(step, figures=replace(step.figures, times=replace(times, samples=samples)))
+    return step
 
 
 def placed(step: MeasuredStep, bench: Bench, phases: Sequence[Phase], asked: Asked) -> MeasuredStep:

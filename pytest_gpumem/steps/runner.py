@@ -11,6 +11,7 @@ from pytest_gpumem.steps.collector import collect_everything, cyclic_collector_o
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
+from pytest_gpumem.timing import bounds
 from pytest_gpumem.timing.samples import Sample, Times
 from pytest_gpumem.timing.sampling import sample_step, time_phases
 
@@ -179,7 +180,7 @@ def sample_again(
             _one_step(phases, device, windows, 0, 0)
         finally:
             device.believe(since, own())
-    return _unless(crowded, sample)
+    return _unless(crowded, sample, device)
 
 
 def _times(phases: Sequence[Phase], device: Device, allowance: TimeAllowance) -> Times:
@@ -188,11 +189,15 @@ def _times(phases: Sequence[Phase], device: Device, allowance: TimeAllowance) ->
         sample = sample_step(_whole(phases), device, allowance.share)
         allowance.spend(sample.spent)
         laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, allowance)
-    return Times((_unless(crowded, sample),), laps)
+    return Times((_unless(crowded, sample, device),), laps)
 
 
-def _unless(crowded: str | None, sample: Sample) -> Sample:
-    return sample if crowded is None else replace(sample, invalid=crowded)
+def _unless(crowded: str | None, sample: Sample, device: Device) -> Sample:
+    if crowded is None:
+        return sample
+    slowed = sample.slowed or bounds.Slowed()
+    shared = max(slowed.shared, bounds.crowded(device.conditions()))
+    return replace(sample, invalid=crowded, slowed=replace(slowed, shared=shared))
 
 
 def _whole(phases: Sequence[Phase]) -> Callable[[], None]:

@@ -1,8 +1,9 @@
 """Whether a step has become slower: a sample against the runs that were accepted, or two revisions against each other. Pure.
 
 Slower needs everything at once, in every sample that was taken: the ratio is beyond the tolerance in seconds and in cycles of
-the clock that the step ran by, with its whole interval in the one of the two that is known better, and nothing else was at
-work. What looks slower and is not shown to be is *uncertain*. A slowdown that no load could account for is one all the same.
+the clock that the step ran by, with its whole interval in the one of the two that is known better. Where something else was at
+work, or the clock runs slower than it did, that has to hold of what is left when all that this can explain is taken off
+(`pytest_gpumem.timing.bounds`). What looks slower and is not shown to be is *uncertain*.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.timing.bootstrap import resampled_medians
-from pytest_gpumem.timing.validity import MOST_SLOWED
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.timing.samples import Sample
+    from pytest_gpumem.timing.samples import Round, Sample, Times
 
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
@@ -38,12 +39,16 @@ PRIOR_RUNS = 4
 MOST_UNKNOWN = 0.25
 """A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
 SLOWER_MACHINE = 0.03
-"""By how much the clock may run slower than in the baseline's runs for a slowdown to be the code's."""
+"""By how much the clock may run slower than in the baseline's runs before what that explains is taken off a slowdown."""
+SLOWER_RUN = 0.10
+"""By how much it may run slower in a run that is added to a baseline's: five slow ones would hide a slowdown behind them."""
 SLOWER_IN_TURNS = 0.02
 """The same of one side of an A/B, whose runs are neighbours: by the median over pairs."""
+AGREEING = 2
+"""Samples that show a slowdown, beside others that cannot tell, are enough for one."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
-_NO_LOAD = "which cannot account for it"
+_BEYOND = "which cannot account for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,15 @@ class Runs:
         if later.cycles and not self.cycles:
             return later
         return Runs((*self.seconds, *later.seconds)[-MOST_RUNS:], (*self.cycles, *later.cycles)[-MOST_RUNS:])
+
+
+def run_of(times: Times) -> Runs | None:
+    """This run as one to hold later ones against, without the time that was taken from it; ``None`` if it is no measure."""
+    sample = times.best
+    if not sample.is_a_measure:
+        return None
+    cycles = _cycles([replace(one, seconds=one.own) for one in sample.counted])
+    return Runs((sample.own,), () if cycles is None else (statistics.median(cycles),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +133,26 @@ class Comparison:
 def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
     """The samples of this run against a baseline of earlier runs; ``tolerance`` is a ratio (0.05 is 5 %).
 
-    Several samples are a first one and its re-measurement: slower, and faster, is what each of them shows.
+    Several samples are a first one and its re-measurements: a slowdown is what two of them show and none contradicts, and
+    faster is what each of them shows. What else is at work only adds time, so the one that speaks most against a slowdown is
+    the one to believe.
     """
     compared = [_compared(sample, baseline, tolerance) for sample in now]
     if any(one.outcome != "faster" for one in compared):
         compared = [replace(one, outcome="not slower") if one.outcome == "faster" else one for one in compared]
-    # What else is at work only adds time, so the sample that speaks most against a slowdown is the one to believe.
     order: list[SpeedOutcome] = ["not slower", "faster", "uncertain", "slower"]
-    return min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
+    said = min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
+    slower = [one for one in compared if one.outcome == "slower"]
+    if said.outcome == "uncertain" and len(slower) >= AGREEING:
+        # One that cannot tell is no contradiction.
+        return min(slower, key=lambda one: one.ratio)
+    return said
+
+
+def is_undecided(now: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
+    """Whether one of the samples shows a slowdown that another can neither confirm nor contradict: one more may tell."""
+    outcomes = {_compared(sample, baseline, tolerance).outcome for sample in now}
+    return outcomes == {"slower", "uncertain"} and compare(now, baseline, tolerance).outcome == "uncertain"
 
 
 def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> Comparison:
@@ -137,20 +163,33 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     the normal distribution.
     """
     undisturbed = [(base, head) for base, head in pairs if base.invalid is None and head.invalid is None]
-    # What is disturbed is left out, unless nothing else is there to be shown.
-    shown = undisturbed or pairs
-    seconds = _of_pairs([(base.seconds, head.seconds) for base, head in shown])
-    read = [(_cycles(base), _cycles(head)) for base, head in shown]
+    # What is disturbed is left out, unless there is too little else.
+    shown = undisturbed if len(undisturbed) >= FEWEST_PAIRS else pairs
+    known = f"as far as {len(shown)} pairs of runs tell"
+    seconds, cycles = _seconds_and_cycles([(base.counted, head.counted) for base, head in shown])
+    if len(pairs) < FEWEST_PAIRS:
+        few = f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
+        return _judged(seconds, cycles, tolerance, _first_disturbance(pairs) or few, known)
+    why_not = _first_disturbance(shown) or (_slower_in_turns(shown) if cycles is not None else None)
+    found = _judged(seconds, cycles, tolerance, why_not, known)
+    if why_not is None or found.outcome != "uncertain":
+        return found
+    left = _seconds_and_cycles([(base.counted, _left(head, _pace(base))) for base, head in shown])
+    return _beyond(found, _judged(*left, tolerance, None, known))
+
+
+def _first_disturbance(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
+    return next((sample.invalid for pair in pairs for sample in pair if sample.invalid is not None), None)
+
+
+def _seconds_and_cycles(
+    pairs: Sequence[tuple[Sequence[Round], Sequence[Round]]],
+) -> tuple[Interval, Interval | None]:
+    """The ratios of rounds (base, head) in seconds, and in cycles where the clock was read in all of them."""
+    seconds = _of_pairs([(_seconds(base), _seconds(head)) for base, head in pairs])
+    read = [(_cycles(base), _cycles(head)) for base, head in pairs]
     known = [(base, head) for base, head in read if base is not None and head is not None]
-    cycles = _of_pairs(known) if len(known) == len(shown) else None
-    why_not = _slower_in_turns(shown) if cycles is not None else None
-    if len(undisturbed) < FEWEST_PAIRS:
-        disturbed = [sample.invalid for pair in pairs for sample in pair if sample.invalid is not None]
-        slower = all(_at_least(head, _pace(base)) > (1 + tolerance) * base.median for base, head in pairs)
-        if slower and len(pairs) >= FEWEST_PAIRS:
-            return Comparison("slower", seconds, cycles, f"{disturbed[0]}, {_NO_LOAD}")
-        why_not = disturbed[0] if disturbed else f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
-    return _judged(seconds, cycles, tolerance, why_not, f"as far as {len(shown)} pairs of runs tell")
+    return seconds, _of_pairs(known) if len(known) == len(pairs) else None
 
 
 def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
@@ -165,38 +204,60 @@ def _percent(ratio: float) -> str:
 
 
 def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
-    seconds = _of_runs(sample.seconds, baseline.seconds)
-    mine = _cycles(sample)
-    cycles = _of_runs(mine, baseline.cycles) if mine is not None and baseline.cycles else None
     runs = len(baseline.seconds)
     known = "as far as a single run tells" if runs == 1 else f"as far as {runs} runs tell"
+
+    def against_runs(rounds: Sequence[Round]) -> tuple[Interval, Interval | None]:
+        cycles = _cycles(rounds) if baseline.cycles else None
+        return (
+            _of_runs(_seconds(rounds), baseline.seconds),
+            None if cycles is None else _of_runs(cycles, baseline.cycles),
+        )
+
     this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
     why_not = sample.invalid or slower_machine(this, baseline)
-    if why_not and _at_least(sample, baseline.pace) > (1 + tolerance) * max(baseline.seconds):
-        return Comparison("slower", seconds, cycles, f"{why_not}, {_NO_LOAD}")
-    return _judged(seconds, cycles, tolerance, why_not, known)
+    found = _judged(*against_runs(sample.counted), tolerance, why_not, known)
+    if why_not is None or found.outcome != "uncertain":
+        return found
+    return _beyond(found, _judged(*against_runs(_left(sample, baseline.pace)), tolerance, None, known))
 
 
-def _at_least(sample: Sample, pace: float | None) -> float:
-    """Seconds a step that it takes at the least on a machine that has nothing else to do and runs at ``pace``; 0 if unknown."""
-    seconds = sample.median / MOST_SLOWED if sample.invalid is None else sample.at_least or 0.0
+def _beyond(found: Comparison, left: Comparison) -> Comparison:
+    """The verdict on a disturbed step: slower where what is ``left`` of its time is."""
+    if left.outcome != "slower":
+        return found
+    return replace(found, outcome="slower", reason=f"{found.reason}, {_BEYOND}")
+
+
+def _left(sample: Sample, pace: float | None) -> tuple[Round, ...]:
+    """The rounds that count without what their disturbances can explain, at the ``pace`` of what they are compared with.
+
+    Each is less what took time from it, and then less what slowed it or the pace.
+    """
     mine = _pace(sample)
-    return seconds if mine is None or pace is None else seconds * min(1.0, mine / pace)
+    slowed = sample.slowed or Slowed()
+    if mine is None or pace is None:
+        return tuple(replace(one, seconds=one.own / slowed.alone) for one in sample.counted)
+    lost = max(pace / mine, 1.0)
+    return tuple(
+        replace(one, seconds=one.own / slowed.by(lost), pace=None if one.pace is None else one.pace * lost)
+        for one in sample.counted
+    )
 
 
 def _pace(sample: Sample) -> float | None:
     return None if sample.cycles is None else sample.cycles / sample.median
 
 
-def slower_machine(this: Runs, baseline: Runs) -> str | None:
-    """That the clock runs slower in this run than in the baseline, as a clause: the machine is not as it was then.
+def slower_machine(this: Runs, baseline: Runs, most: float = SLOWER_MACHINE) -> str | None:
+    """That the clock runs slower in this run than in the baseline, by more than ``most``, as a clause.
 
     Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
     """
     if this.pace is None or baseline.pace is None:
         return None
     change = this.pace / baseline.pace - 1
-    return f"the machine runs {_percent(-change)} slower than it did" if change < -SLOWER_MACHINE else None
+    return f"the machine runs {_percent(-change)} slower than it did" if change < -most else None
 
 
 def _judged(
@@ -224,8 +285,12 @@ def _judged(
     return Comparison("not slower", seconds, cycles)
 
 
-def _cycles(sample: Sample) -> tuple[float, ...] | None:
-    cycles = [one.cycles for one in sample.counted]
+def _seconds(rounds: Sequence[Round]) -> tuple[float, ...]:
+    return tuple(one.seconds for one in rounds)
+
+
+def _cycles(rounds: Sequence[Round]) -> tuple[float, ...] | None:
+    cycles = [one.cycles for one in rounds]
     return None if None in cycles else tuple(value for value in cycles if value is not None)
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.timing.bounds import Slowed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FEWEST_ROUNDS = 6
 """From so many rounds on, the smallest and the largest enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
+MOST_SLOWED_RUN, MOST_TAKEN_RUN = 1.25, 1.1
+"""A run that was disturbed further than that is no measure for later ones: one that waited for a core a tenth of the time. What
+is not known as well as waiting took more (`pytest_gpumem.timing.bounds`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +27,19 @@ class Round:
 
     ``seconds`` a step; ``pace`` is the rate of the clock that steps run by (the GPU's SM clock in Hz; on the CPU the runs
     per second of a fixed piece of work), so that ``seconds * pace`` is a step's time in that clock's cycles.
-    ``disturbed`` is a clause that says what else was at work meanwhile.
+    ``disturbed`` is a clause that says what else was at work meanwhile, and ``taken`` by what factor, at most, the round is
+    longer for the time that this took.
     """
 
     seconds: float
     pace: float | None = None
     disturbed: str | None = None
+    taken: float = 1.0
+
+    @property
+    def own(self) -> float:
+        """Seconds a step, at the least, without what took time from it."""
+        return self.seconds / self.taken
 
     @property
     def cycles(self) -> float | None:
@@ -36,13 +48,22 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rounds of ``steps`` steps each, one after another. ``invalid`` says, as a clause, why no verdict may rest on them."""
+    """Rounds of ``steps`` steps each, one after another.
+
+    ``invalid`` says, as a clause, why no verdict may rest on them as they are, and ``slowed`` by what factors, at most, that
+    can have slowed all of them: a sample has both or neither.
+    """
 
     rounds: tuple[Round, ...]
     steps: int = 1
     invalid: str | None = None
-    at_least: float | None = None
-    """Of an invalid sample: seconds a step that it takes at the least were nothing else at work, where that is known."""
+    slowed: Slowed | None = None
+
+    def __post_init__(self) -> None:
+        if (self.invalid is None) != (self.slowed is None):
+            raise ValueError(
+                f"of an invalid sample it must be known how much that explains: {self.invalid}, {self.slowed}"
+            )
 
     @property
     def counted(self) -> tuple[Round, ...]:
@@ -59,6 +80,22 @@ class Sample:
     def median(self) -> float:
         """Median seconds a step."""
         return statistics.median(self.seconds)
+
+    @property
+    def at_least(self) -> float:
+        """Seconds a step that it takes at the least with nothing else at work, by what is known of this sample alone."""
+        return self.own / (self.slowed or Slowed()).alone
+
+    @property
+    def is_a_measure(self) -> bool:
+        """Whether later runs may be held against this one: nothing was at work, or little that is not known exactly."""
+        taken = statistics.median(one.taken for one in self.counted)
+        return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
+
+    @property
+    def own(self) -> float:
+        """Median seconds a step without what took time from it, such as waiting for a core."""
+        return statistics.median(one.own for one in self.counted)
 
     @property
     def spent(self) -> float:
@@ -92,20 +129,22 @@ class Sample:
             "seconds": [one.seconds for one in self.rounds],
             "pace": [one.pace for one in self.rounds],
             "disturbed": {str(number): one.disturbed for number, one in enumerate(self.rounds) if one.disturbed},
+            "taken": {str(number): one.taken for number, one in enumerate(self.rounds) if one.taken != 1},
             "steps": self.steps,
             "invalid": self.invalid,
-            "at_least": self.at_least,
+            "slowed": None if self.slowed is None else asdict(self.slowed),
         }
 
 
 def sample_from_plain(plain: Mapping[str, Any]) -> Sample:
     """The sample that `Sample.to_plain` turned into plain values."""
-    disturbed = plain["disturbed"]
+    disturbed, taken = plain["disturbed"], plain["taken"]
     rounds = tuple(
-        Round(seconds, pace, disturbed.get(str(number)))
+        Round(seconds, pace, disturbed.get(str(number)), taken.get(str(number), 1.0))
         for number, (seconds, pace) in enumerate(zip(plain["seconds"], plain["pace"], strict=True))
     )
-    return Sample(rounds, plain["steps"], plain["invalid"], plain["at_least"])
+    slowed = None if plain["slowed"] is None else Slowed(**plain["slowed"])
+    return Sample(rounds, plain["steps"], plain["invalid"], slowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +164,8 @@ class Times:
     def best(self) -> Sample:
         """The sample to go by: whatever else is at work only adds time, so the fastest.
 
-        Also one that is not valid: what it took is no less true, and it is what a comparison believes. Whoever keeps it as a
-        measure for later runs has to ask whether it is valid.
+        Also one that is not valid: what it took is no less true, and it is what a comparison believes. Whoever keeps it for
+        later runs has to ask whether it `is_a_measure`.
         """
         return min(self.samples, key=lambda sample: sample.median)
 

@@ -8,8 +8,9 @@ import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.timing import bounds
 from pytest_gpumem.timing.samples import FEWEST_ROUNDS, Round, Sample
-from pytest_gpumem.timing.validity import MOST_SLOWED, disturbance, load, own_share
+from pytest_gpumem.timing.validity import disturbance, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,9 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
     sample = Sample(tuple(rounds.kept), steps)
     few = sum(one.disturbed is None for one in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
     invalid = (sample.most_disturbed_by if few else None) or rounds.load()
-    return Sample(sample.rounds, steps, invalid, None if invalid is None else rounds.at_least())
+    if invalid is None:
+        return sample
+    return Sample(sample.rounds, steps, invalid, rounds.slowed(disturbed=few))
 
 
 class _Rounds:
@@ -65,8 +68,9 @@ class _Rounds:
 
     def __init__(self, device: Device) -> None:
         self.kept: list[Round] = []
-        self._own: list[float | None] = []
-        """Of those that have been read, seconds a step without waiting for a core; ``None`` where more than load disturbed."""
+        self._read = 0
+        """How many of them are followed by a reading."""
+        self._slowed_on_gpu = 1.0
         self._device = device
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
@@ -80,7 +84,7 @@ class _Rounds:
     def begin(self) -> None:
         """What was timed so far counts for nothing."""
         self.kept.clear()
-        self._own.clear()
+        self._read, self._slowed_on_gpu = 0, 1.0
         self._unread = 0.0
         self._before = self._device.conditions()
 
@@ -93,33 +97,35 @@ class _Rounds:
 
     def end(self) -> None:
         """The rounds since the latest reading ran at the pace between then and now, and under what has changed since."""
-        unread = self.kept[len(self._own) :]
+        unread = self.kept[self._read :]
         if not unread:
             return
         pace = self._pace
         # In this order: reading the conditions takes so long that a GPU may have come to rest.
         self.read_pace()
         now = self._device.conditions()
-        disturbed, share = disturbance(self._before, now), own_share(self._before, now)
+        disturbed = disturbance(self._before, now)
+        taken = 1.0 if disturbed is None else bounds.taken(self._before, now)
         pace = _between(pace, self._pace)
-        self.kept[len(self._own) :] = [replace(one, pace=pace, disturbed=disturbed) for one in unread]
-        self._own += [None if share is None else share * one.seconds for one in unread]
+        self.kept[self._read :] = [replace(one, pace=pace, disturbed=disturbed, taken=taken) for one in unread]
+        self._read, self._slowed_on_gpu = (
+            len(self.kept),
+            max(self._slowed_on_gpu, bounds.slowed_on_gpu(self._before, now)),
+        )
         self._before, self._unread = now, 0.0
 
     def are_enough(self) -> bool:
         """Whether the median is known. Only asked behind a reading: between two rounds as little as possible is done."""
-        return len(self._own) == len(self.kept) and _is_known(self.kept)
+        return self._read == len(self.kept) and _is_known(self.kept)
 
     def load(self) -> str | None:
         """What kept the machine busy all the while, as a clause."""
         return load(self._begun, self._before)
 
-    def at_least(self) -> float | None:
-        """Seconds that a step takes at the least without that load; ``None`` where something else disturbed the rounds."""
-        own = [seconds for seconds in self._own if seconds is not None]
-        if len(own) < len(self._own) or own_share(self._begun, self._before) is None:
-            return None
-        return statistics.median(own) / MOST_SLOWED
+    def slowed(self, *, disturbed: bool) -> bounds.Slowed:
+        """By what factors, at most, the steps were slowed by what was at work; ``disturbed``: also in the rounds that count."""
+        on_host = bounds.slowed(self._begun, self._before)
+        return replace(on_host, shared=max(on_host.shared, self._slowed_on_gpu)) if disturbed else on_host
 
 
 def _steps_a_round(seconds: float) -> int:

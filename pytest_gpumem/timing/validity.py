@@ -17,9 +17,6 @@ OTHERS = 0.25
 """Share of the other cores that other processes may have used. On two cores with a common L3 cache, computing on the other
 one cost GPT-2 steps up to 8 %, and copying through memory up to 41 %; copying for a quarter of the time, up to 9 %. Steps
 of 3 ms moved by 15 %, 76 % and 11 %, and by up to 38 % where nobody was to be seen."""
-MOST_SLOWED = 5.0
-"""By what factor, at most, other processes slow a thread down while it has its core: what they share are caches, memory and
-a core's two halves. On two cores steps took up to 1.76 times as long; on many, their threads share the memory's bandwidth."""
 SLOWEST_CLOCK = 0.75
 """Of the default SM clock, as in NVIDIA's nvbench, which discards samples below."""
 
@@ -62,43 +59,40 @@ def load(before: Conditions, after: Conditions) -> str | None:
     return _clauses(_stolen(before, after), _others(before, after))
 
 
-def own_share(before: Conditions, after: Conditions) -> float | None:
-    """Share of the stretch in which the thread did not wait for a core; ``None`` where more than load disturbed it.
-
-    What a GPU's other users, its clock, or a compilation cost cannot be told from the outside.
-    """
-    unknown = (_retried, _compiled, _throttled, _strangers, _stolen)
-    waited = _share(before, after, before.waited, after.waited)
-    if waited is None or _slow_clock(after) or any(clause(before, after) for clause in unknown):
-        return None
-    return 1 - waited
-
-
 def _clauses(*found: str | None) -> str | None:
     return ", ".join(clause for clause in found if clause is not None) or None
 
 
 def _retried(before: Conditions, after: Conditions) -> str | None:
-    times = _grown(before.retries, after.retries)
+    times = growth(before.retries, after.retries)
     return f"the allocator retried {_TIMES.get(times, f'{times} times')}" if times else None
 
 
 def _compiled(before: Conditions, after: Conditions) -> str | None:
-    graphs = _grown(before.graphs, after.graphs)
+    graphs = growth(before.graphs, after.graphs)
     if not graphs:
         return None
     return "a graph was compiled meanwhile" if graphs == 1 else f"{graphs} graphs were compiled meanwhile"
 
 
-def _grown(before: int | None, after: int | None) -> int:
-    """How far a counter has grown; one that is lower than before was set to 0 in between, and says what came then."""
+def growth(before: int | None, after: int | None) -> int:
+    """How far a counter of events has grown; one that is lower than before was set to 0 in between, and says what came then."""
     if before is None or after is None:
         return 0
     return after - before if after >= before else after
 
 
+def is_throttled(before: Conditions, after: Conditions) -> bool:
+    """Whether the GPU's clock was lowered to protect it, at either end of the stretch."""
+    return not _SLOWDOWNS.keys().isdisjoint(_events(before, after))
+
+
+def _events(before: Conditions, after: Conditions) -> frozenset[str]:
+    return (before.clock_events or frozenset()) | (after.clock_events or frozenset())
+
+
 def _throttled(before: Conditions, after: Conditions) -> str | None:
-    events = (before.clock_events or frozenset()) | (after.clock_events or frozenset())
+    events = _events(before, after)
     named = [words for event, words in _SLOWDOWNS.items() if event in events]
     if len(named) > 1 and "HwSlowdown" in events:
         # NVML sets this one along with the hardware's two, which say why.
@@ -106,13 +100,24 @@ def _throttled(before: Conditions, after: Conditions) -> str | None:
     return f"the GPU was throttled: {' and '.join(named)}" if named else None
 
 
-def _slow_clock(after: Conditions) -> str | None:
-    if after.sm_clock is None or not after.sm_clock_default:
+def sm_clock_share(after: Conditions) -> float | None:
+    """The SM clock over its default, where it is too low and that is no doing of the step, nor anybody's wish."""
+    if not after.sm_clock or not after.sm_clock_default:
         return None
     if after.clock_events is None or after.clock_events & _CLOCK_MEANS_NOTHING:
         return None
-    share = after.sm_clock / after.sm_clock_default
-    return f"the SM clock was at {_percent(share)} of its default" if share < SLOWEST_CLOCK else None
+    clock = after.sm_clock / after.sm_clock_default
+    return clock if clock < SLOWEST_CLOCK else None
+
+
+def _slow_clock(after: Conditions) -> str | None:
+    clock = sm_clock_share(after)
+    return None if clock is None else f"the SM clock was at {_percent(clock)} of its default"
+
+
+def strangers(before: Conditions, after: Conditions) -> int:
+    """How many processes that are none of this session's were seen to use the GPU, at either end of the stretch."""
+    return max(len(before.stranger_pids | after.stranger_pids), before.strangers or 0, after.strangers or 0)
 
 
 def _strangers(before: Conditions, after: Conditions) -> str | None:
@@ -121,49 +126,50 @@ def _strangers(before: Conditions, after: Conditions) -> str | None:
         return f"process {pids[0]} used the GPU, too"
     if pids:
         return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} used the GPU, too"
-    number = max(before.strangers or 0, after.strangers or 0)
+    number = strangers(before, after)
     if not number:
         return None
     return "another process used the GPU, too" if number == 1 else f"{number} other processes used the GPU, too"
 
 
 def _waited(before: Conditions, after: Conditions) -> str | None:
-    share = _share(before, after, before.waited, after.waited)
-    return (
-        f"the thread waited {_percent(share)} of the time for a core" if share is not None and share > WAITED else None
-    )
+    waited = share(before, after, before.waited, after.waited)
+    if waited is None or waited <= WAITED:
+        return None
+    return f"the thread waited {_percent(waited)} of the time for a core"
 
 
 def _stolen(before: Conditions, after: Conditions) -> str | None:
-    stolen = _share(before, after, before.stolen, after.stolen)
+    stolen = share(before, after, before.stolen, after.stolen)
     if stolen is None:
         return None
     # Only from a core that has work can time be stolen: from ours, and from those that other processes keep busy.
-    busy = 1 + max(_share(before, after, before.others, after.others) or 0.0, 0.0)
-    if (stolen - after.tick / _elapsed(before, after)) / busy <= STOLEN:
+    busy = 1 + max(share(before, after, before.others, after.others) or 0.0, 0.0)
+    if (stolen - after.tick / elapsed(before, after)) / busy <= STOLEN:
         return None
     return f"the hypervisor took {_percent(stolen / busy)} of the time of each busy core"
 
 
 def _others(before: Conditions, after: Conditions) -> str | None:
-    used = _share(before, after, before.others, after.others)
+    used = share(before, after, before.others, after.others)
     # On a single core they take turns with the thread, which has waited then.
     if used is None or after.cores is None or after.cores < 2:
         return None
-    if used - _TICK_COUNTERS * after.tick / _elapsed(before, after) <= OTHERS * (after.cores - 1):
+    if used - _TICK_COUNTERS * after.tick / elapsed(before, after) <= OTHERS * (after.cores - 1):
         return None
     return f"other processes used {used:.2f} of {after.cores} cores meanwhile"
 
 
-def _share(before: Conditions, after: Conditions, then: float | None, now: float | None) -> float | None:
+def share(before: Conditions, after: Conditions, then: float | None, now: float | None) -> float | None:
     """By how much a count of seconds has grown, over the time that has passed."""
-    elapsed = _elapsed(before, after)
-    return None if then is None or now is None or elapsed <= 0 else (now - then) / elapsed
+    seconds = elapsed(before, after)
+    return None if then is None or now is None or seconds <= 0 else (now - then) / seconds
 
 
-def _elapsed(before: Conditions, after: Conditions) -> float:
+def elapsed(before: Conditions, after: Conditions) -> float:
+    """Seconds between two readings."""
     return after.seconds - before.seconds
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.0f} %"

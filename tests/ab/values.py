@@ -6,6 +6,7 @@ from pytest_gpumem.ab.report import Revision
 from pytest_gpumem.ab.runs import Run
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.samples import Round, Sample, Times
 
 BASE = Revision("main", "1f3c9ab00000")
@@ -15,7 +16,15 @@ WOBBLE = (1.0, 1.001, 0.999, 1.002, 0.998, 1.0)
 
 
 def times(seconds: float, invalid: str | None = None) -> Times:
-    return Times((Sample(tuple(Round(seconds * factor) for factor in WOBBLE), invalid=invalid),))
+    return Times(
+        (
+            Sample(
+                tuple(Round(seconds * factor) for factor in WOBBLE),
+                invalid=invalid,
+                slowed=None if invalid is None else Slowed(4.0),
+            ),
+        )
+    )
 
 
 def measurement(

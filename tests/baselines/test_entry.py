@@ -9,6 +9,7 @@ import pytest
 from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
 from pytest_gpumem.composition import Composition, Explanation, Row
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.samples import Round, Sample, Times
 
@@ -145,7 +146,7 @@ def runs_of(*samples: Sample) -> Runs | None:
 
 
 def sample_of(seconds: float, pace: float | None = None, invalid: str | None = None) -> Sample:
-    return Sample((Round(seconds, pace),), 1, invalid)
+    return Sample((Round(seconds, pace),), 1, invalid, None if invalid is None else Slowed(4.0))
 
 
 def test_an_accepted_measurement_is_the_first_run_of_its_baseline():

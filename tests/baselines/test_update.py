@@ -16,6 +16,7 @@ from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
 from pytest_gpumem.timing.samples import Round, Sample, Times
 
@@ -223,7 +224,11 @@ def judged_times(
     stored, *seconds: float, machine=XEON, workload=TRAIN, invalid=None, pace=None, peak_allocated=GB, **times_of
 ) -> tuple[Verdict, Entry]:
     """A step with a steady sample of each of ``seconds``; of none, it was not timed."""
-    times = Times(tuple(Sample((Round(one, pace),) * 12, 1, invalid) for one in seconds)) if seconds else None
+    times = (
+        Times(tuple(Sample((Round(one, pace),) * 12, 1, invalid, invalid and Slowed(4.0)) for one in seconds))
+        if seconds
+        else None
+    )
     metrics = {"peak_allocated": peak_allocated, **times_of}
     measurement = Measurement(
         "train_step", workload, machine, metrics | ({} if times is None else {"step_time": times.median}), times=times
@@ -300,7 +305,7 @@ def test_a_run_without_cycles_takes_none_from_the_others():
 
 def test_a_slower_sample_that_the_gate_did_not_believe_is_none_of_the_runs():
     stored = timed_entry(*[1.0] * 5)
-    times = Times((Sample((Round(1.2),) * 12), Sample((Round(1.0),) * 12, invalid="the GPU was throttled")))
+    times = Times((Sample((Round(1.2),) * 12), Sample((Round(1.0),) * 12, 1, "the GPU was throttled", Slowed(4.0))))
     metrics = {"peak_allocated": GB, "step_time": times.median}
     measurement = Measurement("train_step", TRAIN, XEON, metrics, times=times)
     verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)

@@ -17,6 +17,7 @@ import pytest
 import time_faithful
 import time_file
 import time_gate
+import time_noise
 import time_peers
 import time_samples
 from click.testing import CliRunner
@@ -106,9 +107,40 @@ def test_the_plan_of_quiet_runs_is_abba_for_every_slowdown() -> None:
 
 def test_every_load_is_in_the_plan_and_has_neighbours_that_end_with_it() -> None:
     plan = time_samples.loads_plan()
-    assert {next(plan).load for _ in range(2 * len(LOADS))} == set(LOADS)
+    # The moderate one is in the plan of noise.
+    assert {next(plan).load for _ in range(2 * len(LOADS))} == set(LOADS) - {"moderate"}
     with neighbours("quiet"):
         pass
+
+
+def test_the_plan_of_noise_has_each_slowdown_in_both_forms_beside_each_load() -> None:
+    plan = time_samples.noise_plan()
+    runs = [next(plan) for _ in range(time_samples.RUNS_A_TURN["noise"])]
+    for load in time_samples.NOISE:
+        planted_here = Counter((one.percent, one.wait) for one in runs if one.load == load)
+        assert planted_here == {(0, 0): 2, (25, 0): 1, (100, 0): 1, (0, 25): 1, (0, 100): 1}
+    assert len({one.key for one in runs}) == len(runs)
+
+
+def test_a_planted_wait_comes_on_top_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Time:
+        thread_time = staticmethod(lambda: clock[0])
+
+        @staticmethod
+        def perf_counter() -> float:
+            clock[0] += 1e-3
+            return clock[0]
+
+    def sub_step() -> None:
+        clock[0] += 1.0
+
+    monkeypatch.setattr("time_steps.time", Time)
+    step = planted(sub_step, wait=50)
+    began = clock[0]
+    step()
+    assert clock[0] - began == pytest.approx(1.5 * SUB_STEPS, rel=1e-3)
 
 
 class Clock:
@@ -189,6 +221,13 @@ def test_what_is_replayed_is_sampled_as_it_was_recorded() -> None:
 def test_a_series_that_is_too_short_gives_a_shorter_sample() -> None:
     timed = Timed(steady(0.3, rounds=7), CORES)
     assert (len(timed.first.rounds), len(timed.again.rounds)) == (4, 3)
+
+
+def test_a_third_sample_is_taken_where_the_series_is_long_enough() -> None:
+    assert Timed(steady(rounds=30), CORES).once_more is None
+    timed = Timed(steady(rounds=300), CORES)
+    assert timed.once_more is not None
+    assert timed.once_more is timed.once_more is not timed.again
 
 
 def test_a_re_measurement_has_as_many_rounds_as_the_gate_decides_by() -> None:
@@ -310,6 +349,98 @@ def test_no_baseline_run_is_a_neighbour_of_the_run_that_is_judged() -> None:
     for one in planted_trials(recorded, random.Random(0), 5, 10, 40):
         assert block_of[id(one.now)] not in {block_of[id(run)] for run in one.baseline}
         assert one.next not in one.baseline
+
+
+# By what was at work
+
+
+@pytest.mark.parametrize(
+    ("waited", "others", "load"),
+    [
+        (0.0, 0.2, time_noise.IDLE),
+        (0.0, 0.5, time_noise.MODERATE),
+        (0.2, 0.6, time_noise.MODERATE),
+        (0.0, 1.0, time_noise.HEAVY),
+        (0.4, 1.4, time_noise.HEAVY),
+        (0.7, 1.7, time_noise.CROWDED),
+    ],
+)
+def test_a_series_says_itself_what_was_at_work(waited: float, others: float, load: str) -> None:
+    series = steady(waited=waited)
+    readings = tuple(replace(one, others=one.at * others) for one in series.readings)
+    assert time_noise.load_of(replace(series, readings=readings), CORES) == load
+
+
+@pytest.mark.parametrize(("percent", "wait"), [(100, 0.0), (0, STEP)])
+def test_a_slowdown_that_is_reckoned_makes_rounds_longer_beside_the_same_load(percent: int, wait: float) -> None:
+    series = steady(waited=0.3)
+    slow = time_noise.longer(series, percent, wait)
+    for before, after in zip(series.seconds, slow.seconds, strict=True):
+        assert after == pytest.approx(before * (1 + percent / 100) + wait)
+    last = slow.readings[-1]
+    assert last.at == pytest.approx(sum(slow.seconds))
+    assert last.waited == pytest.approx(0.3 * last.at)
+    assert [one.pace for one in slow.readings] == [one.pace for one in series.readings]
+
+
+def noisy_recording() -> Recording:
+    """Quiet runs, with and without slowdowns, and crowded ones."""
+    kinds = [(0, 0)] * 8 + [(100, 0), (0, 100)] * 5
+    runs = [
+        Run(
+            "quiet",
+            number,
+            0,
+            percent,
+            float(number),
+            {"gpt": steady(STEP * (1 + (percent + wait) / 100), seed=number)},
+            wait,
+        )
+        for number, (percent, wait) in enumerate(kinds)
+    ]
+    runs += [Run("quiet", 99, n, 0, 99.0, {"gpt": steady(4 * STEP, waited=0.7, seed=n)}) for n in range(5)]
+    return Recording({"device": "CPU"}, CORES, tuple(runs))
+
+
+def test_a_step_is_compared_with_itself_beside_the_load_that_was_asked_for() -> None:
+    recorded = noisy_recording()
+    for load, median in ((time_noise.IDLE, STEP), (time_noise.CROWDED, 4 * STEP)):
+        drawn = list(time_noise.itself(recorded, random.Random(0), load, 20))
+        assert len(drawn) == 20
+        for one in drawn:
+            assert one.now not in one.baseline
+            assert statistics.median(one.now.seconds) == pytest.approx(median, rel=0.02)
+    assert list(time_noise.itself(recorded, random.Random(0), time_noise.HEAVY, 20)) == []
+
+
+@pytest.mark.parametrize("form", [time_noise.WORK, time_noise.WAIT])
+@pytest.mark.parametrize("is_planted", [True, False], ids=["planted", "reckoned"])
+def test_a_slower_step_is_compared_with_runs_that_would_be_accepted(form: str, is_planted: bool) -> None:
+    slowdown = time_noise.Slowdown(form, 100, is_planted)
+    drawn = list(time_noise.slower(noisy_recording(), random.Random(0), slowdown, time_noise.IDLE, 20))
+    assert len(drawn) == 20
+    for one in drawn:
+        assert len(one.baseline) == time_noise.BASELINE_RUNS
+        assert statistics.median(one.now.seconds) == pytest.approx(2 * STEP, rel=0.05)
+        assert all(statistics.median(run.seconds) == pytest.approx(STEP, rel=0.02) for run in one.baseline)
+        assert ours(one) == "fails"
+
+
+def test_beside_a_simulated_moderate_load_slowdowns_fail_and_nothing_else_does() -> None:
+    twice, none = time_noise.Slowdown(time_noise.WORK, 100, planted=False), None
+    for slowdown, outcome in ((twice, {"fails"}), (none, {"passes", "uncertain"})):
+        found = {ours(one) for one in time_noise.simulated(random.Random(3), slowdown, 10)}
+        assert found <= outcome
+
+
+def test_nothing_is_claimed_of_waits_that_hide_in_waiting_and_everything_is_of_steps_twice_as_long() -> None:
+    work, wait = (time_noise.Slowdown(form, 100, planted=True) for form in (time_noise.WORK, time_noise.WAIT))
+    assert time_gate._claimed(work, time_noise.HEAVY) == time_gate.TWICE
+    assert time_gate._claimed(wait, time_noise.HEAVY) is None
+    assert time_gate._claimed(wait, time_noise.MODERATE) == time_gate.TWICE
+    quarter = replace(work, percent=25)
+    assert time_gate._claimed(quarter, time_noise.MODERATE) == time_gate.QUARTER
+    assert time_gate._claimed(quarter, time_noise.HEAVY) is None
 
 
 def test_a_claim_that_too_few_runs_were_recorded_for_is_missed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, judge_step_
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.samples import Round, Sample, Times
 from pytest_gpumem.units import Rate, parse_rate
@@ -66,7 +67,7 @@ def test_a_step_time_is_judged_by_all_samples_against_all_runs(now, outcome):
 
 
 def test_the_value_is_of_the_sample_that_decides_and_not_of_a_slower_valid_one():
-    confirmed_by_none = measured(1.2, sample_of(*[1.0] * 12, invalid=THROTTLED))
+    confirmed_by_none = measured(1.2, sample_of(*[1.0] * 12, invalid=THROTTLED, slowed=Slowed(1e6)))
     verdict = judge_step_time(confirmed_by_none, Budget(), stored(*[1.0] * 10), TOLERANCE)
     assert (verdict.outcome, verdict.value) == (Outcome.OK, 1.0)
     assert verdict.interval[0] < verdict.value < verdict.interval[1]
@@ -81,7 +82,7 @@ def test_of_a_relative_and_an_absolute_tolerance_the_larger_one_holds():
 
 
 def test_what_is_uncertain_has_its_reason():
-    sample = sample_of(*[1.2] * 12, invalid=THROTTLED)
+    sample = sample_of(*[1.2] * 12, invalid=THROTTLED, slowed=Slowed(1e6))
     verdict = judge_step_time(measured(sample), Budget(), stored(*[1.0] * 10), TOLERANCE)
     assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
 
@@ -115,11 +116,12 @@ def test_who_asked_for_a_limit_is_told_that_another_machine_cannot_hold_it():
     assert THERE in verdict.reason
 
 
-@pytest.mark.parametrize(("budget", "outcome"), [(Budget(), Outcome.RECORDED), (ASKED, Outcome.NEW)])
-def test_a_baseline_without_times_is_nothing_to_compare_with(budget, outcome):
+@pytest.mark.parametrize("budget", [Budget(), ASKED], ids=["by default", "asked for"])
+def test_a_baseline_without_times_is_nothing_to_compare_with_and_the_verdict_says_so(budget):
     verdict = judge_step_time(measured(1.0), budget, stored(), TOLERANCE)
     reason = "time is not compared: the baseline has no times"
-    assert verdict == MetricVerdict("step_time", outcome, 1.0, reason=reason)
+    assert verdict == MetricVerdict("step_time", Outcome.NEW, 1.0, reason=reason)
+    assert not verdict.gated
 
 
 # Against a budget of throughput
@@ -176,23 +178,21 @@ def test_a_throughput_that_misses_its_budget_within_what_times_vary_by_is_uncert
 
 
 def test_a_throughput_that_misses_its_budget_in_a_disturbed_sample_is_uncertain():
-    disturbed = sample_of(*[1.0] * 12, invalid=THROTTLED)
+    disturbed = sample_of(*[1.0] * 12, invalid=THROTTLED, slowed=Slowed(1e6))
     for samples in ([disturbed], [disturbed, 0.9], [0.9, disturbed]):
         verdict = throughput("2 steps/s", *samples)
         assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
 
 
-@pytest.mark.parametrize(
-    ("at_least", "outcome"), [(0.11, Outcome.OVER_BUDGET), (0.09, Outcome.UNCERTAIN), (None, Outcome.UNCERTAIN)]
-)
-def test_a_throughput_that_is_missed_by_more_than_load_accounts_for_is_over_budget(at_least, outcome):
-    busy = sample_of(*[0.5] * 12, invalid="other processes used 0.90 of 2 cores meanwhile", at_least=at_least)
-    judged = throughput("40 samples/s", busy)
-    assert judged.outcome is outcome
+@pytest.mark.parametrize(("taken", "outcome"), [(1.0, Outcome.OVER_BUDGET), (6.0, Outcome.UNCERTAIN)])
+def test_a_throughput_that_is_missed_by_more_than_load_accounts_for_is_over_budget(taken, outcome):
+    rounds = tuple(Round(0.5, taken=taken) for _ in range(12))
+    busy = Sample(rounds, invalid="other processes used 0.90 of 2 cores meanwhile", slowed=Slowed(1.2))
+    assert throughput("40 samples/s", busy).outcome is outcome
 
 
 def test_a_disturbed_sample_that_meets_the_budget_meets_it():
-    assert throughput("2 steps/s", sample_of(*[0.4] * 12, invalid=THROTTLED)).outcome is Outcome.OK
+    assert throughput("2 steps/s", sample_of(*[0.4] * 12, invalid=THROTTLED, slowed=Slowed(1e6))).outcome is Outcome.OK
 
 
 # Budgets that hold nothing

@@ -16,6 +16,7 @@ from pytest_gpumem.over_time import OverTime, Phase
 from pytest_gpumem.results import TestResult
 from pytest_gpumem.selection import Selection
 from pytest_gpumem.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.samples import Round, Sample, Times
 
 GB = 10**9
@@ -90,7 +91,7 @@ def everything(text: str) -> SessionReport:
     old, new = explanation.peak.rows[1], explanation.peak.rows[0]
     growth = Difference(8 * GB, 9 * GB, (Change(None, new, text), Change(old, None, text), Change(old, old)))
     times = Times(
-        (Sample((Round(0.1, 1e9, text), Round(0.2)), 3, text, 0.05), Sample((Round(0.3),))),
+        (Sample((Round(0.1, 1e9, text, 1.5), Round(0.2)), 3, text, Slowed(1.2, 1.1)), Sample((Round(0.3),))),
         {"forward": 0.1, text: 0.2},
     )
     environment = Environment(text, text, {f"a {text}": text, "count": 3})

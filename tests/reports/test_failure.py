@@ -22,6 +22,7 @@ from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.failure import failure_text, measured_section
 from pytest_gpumem.reports.screen import Screen
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.comparison import LEVEL, Runs
 from pytest_gpumem.timing.samples import Round, Sample, Times
 from pytest_gpumem.units import Rate
@@ -363,7 +364,7 @@ ON_EPYC = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.11.0", "machine
 
 def timed(*seconds: float, environment=ON_XEON, invalid=None) -> Measurement:
     """A measurement of a step on 8 samples, with a steady sample of each of ``seconds``."""
-    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid) for one in seconds))
+    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid, invalid and Slowed(4.0)) for one in seconds))
     metrics = {"peak_allocated": GB, "step_time": times.median}
     return Measurement("train_step", TRAIN, environment, metrics, times=times, work={"samples": 8})
 

@@ -214,7 +214,7 @@ def test_why_times_were_not_compared_is_told_once_for_all_tests():
     now = {"peak_allocated": GB, "step_time": 0.5}
     times = Times((Sample((Round(0.5),)),))
     rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
-    assert reasons(measured_in(rows)) == ["recorded: time is not compared: the baseline has no times (3 times)"]
+    assert reasons(measured_in(rows)) == ["new: time is not compared: the baseline has no times (3 times)"]
 
 
 def test_a_note_is_told_with_its_test_unless_the_step_had_not_settled():

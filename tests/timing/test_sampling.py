@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.timing import bounds
 from pytest_gpumem.timing.allowance import TimeAllowance
 from pytest_gpumem.timing.samples import FEWEST_ROUNDS, Sample
 from pytest_gpumem.timing.sampling import (
@@ -19,7 +20,6 @@ from pytest_gpumem.timing.sampling import (
     sample_step,
     time_phases,
 )
-from pytest_gpumem.timing.validity import MOST_SLOWED
 
 unhurried = settings(deadline=None)
 
@@ -209,24 +209,29 @@ def test_other_processes_that_keep_the_machine_busy_make_a_sample_invalid_though
     assert sample.invalid == "other processes used 0.90 of 2 cores meanwhile"
 
 
-# The clock that steps run by
-
-
-@pytest.mark.parametrize(("waited", "own"), [(0.0, 0.03), (0.5, 0.015)])
-def test_under_load_a_step_takes_at_least_what_no_load_accounts_for(waited, own):
-    sample = sampled(Clock(0.03, others=0.9, waited=waited))
+@pytest.mark.parametrize("waited", [0.0, 0.5])
+def test_of_a_sample_under_load_it_is_known_what_load_can_explain(waited):
+    clock = Clock(0.03, others=0.9, waited=waited)
+    begun = clock.conditions()
+    sample = sampled(clock)
     assert sample.invalid
-    assert sample.at_least == pytest.approx(own / MOST_SLOWED)
+    load = bounds.slowed(begun, clock.conditions())
+    assert (sample.slowed.shared, sample.slowed.refilled) == pytest.approx((load.shared, load.refilled))
+    assert sample.own == pytest.approx(0.03 * (1 - waited))
 
 
-def test_what_a_step_takes_at_least_is_told_only_where_there_is_doubt_and_load_is_all_of_it():
-    assert sampled(Clock(0.03, waited=0.0)).at_least is None
+def test_of_a_valid_sample_nothing_has_to_be_explained():
+    sample = sampled(Clock(0.03, waited=0.0))
+    assert (sample.invalid, sample.slowed, sample.own) == (None, None, sample.median)
+
+
+def test_of_a_round_that_an_event_may_have_filled_nothing_is_left():
     retried = sampled(Clock(0.03, retries=[1] * 100, waited=0.0))
     assert retried.invalid
-    assert retried.at_least is None
-    not_known_to_wait = sampled(Clock(0.03, others=0.9))
-    assert not_known_to_wait.invalid
-    assert not_known_to_wait.at_least is None
+    assert retried.own < 1e-3 * retried.median
+
+
+# The clock that steps run by
 
 
 def test_the_pace_of_a_round_is_that_between_its_two_ends():

@@ -1,0 +1,108 @@
+"""By what factor a disturbance can have made a stretch longer, at most. A slowdown beyond that is the code's. Pure.
+
+Two kinds of factors. What *took time* from the step (another process on its core, say) is known stretch by stretch, and is
+divided out there. What *slowed* the step while it ran is known of a whole sample. What is shared with a neighbour (caches,
+memory, a core's two halves) slows the pace, too, so of both factors the larger one holds. That caches are another process's
+after waiting does not show in the pace, which is the best of a few, so it comes on top of what the pace lost.
+
+Measured are those of the CPU, with `benchmarks/time_samples.py` and the loads of `benchmarks/time_load.py`, on virtual machines
+with two cores (AMD EPYC, Intel Xeon), as the time of a step without its waiting, over that of quiet runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.timing.validity import elapsed, growth, is_throttled, share, sm_clock_share, strangers
+
+if TYPE_CHECKING:
+    from pytest_gpumem.devices.conditions import Conditions
+
+BESIDE = 0.2
+"""For each other core that is kept busy. At most 0.12 was measured where the pace stayed; where it did not, it tells more."""
+REFILLING = 0.45
+"""For each second of waiting, over the seconds on a core: caches are another process's when the thread comes back. At most 0.25
+was measured on the EPYC where it waited up to 60 % of the time (1.14 times as long at 40 %, 1.34 at 50 %). It has no limit:
+with one of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes for each core."""
+MOST_SLOWED = 5.0
+"""On machines with many cores, all of them busy: the memory's bandwidth is shared by all. Not measured."""
+MOST_STOLEN = 0.95
+THROTTLED = 4.0
+"""The hardware lowers the GPU's clock to a half (``nvmlClocksEventReasonHwSlowdown`` in nvml.h), and that may count twice."""
+STRANGERS = 2.0
+"""On a GPU, for each process including this one: they take turns by equal slices of time, and that may count twice."""
+SECONDS_A_RETRY = 1.0
+"""For the allocator to give back all that it cached, up to a whole GPU's memory, and to take it again."""
+SECONDS_A_GRAPH = 100.0
+"""For torch.compile to compile a graph."""
+PACE = 2
+"""What the pace lost counts twice: steps that go through memory are slowed by twice of what slows the pace."""
+UNREAD_PACE = 3
+"""Power of what slowed a sample where no pace can be compared: alone, sharing made steps up to 1.76 times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """By what factors a sample was slowed at most: ``shared`` shows in the pace, too, and ``refilled`` does not."""
+
+    shared: float = 1.0
+    refilled: float = 1.0
+
+    def by(self, lost: float) -> float:
+        """The factor where the pace is lower by ``lost``, a ratio of at least 1."""
+        return max(self.shared, self.refilled * lost**PACE)
+
+    @property
+    def alone(self) -> float:
+        """The factor where no pace can be compared."""
+        return max(self.shared, self.refilled) ** UNREAD_PACE
+
+
+def taken(before: Conditions, after: Conditions) -> float:
+    """By what factor a stretch between two readings is longer, at most, for what took time from the step."""
+    waited = _waited(before, after)
+    events = SECONDS_A_RETRY * growth(before.retries, after.retries) + SECONDS_A_GRAPH * growth(
+        before.graphs, after.graphs
+    )
+    others = strangers(before, after)
+    on_gpu = STRANGERS * (1 + others) if others else 1.0
+    seconds = elapsed(before, after)
+    # Of a stretch that an event may have filled, nothing is known of the step.
+    left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
+    return on_gpu / left / (1 - waited)
+
+
+def slowed(before: Conditions, after: Conditions) -> Slowed:
+    """By what factors the step ran slower at most, while it ran, by what the host's counters tell of a whole sample.
+
+    Stolen time is counted for all cores together, so all of it may have been taken from this step's.
+    """
+    stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
+    away = 1 - (1 - _waited(before, after)) * (1 - stolen)
+    refilling = REFILLING * away / (1 - away)
+    beside = min(max(share(before, after, before.others, after.others) or 0.0, 0.0), (after.cores or 1) - 1)
+    return Slowed(min(1 + BESIDE * beside, MOST_SLOWED), (1 + refilling) / (1 - stolen))
+
+
+def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
+    """By what factor a GPU ran slower at most than it would with its usual clock."""
+    throttled = THROTTLED if is_throttled(before, after) else 1.0
+    clock = sm_clock_share(after)
+    return max(throttled, 1.0 if clock is None else clock**-PACE)
+
+
+def crowded(now: Conditions) -> float:
+    """By what factor another measured test can have slowed a step that could not have the device to itself.
+
+    Where other processes' CPU time is read, that one shows there. On a GPU it is none of the strangers.
+    """
+    return 1.0 if now.others is not None else 2 * STRANGERS
+
+
+def _waited(before: Conditions, after: Conditions) -> float:
+    """The share of the stretch in which the thread had no core. Where that is not counted, as much as others used."""
+    waited = share(before, after, before.waited, after.waited)
+    if waited is None:
+        waited = share(before, after, before.others, after.others)
+    return min(max(waited or 0.0, 0.0), MOST_STOLEN)
