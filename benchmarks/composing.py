@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 
+from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.recording import Expected
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.steps.bench import Bench, Explaining
-from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.prepared import prepared_train_step
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from truth_models import Subject, subjects
 
+from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
-from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
 from pytest_gpumem.steps.prepared import prepared_train_step
 from pytest_gpumem.timing.allowance import TimeAllowance

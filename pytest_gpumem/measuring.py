@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.collector import SessionHeap
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explaining import ExplainingTests
 from pytest_gpumem.gate.verdict import SKIPPED
@@ -15,7 +16,6 @@ from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
 from pytest_gpumem.results import PROPERTY
-from pytest_gpumem.steps.collector import SessionHeap
 from pytest_gpumem.test_run import TestRun
 from pytest_gpumem.timing.allowance import TimeAllowance
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, Left, Subject, not_explained_note
 from pytest_gpumem.inspection import instance_dict
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
-from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.steps.runner import live_at_rest

@@ -6,7 +6,7 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.collector import FrozenHeap
+from pytest_gpumem.collector import FrozenHeap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
+from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.residency import OwnBytes, Residency
-from pytest_gpumem.steps.collector import FrozenHeap
 from tests import zoo
 
 KB = 1000

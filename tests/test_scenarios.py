@@ -18,6 +18,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 MODEL = """
 import os
@@ -35,6 +36,22 @@ def loss(output, batch):
 
 def layers(width=64, count=4):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+"""
+
+
+CONFTEST = """
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name == "test_marked_by_the_conftest":
+            item.add_marker(pytest.mark.gpumem)
+"""
+SETTINGS = """
+[tool.gpumem]
+measure = ["*::test_marked_by_pattern"]
+time_budget = "1 s"
 """
 
 
@@ -203,6 +220,39 @@ def test_it():
         ("Not measured any more: *profiler*", "*baseline: call, *"),
     ),
     Scenario(
+        "growth in a test that a conftest marks",
+        """
+def test_marked_by_the_conftest():
+    torch.ones(2_000_000 if PLANTED else 1_000_000)
+""",
+        ("Memory regressed: peak 8.00 MB, baseline 4.00 MB: *",),
+    ),
+    Scenario(
+        "growth in a test that the settings mark",
+        """
+def test_marked_by_pattern():
+    torch.ones(2_000_000 if PLANTED else 1_000_000)
+""",
+        ("Memory regressed: peak 8.00 MB, baseline 4.00 MB: *",),
+    ),
+    Scenario(
+        "a forgotten no_grad",
+        """
+def test_it(gpumem):
+    student, teacher = layers(), layers(count=3)
+
+    def step():
+        with torch.set_grad_enabled(PLANTED):
+            target = teacher(torch.ones(512, 64))
+        (student(torch.ones(512, 64)) - target).square().mean().backward()
+        student.zero_grad()
+        teacher.zero_grad()
+
+    gpumem.measure(step)
+""",
+        ("Memory regressed: peak *", "*activations * grad mode was off here*"),
+    ),
+    Scenario(
         "a step that moved off the measured device",
         """
 @pytest.mark.gpumem
@@ -214,6 +264,13 @@ def test_it():
 )
 
 
+SLOWER = """
+def test_it(gpumem):
+    x = torch.ones(256, 256)
+    gpumem.measure(lambda: [x @ x for _ in range(200 if PLANTED else 10)])
+"""
+
+
 @dataclass(frozen=True)
 class Runs:
     """Sessions of one project that has a file a scenario: clean, and with everything planted. Reports are JSON."""
@@ -223,28 +280,44 @@ class Runs:
     statuses: tuple[int, int]
 
 
-@pytest.fixture(scope="module", params=[pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers")])
-def runs(request, tmp_path_factory) -> Runs:
-    folder = tmp_path_factory.mktemp("scenarios")
-    (folder / "pyproject.toml").touch()
-    for number, scenario in enumerate(SCENARIOS):
-        (folder / f"test_{number}.py").write_text(MODEL + scenario.source, encoding="utf-8")
+@dataclass(frozen=True)
+class Folder:
+    """A project that pytest runs in, in processes of its own."""
 
-    def run(*arguments: str, **environment: str) -> int:
+    path: Path
+    options: tuple[str, ...]
+
+    def run(self, *arguments: str, **environment: str) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
-        command += ["--gpumem-device=cpu", "--gpumem-no-time", *request.param, *arguments]
+        command += ["--gpumem-device=cpu", *self.options, *arguments]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PLANTED"))}
         return subprocess.run(
-            command, cwd=folder, env={**outside, **environment}, capture_output=True, check=False
+            command, cwd=self.path, env={**outside, **environment}, capture_output=True, check=False
         ).returncode
 
-    def report(name: str) -> Mapping[str, Any]:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+    def report(self, name: str) -> Mapping[str, Any]:
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
 
-    assert run("--gpumem-update=new") == 0
-    clean = run("--gpumem-baseline", "--gpumem-report=clean.json")
-    planted = run("--gpumem-baseline", "--gpumem-report=planted.json", PLANTED="1")
-    return Runs(report("clean.json"), report("planted.json"), (clean, planted))
+
+@pytest.fixture(scope="module", params=[pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers")])
+def folder(request, tmp_path_factory) -> Folder:
+    path = tmp_path_factory.mktemp("scenarios")
+    (path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
+    (path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    for number, scenario in enumerate(SCENARIOS):
+        (path / f"test_{number}.py").write_text(MODEL + scenario.source, encoding="utf-8")
+    (path / "timed").mkdir()
+    (path / "timed/test_slow.py").write_text(MODEL + SLOWER, encoding="utf-8")
+    return Folder(path, request.param)
+
+
+@pytest.fixture(scope="module")
+def runs(folder) -> Runs:
+    untimed = ("--gpumem-no-time", "--ignore=timed")
+    assert folder.run("--gpumem-update=new", *untimed) == 0
+    clean = folder.run("--gpumem-baseline", "--gpumem-report=clean.json", *untimed)
+    planted = folder.run("--gpumem-baseline", "--gpumem-report=planted.json", *untimed, PLANTED="1")
+    return Runs(folder.report("clean.json"), folder.report("planted.json"), (clean, planted))
 
 
 def of(report: Mapping[str, Any], scenario: Scenario) -> Mapping[str, Any]:
@@ -276,3 +349,13 @@ def test_what_is_planted_is_red_and_told(runs, scenario):
     lines = (result["verdict"]["failure"] or "").splitlines()
     for expected in scenario.told:
         assert fnmatch.filter(lines, expected), f"{expected!r} is not in\n{result['verdict']['failure']}"
+
+
+def test_a_step_that_takes_twenty_times_as_long_is_red_and_its_clean_twin_green(folder):
+    for _ in range(2):
+        assert folder.run("timed", "--gpumem-update=all") == 0
+    assert folder.run("timed", "--gpumem-baseline", "--gpumem-report=clean.json") == 0
+    assert folder.report("clean.json")["results"][0]["passed"]
+    assert folder.run("timed", "--gpumem-baseline", "--gpumem-report=slow.json", PLANTED="1") == 1
+    (result,) = folder.report("slow.json")["results"]
+    assert result["verdict"]["failure"].startswith("Time regressed: step time ")

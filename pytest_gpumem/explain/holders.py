@@ -8,8 +8,8 @@ import types
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.collector import everything_in_sight
 from pytest_gpumem.reach import storage_of
-from pytest_gpumem.steps.collector import everything_in_sight
 
 if TYPE_CHECKING:
     from collections.abc import Collection

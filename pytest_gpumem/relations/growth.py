@@ -7,11 +7,11 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.inspection import has_graph, is_a
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.reach import blocks_of, storages_of
 from pytest_gpumem.steps.batches import describe
-from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.growth import grows
 from pytest_gpumem.units import format_bytes
 

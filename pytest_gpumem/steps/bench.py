@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.explain.births import births
 from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.explain.places import Places
 from pytest_gpumem.explain.recording import Subject, explain, explain_out_of_memory, know_nothing, phase
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
-from pytest_gpumem.steps.collector import cyclic_collector_off
 from pytest_gpumem.steps.counting import located
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again

@@ -6,8 +6,8 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.collector import collect_everything
 from pytest_gpumem.devices.torch_internals import compiled_graphs, load_compiler
-from pytest_gpumem.steps.collector import collect_everything
 from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.collector import collect_everything, cyclic_collector_off
 from pytest_gpumem.devices.windows import highest
-from pytest_gpumem.steps.collector import collect_everything, cyclic_collector_off
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
+from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.explain.births import births
@@ -29,7 +30,6 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.predicted.fake_memory import FakeMemory
 from pytest_gpumem.predicted.fake_recording import fake_trace
 from pytest_gpumem.reach import reachable_tensors, storages_of
-from pytest_gpumem.steps.collector import cyclic_collector_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.places import Places
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.operator_counts import Tally, without_places
 from pytest_gpumem.steps.bench import Bench
-from pytest_gpumem.steps.collector import FrozenHeap
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import Counted, Counts, count_step, located
 from pytest_gpumem.steps.host_tensors import HostTensors

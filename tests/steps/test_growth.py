@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.reach import storages_of
-from pytest_gpumem.steps.collector import FrozenHeap
 from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.steps.runner import MOST_WARM_UPS, Phase, measure_step
 

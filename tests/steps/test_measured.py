@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
-from pytest_gpumem.steps.collector import FrozenHeap
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.measured import (
     Asked,

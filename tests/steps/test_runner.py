@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from pytest_gpumem.collector import FrozenHeap, collect_everything, cyclic_collector_off
 from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
-from pytest_gpumem.steps.collector import FrozenHeap, collect_everything, cyclic_collector_off
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.steps.figures import Figures

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
-from pytest_gpumem.steps.collector import FrozenHeap
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.measured import MeasuredStep, measure_train_step
 from pytest_gpumem.steps.state import Share, StateBytes
