@@ -11,10 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pytest_gpumem.devices.torch_internals import (
+    MODULE_PARTS,
     PEAK_RESETS,
     AllocationEvent,
     activation_memory_budget,
     allocation_events,
+    beneath_modes,
     clear_cublas_workspaces,
     compiled_graphs,
     load_compiler,
@@ -261,3 +263,38 @@ def test_what_makes_no_node_leaves_the_next_number():
     number = next_node_number()
     torch.ones(2).exp()
     assert next_node_number() == number
+
+
+def test_beneath_modes_neither_modes_nor_subclasses_see_what_is_done():
+    seen = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def told(operator, _args, _kwargs, run):
+        seen.append(operator)
+        return run()
+
+    below = torch.ones(2).as_subclass(Subclass)
+    with Functions(), watched_operators(told), beneath_modes():
+        torch.empty(3)
+        torch.add(below, 1)
+    assert seen == []
+    with Functions(), watched_operators(told):
+        torch.add(below, 1)
+    assert len(seen) >= 3
+
+
+def test_a_module_keeps_its_parts_in_dicts_by_name():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    assert vars(model)[MODULE_PARTS["modules"]] == {"0": model[0]}
+    assert vars(model[0])[MODULE_PARTS["parameters"]] == dict(model[0].named_parameters())
+    assert vars(model[0])[MODULE_PARTS["buffers"]] == dict(model[0].named_buffers())

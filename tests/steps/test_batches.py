@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.reach import tensors_in
 from pytest_gpumem.steps.batches import (
     describe,
     feed,
@@ -23,9 +24,9 @@ from pytest_gpumem.steps.batches import (
     number_of_items,
     on_device,
     samples_in,
-    tensors_in,
     work_in,
 )
+from tests import zoo
 
 unhurried = settings(deadline=None)
 # A device that every torch has and that is not where the tensors are made.
@@ -324,3 +325,77 @@ def test_a_mapping_is_keyword_arguments(kind):
 
 def test_anything_else_is_the_only_argument():
     assert feed(model, None) == ((None,), {})
+
+
+# What else may be in a batch
+
+
+def test_a_part_that_leads_back_to_the_batch_stays_as_it_is():
+    batch = {"ids": ids()}
+    batch["itself"] = [batch]
+    moved = on_device(batch, META)
+    assert moved["ids"].device == META
+    assert moved["itself"][0] is batch
+    assert describe(batch) == "int64[4, 256]"
+
+
+def test_a_batch_may_be_nested_deeper_than_python_recurses():
+    batch = ids()
+    for _ in range(zoo.DEPTH):
+        batch = [batch]
+    moved = on_device(batch, META)
+    for _ in range(zoo.DEPTH):
+        (moved,) = moved
+    assert moved.device == META
+    assert describe(batch) == "int64[4, 256]"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a list that fails", "a tuple that fails", "a dict that fails", "an ordered dict that fails"),
+        *("a named tuple that fails", "a proxy of a mapping that fails"),
+    ],
+)
+def test_a_container_is_moved_without_its_own_code(name):
+    container = zoo.HOLDING[name](ids())
+    zoo.RAN.clear()
+    moved = on_device([container], META)
+    (tensor,) = tensors_in(moved)
+    assert (tensor.device, zoo.RAN) == (META, [])
+
+
+def test_a_list_of_a_class_of_its_own_keeps_its_class_and_its_attributes():
+    class Samples(list):
+        def __init__(self, source):
+            super().__init__(source.split())
+
+    samples = Samples("a b")
+    samples.append(ids())
+    samples.split = "train"
+    moved = on_device(samples, META)
+    assert (type(moved), moved.split, moved[:2], moved[2].device) == (Samples, "train", ["a", "b"], META)
+
+
+def test_a_size_among_a_batch_stays_one():
+    moved = on_device({"ids": ids(), "size": torch.Size([2, 3])}, META)
+    assert (type(moved["size"]), moved["size"]) == (torch.Size, torch.Size([2, 3]))
+
+
+@pytest.mark.parametrize(
+    "name", ["a mock of a tensor", "a dead proxy", "an object that says it is a tensor", "a set that fails"]
+)
+def test_what_only_looks_like_a_tensor_or_container_stays_as_it_is(name):
+    value = {**zoo.HOLDING, **zoo.NOT_HOLDING}[name](ids())
+    zoo.RAN.clear()
+    assert on_device({"ids": ids(), "more": value}, META)["more"] is value
+    assert zoo.RAN == []
+
+
+def test_a_mapping_that_raises_stays_as_it_is():
+    class Remote(UserDict):
+        def __iter__(self):
+            raise ConnectionError
+
+    remote = Remote(ids=ids())
+    assert on_device({"ids": ids(), "remote": remote}, META)["remote"] is remote

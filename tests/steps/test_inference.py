@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from types import SimpleNamespace
@@ -167,6 +168,23 @@ def test_the_switch_comes_back_after_an_error():
     with pytest.raises(ZeroDivisionError), caching(model, cache=False, required=True):
         raise ZeroDivisionError
     assert model.switches() == [True, False, None]
+
+
+def test_a_config_that_is_frozen_or_computed_is_no_error():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        use_cache: bool = True
+
+    class Part(torch.nn.Module):
+        @property
+        def config(self):
+            raise RuntimeError("not configured yet")
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), Part())
+    model[0].config = Frozen()
+    with caching(model, cache=False, required=True):
+        assert model[0].config.use_cache is False
+    assert model[0].config.use_cache is True
 
 
 def test_a_model_without_a_switch_is_told_only_where_one_is_asked_for():
