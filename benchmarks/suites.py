@@ -1,20 +1,20 @@
 """Other people's tests under the plugin: 30 of PyTorch Geometric and 30 of accelerate, measured on the CPU.
 
-Their outcomes have to be those without the plugin, and their figures the same in two orders. Each suite needs its sources,
-since wheels come without tests, in a folder named after it below ``--sources``, and its requirements:
+Their outcomes have to be those without the plugin, and their figures the same in two orders. The packages are installed as
+they are released; wheels come without tests, so those are taken from the sources of the same release:
 
-    git clone --depth 1 --branch 2.8.0 https://github.com/pyg-team/pytorch_geometric sources/torch_geometric
+    pip install torch_geometric accelerate   # and, for their tests: parameterized transformers
+    git clone --depth 1 --branch 2.8.0.post1 https://github.com/pyg-team/pytorch_geometric sources/torch_geometric
     git clone --depth 1 --branch v1.14.0 https://github.com/huggingface/accelerate sources/accelerate
-    pip install aiohttp fsspec jinja2 numpy psutil pyparsing requests tqdm xxhash   # of torch_geometric
-    pip install huggingface_hub packaging parameterized psutil pyyaml safetensors transformers   # of accelerate
     python benchmarks/suites.py --sources sources --out benchmarks/results
 
-What is run is the sources' package. Nothing is changed in them: the markers are added by a plugin, as a conftest would.
+Nothing is changed in the sources: a plugin adds the markers, as a conftest would.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -24,9 +24,13 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from claims import print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 TESTS = 30
 MARKS = """
@@ -55,10 +59,9 @@ def pytest_collection_modifyitems(config, items):
 
 @dataclass(frozen=True)
 class Suite:
-    """A project's tests: where its package and its ``files`` lie in its sources."""
+    """A project's tests, and where they lie in its sources."""
 
     name: str
-    package: str
     files: tuple[str, ...]
     """Each file gives tests in turns, so that all kinds are among those that are taken."""
 
@@ -66,7 +69,6 @@ class Suite:
 SUITES = (
     Suite(
         "torch_geometric",
-        ".",
         (
             "test/nn/conv/test_gcn_conv.py",
             "test/nn/conv/test_gat_conv.py",
@@ -81,7 +83,6 @@ SUITES = (
     ),
     Suite(
         "accelerate",
-        "src",
         (
             "tests/test_modeling_utils.py",
             "tests/test_hooks.py",
@@ -127,12 +128,7 @@ def run(suite: Suite, folder: Path, tests: list[str] | None, *options: str, reve
     with tempfile.TemporaryDirectory() as name:
         plugins, report = Path(name), Path(name) / "report.xml"
         (plugins / "marks_of_suites.py").write_text(MARKS, encoding="utf-8")
-        path = [
-            str(folder / suite.package),
-            str(plugins),
-            str(Path(__file__).parents[1]),
-            os.environ.get("PYTHONPATH", ""),
-        ]
+        path = [str(plugins), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "MARKED_TESTS": "\n".join(tests or ()),
@@ -178,23 +174,22 @@ def read(report: Path) -> Run:
     return Run(outcomes, figures)
 
 
-def chosen(outcomes: dict[str, str], measured: set[str]) -> list[str]:
-    """``TESTS`` of the tests that pass and hold a tensor, of each file in turns."""
+def in_turns(tests: Iterable[str]) -> list[str]:
+    """The tests of each file in turns, so that all kinds are among the first."""
     by_file: dict[str, list[str]] = {}
-    for test, outcome in outcomes.items():
-        if outcome == "passed" and test in measured:
-            by_file.setdefault(test.partition("::")[0], []).append(test)
-    rounds = max(map(len, by_file.values()), default=0)
-    turns = [tests[number] for number in range(rounds) for tests in by_file.values() if number < len(tests)]
-    return turns[:TESTS]
+    for test in tests:
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    turns = itertools.zip_longest(*by_file.values())
+    return [test for turn in turns for test in turn if test is not None]
 
 
 def judged(suite: Suite, folder: Path) -> Result:
     """Run a suite without the plugin, with it, and with it in the reversed order."""
     all_of_it = run(suite, folder, None, "-p", "no:gpumem").outcomes
-    # Every test that passes is tried once; what never holds a tensor on the CPU cannot be measured.
-    tried = run(suite, folder, [test for test, outcome in all_of_it.items() if outcome == "passed"])
-    tests = chosen(all_of_it, set(tried.figures))
+    # Twice as many as are needed are tried: what never holds a tensor on the CPU cannot be measured.
+    candidates = in_turns(test for test, outcome in all_of_it.items() if outcome == "passed")[: 2 * TESTS]
+    tried = run(suite, folder, candidates)
+    tests = [test for test in candidates if test in tried.figures][:TESTS]
     without = run(suite, folder, tests, "-p", "no:gpumem")
     forward = run(suite, folder, tests)
     backward = run(suite, folder, tests, reverse=True)
@@ -208,7 +203,7 @@ def judged(suite: Suite, folder: Path) -> Result:
         if there.get(test) != outcome
     }
     other_outcomes |= {
-        test: f"passed without the plugin, {outcome} where all that pass are measured"
+        test: f"passed without the plugin, {outcome} where it was tried"
         for test, outcome in tried.outcomes.items()
         if outcome != "passed"
     }
@@ -220,7 +215,7 @@ def judged(suite: Suite, folder: Path) -> Result:
     }
     return Result(
         suite.name,
-        version_of(suite, folder),
+        version(suite.name),
         len(tests),
         sum(outcome == "passed" for outcome in forward.outcomes.values()),
         len(forward.figures),
@@ -228,13 +223,6 @@ def judged(suite: Suite, folder: Path) -> Result:
         other_outcomes,
         other_figures,
     )
-
-
-def version_of(suite: Suite, folder: Path) -> str:
-    """The version that the sources say they are."""
-    text = (folder / suite.package / suite.name / "__init__.py").read_text(encoding="utf-8")
-    lines = (line for line in text.splitlines() if line.startswith("__version__"))
-    return next(lines).partition("=")[2].strip().strip("\"'")
 
 
 def main() -> int:

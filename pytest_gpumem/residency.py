@@ -63,6 +63,12 @@ class Residency:
 
         Fixtures that are set up meanwhile (``getfixturevalue``) keep their share of the bytes for themselves.
         """
+        if _is_of_pytest(fixturedef):
+            of_pytest: list[object] = []
+            yield of_pytest.append
+            if tensors := list(reachable_tensors(of_pytest)):
+                self._note(fixturedef, 0, tensors)
+            return
         live_before = self.device.live()
         seen_before = self._blocks([*map(_value_of, self._notes), *_class_values(node)])
         self._gained_within.append(0)
@@ -78,15 +84,12 @@ class Residency:
         if self._gained_within:
             self._gained_within[-1] += gained
         tensors = list(reachable_tensors([*values, *_class_values(node)]))
-        if gained == within and not tensors:
-            return
         visible = sum(nbytes for address, nbytes in self._of(tensors).items() if address not in seen_before)
-        self._notes[fixturedef] = FixtureNote(
-            hidden=max(0, gained - within - visible),
-            gradients=tuple(
-                weakref.ref(gradient) for tensor in tensors if (gradient := gradient_of(tensor)) is not None
-            ),
-        )
+        self._note(fixturedef, max(0, gained - within - visible), tensors)
+
+    def _note(self, fixturedef: pytest.FixtureDef[Any], hidden: int, tensors: list[torch.Tensor]) -> None:
+        gradients = [gradient for tensor in tensors if (gradient := gradient_of(tensor)) is not None]
+        self._notes[fixturedef] = FixtureNote(hidden, tuple(map(weakref.ref, gradients)))
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """The fixture has been torn down."""
@@ -142,6 +145,15 @@ class Residency:
 
     def _of(self, tensors: Iterable[torch.Tensor]) -> Blocks:
         return blocks_of(tensors, self.device.torch_device)
+
+
+def _is_of_pytest(fixturedef: pytest.FixtureDef[Any]) -> bool:
+    """Whether the fixture is one of pytest's own, parameters of a test among them, whose set-up allocates nothing.
+
+    Those with an underscore run what the test's class and module set up.
+    """
+    module = str(getattr(fixturedef.func, "__module__", None))
+    return module.startswith("_pytest.") and not fixturedef.argname.startswith("_")
 
 
 def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:

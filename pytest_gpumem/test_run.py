@@ -100,15 +100,20 @@ class TestRun:
         self._attributes = frozenset(self._instance_dict())
 
     @contextmanager
-    def tracked(self) -> Iterator[Callable[[], Figures]]:
-        """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended."""
+    def tracked(self, *, whole_call: bool = False) -> Iterator[Callable[[], Figures]]:
+        """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
+
+        The ``whole_call`` begins right after `begin_call`, whose readings are its own.
+        """
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
         at_call, live_at_call = self._at_call
         device = self.device
-        device.settle()
-        live_before, reserved_before = device.live(), device.reserved()
-        held_before = self._residency.own(self.item).total
+        live_before, held_before = live_at_call, at_call.total
+        if not whole_call:
+            device.settle()
+            live_before, held_before = device.live(), self._residency.own(self.item).total
+        reserved_before = device.reserved()
         ended: list[Figures] = []
         turnover = device.turnover()
         window = self.windows.open()
