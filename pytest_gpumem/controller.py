@@ -131,6 +131,8 @@ class Controller:
             self._errors.append("another plugin made the session red, and no test did")
             self._report = replace(self._report, errors=tuple(self._errors))
         self._errors += self._files.write(self._report)
+        # The files that were written say so already.
+        self._report = replace(self._report, errors=tuple(self._errors))
         red = not self._report.passed if self._settings.gates else self._report.nothing_gated is not None
         if red or self._errors:
             session.testsfailed += 1
