@@ -120,15 +120,17 @@ class SessionHeap(FrozenHeap):
     def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
         """Thaw everything before somebody else's full collection."""
         # A frame that was kept in a variable of itself would be a cycle, with all the frames that called it.
-        if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe(1)):  # noqa: SLF001
+        if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe().f_back):  # noqa: SLF001
             self.thaw()
 
 
-def _is_asked_for(caller: FrameType) -> bool:
+def _is_asked_for(caller: FrameType | None) -> bool:
     """Whether a full collection that begins in the frame of ``caller`` is a call of ``gc.collect`` by other code than ours.
 
     Python runs one by itself only after as many younger ones as its threshold says, in whatever code allocates then.
     """
+    if caller is None:
+        return True  # a thread that runs nothing else
     if str(caller.f_globals.get("__name__")).startswith("pytest_gpumem."):
         return False
     due = gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2]

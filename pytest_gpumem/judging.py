@@ -18,7 +18,7 @@ from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.hook_results import HookError, checked_tolerance
 from pytest_gpumem.marker import sets_itself
-from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
@@ -110,9 +110,30 @@ class Judging:
         """
         if not self._compares:
             return verdict
-        taken = {one.measurement.name for one in verdict.verdicts}
-        stored = self._stored(lambda: self._store.names(slug, measured.file, measured.test))
-        return replace(verdict, missing=tuple(name for name in stored if name not in taken))
+        taken = {one.measurement.name: one.measurement for one in verdict.verdicts}
+        missing = []
+        for name in self.stored_names(measured, slug):
+            if name not in taken:
+                missing.append(name)
+            elif uncounted := self._uncounted(measured, taken[name]):
+                missing.append(f"{name} ({', '.join(uncounted)})")
+        return replace(verdict, missing=tuple(missing))
+
+    def stored_names(self, measured: Measured, slug: str) -> list[str]:
+        """Return the names of the measurements of a test that have a baseline on the device called ``slug``."""
+        return self._stored(lambda: self._store.names(slug, measured.file, measured.test)) if self._compares else []
+
+    def _uncounted(self, measured: Measured, measurement: Measurement) -> list[str]:
+        """The titles of the counts that the baseline of the same work has and the measurement has not."""
+        baseline = self._baseline(measured, measurement)
+        if not isinstance(baseline, Entry) or baseline.workload != measurement.workload:
+            return []
+        # Whether launches can be counted is a matter of the driver's permissions, and of no code.
+        return [
+            METRICS[name].title
+            for name in baseline.metrics
+            if METRICS[name].unit == "count" and name != "launches" and name not in measurement.metrics
+        ]
 
     def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
         """Whether a measurement is to be explained: it fails by its bytes, or is going to be a baseline."""

@@ -20,7 +20,7 @@ from pytest_gpumem.test_run import TestRun
 from pytest_gpumem.timing.allowance import TimeAllowance
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from typing import NoReturn
 
     from pytest_gpumem.baselines.store import Store
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
 _STRICT = pytest.StashKey[bool]()
+_BASELINES: pytest.StashKey[Callable[[], list[str]]] = pytest.StashKey()
+"""Gives the names of the measurements that a test has baselines of on its device, where the session gates."""
 _REFUSED = "gpumem: "
 
 
@@ -60,6 +62,11 @@ def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
     reason = item.stash[_UNAVAILABLE] if why is None else why
     if item.stash[_STRICT]:
         pytest.fail(f"Not measured, which --gpumem-strict does not let pass: {reason}", pytrace=False)
+    baselines = [] if why is None else item.stash[_BASELINES]()
+    if baselines:
+        pytest.fail(
+            f"Not measured any more: {reason}; it has baselines on this device: {', '.join(baselines)}", pytrace=False
+        )
     pytest.skip(f"{_REFUSED}{reason}")
 
 
@@ -152,6 +159,8 @@ class Measuring:
             raise
         run.measures_itself = measured.has_fixture
         item.stash[_RUN] = self._open = run
+        slug = self._environment(device).slug
+        item.stash[_BASELINES] = lambda: self._judging.stored_names(measured, slug) if self._settings.baseline else []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(

@@ -208,6 +208,33 @@ def test_it(gpumem):
         ),
     ),
     Scenario(
+        "operators that cannot be counted any more",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x):
+        if PLANTED and torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise RuntimeError("not under a dispatch mode")
+        return self.layers(x)
+
+
+def test_it(gpumem):
+    gpumem.train_step(Net, torch.ones(32, 64), loss=loss)
+""",
+        ("Measurement missing: * no longer takes: train_step (FLOPs, operators, syncs)",),
+    ),
+    Scenario(
+        "a config that this device cannot run",
+        """
+def test_it(gpumem):
+    gpumem.train_step(layers, torch.ones(32, 64), config="tf32" if PLANTED else "fp32", loss=loss)
+""",
+        (),
+    ),
+    Scenario(
         "growth beside a profiler of the test's own",
         """
 @pytest.mark.gpumem

@@ -60,7 +60,13 @@ def entries_to_write(
                 kept = {name: value for name, value in earlier.metrics.items() if name not in better}
                 # A composition belongs to its peak.
                 composition = entry.composition if "peak_allocated" in better else earlier.composition
-                metrics = {**entry.metrics, **kept}
+                # What the baseline says by not having it stays as it was, too.
+                told = {
+                    name: value
+                    for name, value in entry.metrics.items()
+                    if name in better or METRICS[name].where_absent is None
+                }
+                metrics = {**told, **kept}
                 by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
                 lowered = replace(entry, metrics=metrics, composition=composition, by_operator=by_operator)
                 wanted[key] = _with_times_of(entry if "step_time" in better else earlier, lowered)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.collector import everything_in_sight
+from pytest_gpumem.inspection import class_name, instance_dict
 from pytest_gpumem.reach import storage_of
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 MOST_TOLD = 3
 _HIGHEST = 6
 """How many containers within one another are looked through."""
-_CONTAINERS = (list, tuple, set, frozenset, dict)
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 
 
 def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
@@ -68,7 +69,7 @@ class _Climb:
                 named = self._name_in(holder, value)
                 if named is not None:
                     return named
-                if issubclass(type(holder), _CONTAINERS) or type(holder).__name__ == "deque":
+                if issubclass(type(holder), _CONTAINERS):
                     containers.append(holder)
             self._ignored.add(id(containers))
             for container in containers:
@@ -91,12 +92,9 @@ class _Climb:
         if issubclass(type(holder), (*_CONTAINERS, type, types.FunctionType, types.ModuleType)):
             return None
         # Attributes may lie in the object itself, without a dict.
-        try:
-            attributes = object.__getattribute__(holder, "__dict__")
-        except AttributeError:
-            return None
-        key = _key_of(attributes, value) if type(attributes) is dict else None
-        return None if key is None else f"{_class_name(type(holder))}.{key}"
+        attributes = instance_dict(holder)
+        key = None if attributes is None else _key_of(attributes, value)
+        return None if key is None else f"{class_name(type(holder))}.{key}"
 
     def _owner_of(self, namespace: dict[Any, Any]) -> str | None:
         """The module, class or object whose names are in ``namespace``; ``None`` for a dict that is none's."""
@@ -106,11 +104,8 @@ class _Climb:
         for owner in gc.get_referrers(namespace):
             if id(owner) in self._ignored or type(owner) is types.FrameType or issubclass(type(owner), _CONTAINERS):
                 continue
-            try:
-                if object.__getattribute__(owner, "__dict__") is namespace:
-                    return _class_name(type(owner))
-            except AttributeError:
-                continue
+            if instance_dict(owner) is namespace:
+                return class_name(type(owner))
         return None
 
     @staticmethod
@@ -129,10 +124,6 @@ class _Climb:
 
 def _key_of(names: dict[Any, Any], value: object) -> str | None:
     return next((key for key, one in dict.items(names) if one is value and type(key) is str), None)
-
-
-def _class_name(kind: type) -> str:
-    return kind.__qualname__.rpartition("<locals>.")[2]
 
 
 def _outer(function: types.FunctionType) -> str:

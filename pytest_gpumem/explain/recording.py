@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -244,7 +244,10 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
         results=tracker.results,
     )
     timeline = timeline_of(trace, own_bytes)
-    holders = () if error is not None else holders_of({life.address for life in left_by(timeline)})
+    holders: tuple[str, ...] = ()
+    with suppress(Exception):
+        # Whose names they have is said beside the explanation, and must not cost it.
+        holders = () if error is not None else holders_of({life.address for life in left_by(timeline)})
     return Recorded(trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders)
 
 

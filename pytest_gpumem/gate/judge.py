@@ -73,7 +73,7 @@ def _growth(measurement: Measurement, baseline: Entry | None) -> Difference | No
 
 
 def _more(measurement: Measurement, baseline: Entry | None) -> dict[str, tuple[Tally, ...]]:
-    """By which operators each count is more that is, where that is known of both sides."""
+    """Return the operators of which each count that grew has more, where both sides know them."""
     if baseline is None:
         return {}
     return {
@@ -155,7 +155,8 @@ def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurem
         if detail in here and detail in there and here[detail] != there[detail]:
             return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
     # Where each step keeps more, the peaks move because of that, and the same number of steps moves them as far.
-    if measurement.settled or measurement.metrics.get("growth", 0) > 0:
+    growth = METRICS["growth"].tolerance
+    if measurement.settled or (growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)):
         return None
     if metric.name == "peak_allocated" and measurement.lowest_peak is not None:
         # The steps differ, and even the smallest of them needs more.
@@ -183,10 +184,11 @@ def failing_outcomes(
     seen = {metric.outcome for one in verdict.verdicts for metric in one.metrics}
     if verdict.unmeasured:
         seen.add(Outcome.UNMEASURED)
-        # Nothing is written of a test that was not measured at all.
-        accepts -= {Outcome.MISSING}
     if verdict.missing:
         seen.add(Outcome.MISSING)
+    if not verdict.verdicts:
+        # Of a test that measured nothing nothing is written, and nothing taken out.
+        accepts -= {Outcome.MISSING}
     if strict:
         failing = seen - {Outcome.OK, Outcome.IMPROVED, Outcome.RECORDED}
         if not verdict.gated and not failing:

@@ -50,6 +50,8 @@ def failure_text(
     guilty = [one for one in verdict.verdicts if any(metric.outcome in failing for metric in one.metrics)]
     several = len(verdict.verdicts) > 1
     blocks = [] if missing is None else [Screen().legible(f"Measurement missing: {missing}")]
+    if missing is not None and not verdict.verdicts:
+        return f"{blocks[0]}\n\n  mend:     measure it again, or take its baseline out of the store"
     if guilty or missing is None:
         blocks += [_block(one, failing, units, several) for one in guilty or verdict.verdicts]
     return "\n\n".join([*blocks, *_mending(verdict, guilty, failing, path, options)])

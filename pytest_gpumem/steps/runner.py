@@ -119,7 +119,7 @@ def measure_step(
             moved = state is not None and state() != before
             settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
-        growth = _growth(one_step, seen[-1], memory)
+        growth = 0 if settled and memory.live_after <= seen[-1].live_before else _growth(one_step)
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         counted = _counted(phases, device, windows, compiled=compiled)
@@ -136,13 +136,8 @@ def measure_step(
     return StepFigures(memory, settled, peaks, times, counted, growth)
 
 
-def _growth(one_step: Callable[[], Figures], last: Figures, memory: Figures) -> int:
-    """Return the bytes that every further step keeps; ``last`` and ``memory`` are the two latest steps.
-
-    Only where these kept something are more steps run, which tell a leak from a cache that fills.
-    """
-    if memory.live_after <= last.live_before:
-        return 0
+def _growth(one_step: Callable[[], Figures]) -> int:
+    """Run more steps, which tell a leak from a cache that fills, and return the bytes that each of them keeps."""
     more = [one_step() for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
     return growth_per_step([more[0].live_before, *(figures.live_after for figures in more)])
 

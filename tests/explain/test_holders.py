@@ -20,10 +20,6 @@ class Net(torch.nn.Module):
         self.last = None
 
 
-class Slotted:
-    __slots__ = ("kept",)
-
-
 def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -97,3 +93,16 @@ def test_code_of_holders_is_not_run():
     tensor = torch.ones(9)
     object.__setattr__(hostile, "kept", tensor)
     assert holders_of({address(tensor)}) == ("Hostile.kept",)
+
+
+def test_a_dict_that_is_computed_is_not_asked():
+    class Computed:
+        __slots__ = ("kept",)
+
+        @property
+        def __dict__(self):
+            raise RuntimeError
+
+    holder = Computed()
+    holder.kept = [torch.ones(10)]
+    assert holders_of({address(holder.kept[0])}) == ()

@@ -322,6 +322,11 @@ def test_growth_that_was_accepted_is_ok_and_more_of_it_is_not():
     assert outcome_of(measured(growth=0), baseline=stored(growth=GB), metric="growth") is Outcome.IMPROVED
 
 
+def test_some_scalars_a_step_are_no_reason_for_a_peak_that_does_not_settle():
+    now = replace(measured(settled=False, notes=("it moved",), peak_allocated=1.2 * GB, growth=4), lowest_peak=GB)
+    assert outcome_of(now, baseline=stored(peak_allocated=GB)) is Outcome.UNCERTAIN
+
+
 def test_a_peak_that_grows_with_every_step_is_not_doubted_for_not_settling():
     now = measured(settled=False, notes=("it grew",), peak_allocated=1.2 * GB, growth=GB // 50)
     assert outcome_of(now, baseline=stored(peak_allocated=GB)) is Outcome.REGRESSED
@@ -533,6 +538,8 @@ def test_an_update_that_takes_a_baseline_out_mends_what_is_missing_and_not_that_
     accepts = ACCEPTS["all"]
     renamed = replace(verdict_with(Outcome.OK), missing=("eval",))
     assert failing_outcomes(renamed, strict=False, compares=True, accepts=accepts) == NOTHING
+    relations = TestVerdict("tests/test_gpt.py", "test_a", relations=1, missing=("eval",))
+    assert failing_outcomes(relations, strict=False, compares=True, accepts=accepts) == {Outcome.MISSING}
     spoiled = replace(NOT_MEASURED, missing=("eval",))
     assert failing_outcomes(spoiled, strict=False, compares=True, accepts=accepts) == {Outcome.MISSING}
 

@@ -250,12 +250,24 @@ def test_a_step_that_keeps_more_each_time_is_told_before_the_peak_that_rises_wit
 
 
 def test_a_measurement_that_is_not_taken_any_more():
-    test = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", missing=("eval", "train_step"))
+    taken = (judge(measured(peak_allocated=GB), Budget(), stored(peak_allocated=GB), DEFAULT_TOLERANCES),)
+    test = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", taken, missing=("eval", "other"))
     assert failure_text(test, frozenset({Outcome.MISSING}), "si", path=PATH) == literal(
         """
-        Measurement missing: it has baselines on this device of measurements that it no longer takes: eval, train_step
+        Measurement missing: it has baselines on this device of measurements that it no longer takes: eval, other
 
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
+def test_a_test_that_measures_nothing_any_more_has_no_command_that_accepts_that():
+    test = TestVerdict("tests/test_gpt.py", "test_a", relations=1, missing=("measure",))
+    assert failure_text(test, frozenset({Outcome.MISSING}), "si", path=PATH) == literal(
+        """
+        Measurement missing: it has baselines on this device of measurements that it no longer takes: measure
+
+          mend:     measure it again, or take its baseline out of the store
         """
     )
 

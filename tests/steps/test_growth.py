@@ -118,6 +118,19 @@ def test_a_list_that_is_emptied_now_and_then_is_no_leak(device, every):
     assert measured(device, run).growth == 0
 
 
+def test_a_leak_beside_a_list_that_is_emptied_now_and_then_is_exact(device):
+    kept: list[torch.Tensor] = []
+    emptied: list[torch.Tensor] = []
+
+    def run():
+        kept.append(tensor(8 * KB))
+        emptied.append(tensor(100 * KB))
+        if len(emptied) == 3:
+            emptied.clear()
+
+    assert measured(device, run).growth == 8 * KB
+
+
 def test_a_step_that_repeats_runs_no_more_often_for_it(device):
     run, calls = keeping(1, deque(maxlen=1))
     measured(device, run)
