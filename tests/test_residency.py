@@ -27,6 +27,7 @@ class Fixture:
         self.scope = scope
         self.baseid = baseid
         self.cached_result = None
+        self.func = lambda: None
 
 
 class Item:
@@ -434,3 +435,16 @@ def test_both(model):
 """
     )
     assert project.figures()["test_both"]["call.peak_allocated"] == 1_000_000 * 4 + EXPECTED
+
+
+def test_fixtures_of_pytests_own_are_looked_at_without_a_reading(residency, device, monkeypatch):
+    monkeypatch.setattr(device, "live", lambda: pytest.fail("a reading was taken"))
+    monkeypatch.setattr(Fixture, "func", vars(pytest.MonkeyPatch)["context"].__func__, raising=False)
+    assert Fixture.func.__module__.startswith("_pytest.")
+    parameter = Fixture("model")
+    del parameter.func
+    model = torch.nn.Linear(3, 3)
+    set_up(residency, parameter, lambda: model)
+    model(torch.ones(1, 3)).sum().backward()
+    residency.clear_left_gradients(Item("model"))
+    assert model.weight.grad is None
