@@ -24,7 +24,7 @@ _ATOMS: tuple[type[Any], ...] = (
     *weakref.ProxyTypes,
 )
 # A test's `request` leads to the session, and from there to every other test's values.
-_NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
+NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
@@ -67,7 +67,7 @@ def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
         try:
             if layout.contents is not None:
                 stack.extend(layout.contents(value))
-            if layout.package not in _NOT_THE_TESTS:
+            if layout.package not in NOT_THE_TESTS:
                 stack.extend(layout.attributes(value))
             if is_tensor:
                 stack.append(gradient_of(value))

@@ -753,9 +753,11 @@ def test_retained_over_budget_tells_what_was_retained_and_where(project):
             "Memory over budget: retained 2.00 MB, budget 1.00 MB*",
             "  what was retained *",
             f"  * 2.00 MB *{place(project, 'zeros(500', 'test_it.py')} *zeros *1 x float32?500, 1000?",
+            "  kept in: test_it.KEPT?...?",
             "Memory over budget: retained 2.40 MB, budget 1.00 MB*",
-            "  what was retained *",
+            "  kept by each step *",
             f"  * 2.40 MB *{place(project, 'zeros(600', 'test_it.py')} *zeros *1 x float32?600, 1000?",
+            "  kept in: test_it.KEPT?...?",
         ]
     )
     result.stdout.no_fnmatch_line("*what is there at the peak*")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
 import types
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.collector import everything_in_sight
-from pytest_gpumem.inspection import class_name, instance_dict
-from pytest_gpumem.reach import storage_of
+from pytest_gpumem.inspection import class_name, instance_dict, package_of
+from pytest_gpumem.reach import NOT_THE_TESTS, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -64,7 +63,7 @@ class _Climb:
         self._ignored.add(id(holders))
         try:
             for holder in holders:
-                if id(holder) in self._ignored or type(holder) is types.FrameType:
+                if id(holder) in self._ignored or _is_nobodys(holder):
                     continue
                 named = self._name_in(holder, value)
                 if named is not None:
@@ -98,11 +97,11 @@ class _Climb:
 
     def _owner_of(self, namespace: dict[Any, Any]) -> str | None:
         """The module, class or object whose names are in ``namespace``; ``None`` for a dict that is none's."""
-        name = namespace.get("__name__")
-        if isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is namespace:
-            return name
+        name = dict.get(namespace, "__name__")
+        if type(name) is str and dict.__contains__(namespace, "__builtins__"):
+            return name  # a module, also one that is not in sys.modules
         for owner in gc.get_referrers(namespace):
-            if id(owner) in self._ignored or type(owner) is types.FrameType or issubclass(type(owner), _CONTAINERS):
+            if id(owner) in self._ignored or _is_nobodys(owner) or issubclass(type(owner), _CONTAINERS):
                 continue
             if instance_dict(owner) is namespace:
                 return class_name(type(owner))
@@ -120,6 +119,11 @@ class _Climb:
                     ]
                     return f"{_outer(function)}.<locals>.{names[0]}" if names else None
         return None
+
+
+def _is_nobodys(holder: object) -> bool:
+    """Whether it is a running frame, or pytest's or ours."""
+    return type(holder) is types.FrameType or package_of(type(holder)) in NOT_THE_TESTS
 
 
 def _key_of(names: dict[Any, Any], value: object) -> str | None:
