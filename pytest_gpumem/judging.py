@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-MOST_SAMPLES = 3
-"""Of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
-
 _FAILURE = pytest.StashKey[BaseException]()
 """The gate's failure of a test."""
 
@@ -178,8 +175,6 @@ class Judging:
         """
         times = measurement.times
         assert times is not None, "only asked for what was timed"
-        if len(times.samples) >= MOST_SAMPLES:
-            return False
         if len(times.samples) > 1:
             return self._is_undecided(item, measured, measurement)
         verdict = self.verdict(item, measured, [measurement])

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.runner import StepFigures
 
 _PLAIN = StepConfig()
+MOST_SAMPLES = 3
+"""Of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +150,11 @@ def measure_train_step(
 def timed_again(
     step: MeasuredStep, bench: Bench, phases: Sequence[Phase], held: Callable[[], object], asked: Asked
 ) -> MeasuredStep:
-    """The step, with other samples of its time as long as those that there are leave it ``doubted``."""
-    while step.figures.times is not None and asked.doubted is not None and asked.doubted(step):
-        times = step.figures.times
-        samples = (*times.samples, bench.sample_again(phases, held))
-        step = replace(step, figures=replace(step.figures, times=replace(times, samples=samples)))
+    """The step, with other samples of its time as long as those that there are leave it ``doubted``, and `MOST_SAMPLES`."""
+    times = step.figures.times
+    while times is not None and len(times.samples) < MOST_SAMPLES and asked.doubted is not None and asked.doubted(step):
+        times = replace(times, samples=(*times.samples, bench.sample_again(phases, held)))
+        step = replace(step, figures=replace(step.figures, times=times))
     return step
 
 
