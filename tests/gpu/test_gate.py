@@ -60,7 +60,7 @@ def test_a_test_that_needs_more_than_its_baseline_fails(gpu_project: GpuProject)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["*GPU memory regressed: peak 150.00 MB, baseline 100.00 MB: +50.00 MB (+50.0 %), allowed +1.0 %"]
+        ["*GPU memory regressed: peak 150.00 MB, baseline 100.00 MB: +50.00 MB (+50.0 %), allowed +0.5 %"]
     )
 
 
