@@ -6,7 +6,7 @@ import json
 import pickle
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.composition import CATEGORIES, Composition, Explanation, Row
@@ -16,7 +16,7 @@ from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.timing.samples import Round, Sample, Times
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(deadline=None)
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 
 
@@ -195,7 +195,7 @@ TEST_VERDICTS = st.builds(
 )
 
 
-@settings(unhurried, max_examples=20)
+@settings(unhurried, max_examples=60)
 @given(TEST_VERDICTS)
 def test_a_verdict_comes_back_from_json_as_it_was(verdict):
     back = TestVerdict.from_plain(json.loads(json.dumps(verdict.to_plain())))
@@ -203,13 +203,13 @@ def test_a_verdict_comes_back_from_json_as_it_was(verdict):
     assert (back.outcome, back.gated) == (verdict.outcome, verdict.gated)
 
 
-@settings(unhurried, max_examples=20)
+@settings(unhurried, max_examples=60)
 @given(MEASUREMENTS)
 def test_a_measurement_comes_back_from_another_process_as_it_was(measurement):
     assert pickle.loads(pickle.dumps(measurement)) == measurement
 
 
-@settings(unhurried, max_examples=20)
+@settings(unhurried, max_examples=60)
 @given(TEST_VERDICTS)
 def test_the_plain_form_of_a_verdict_is_the_same_for_the_same_verdict(verdict):
     again = TestVerdict.from_plain(verdict.to_plain())
