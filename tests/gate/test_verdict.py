@@ -14,6 +14,7 @@ from pytest_gpumem.explain.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.samples import Round, Sample, Times
 
 unhurried = settings(deadline=None)
@@ -145,7 +146,10 @@ DIFFERENCES = st.builds(
 NUMBERS = st.integers(0, 2**53) | st.floats(0, allow_nan=False, allow_infinity=False)
 SECONDS = st.floats(1e-9, 1e6)
 ROUNDS = st.builds(Round, SECONDS, st.none() | SECONDS, st.none() | st.text(min_size=1, max_size=4))
-SAMPLES = st.builds(Sample, st.lists(ROUNDS, min_size=1, max_size=3).map(tuple), st.integers(1, 99), st.none() | TEXTS)
+OF_ROUNDS = (st.lists(ROUNDS, min_size=1, max_size=3).map(tuple), st.integers(1, 99))
+FACTORS = st.builds(Slowed, st.floats(1, 1e6), st.floats(1, 1e6))
+# Of an invalid sample it is known how much that explains.
+SAMPLES = st.builds(Sample, *OF_ROUNDS) | st.builds(Sample, *OF_ROUNDS, invalid=TEXTS, slowed=FACTORS)
 TIMES = st.builds(
     Times, st.lists(SAMPLES, min_size=1, max_size=2).map(tuple), st.dictionaries(TEXTS, SECONDS, max_size=2)
 )
