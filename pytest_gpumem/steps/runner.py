@@ -119,7 +119,8 @@ def measure_step(
             moved = state is not None and state() != before
             settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
-        growth = 0 if settled and memory.live_after <= seen[-1].live_before else _growth(one_step)
+        keeps = any(figures.live_after > figures.live_before for figures in (seen[-1], memory))
+        growth = _growth(one_step) if keeps else 0
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         counted = _counted(phases, device, windows, compiled=compiled)
