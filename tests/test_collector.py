@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 
+from pytest_gpumem import collector
 from pytest_gpumem.collector import FrozenHeap, SessionHeap
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps import collector
 
 
 class Node:
