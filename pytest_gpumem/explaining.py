@@ -10,11 +10,11 @@ import pytest
 
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.asking import asks_for_composition
-from pytest_gpumem.explain.recording import NOT_EXPLAINED, is_out_of_memory
+from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.reports.explanation import out_of_memory_lines
 from pytest_gpumem.steps.bench import Explaining
-from pytest_gpumem.tracebacks import clear_frames
+from pytest_gpumem.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
     from pytest_gpumem.composition import Explanation
@@ -73,7 +73,7 @@ class ExplainingTests:
         if run.measures_itself or explaining is None or explaining.ran_out is None or not is_out_of_memory(error):
             return
         clear_frames(error)
-        with suppress(*NOT_EXPLAINED):
+        with suppress(*RAISED_BY_A_STEP):
             run.explain_call_out_of_memory(lambda: call_again(item))
 
 

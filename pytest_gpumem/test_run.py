@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, Left, Subject, not_explained_note
+from pytest_gpumem.explain.recording import Expected, Left, Subject, not_explained_note
 from pytest_gpumem.inspection import instance_dict
 from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.steps.runner import live_at_rest
-from pytest_gpumem.tracebacks import clear_frames
+from pytest_gpumem.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -198,7 +198,7 @@ class TestRun:
             explanation = self.bench.explain(
                 self._call_subject(call), Expected(measurement.peak_allocated, turnover=None)
             )
-        except NOT_EXPLAINED as error:
+        except RAISED_BY_A_STEP as error:
             self.measurements[-1] = replace(measurement, notes=(*measurement.notes, not_explained_note(error)))
         else:
             self.measurements[-1] = replace(measurement, explanation=explanation)

@@ -1,12 +1,17 @@
-"""What a traceback keeps alive, and how to let go of it."""
+"""What comes out of a step that is run once more, and how to let go of what its traceback keeps alive."""
 
 from __future__ import annotations
 
 import traceback
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     import types
+
+RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
+"""Not raised further by a run for counts or an explanation: the step has been measured, or has failed, and that counts."""
 
 
 def clear_frames(error: BaseException) -> None:

@@ -24,13 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def _register_profiles() -> None:
     """Hypothesis's profiles: ``repeatable``, which is loaded, and ``explore``, for ``--hypothesis-profile``.
 
-    How long an example takes to draw or to run is a matter of the machine's load, and fails nothing in either.
+    How long an example takes to draw or to run is a matter of the machine's load, and fails nothing in either. What Hypothesis
+    itself chooses depends on whether it runs in CI.
     """
     from hypothesis import HealthCheck, settings
 
     unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("repeatable", unhurried, derandomize=True, database=None)
-    settings.register_profile("explore", unhurried, max_examples=EXAMPLES_TO_EXPLORE, print_blob=True)
+    settings.register_profile(
+        "explore", unhurried, derandomize=False, max_examples=EXAMPLES_TO_EXPLORE, print_blob=True
+    )
     settings.load_profile("repeatable")
 
 

@@ -50,7 +50,12 @@ def test_every_run_has_the_same_order_and_draws_the_same_examples(seen):
     assert seen() == first
 
 
-def test_exploring_draws_more_examples_and_others_each_time_in_an_order_of_its_own(seen):
+@pytest.mark.parametrize("in_ci", [False, True], ids=["by hand", "in CI"])
+def test_exploring_draws_more_examples_and_others_each_time_in_an_order_of_its_own(seen, monkeypatch, in_ci):
+    if in_ci:
+        monkeypatch.setenv("CI", "true")
+    else:
+        monkeypatch.delenv("CI", raising=False)
     explore = ("--hypothesis-profile=explore",)
     usual, first, second = seen(), seen(*explore, "--randomly-seed=2"), seen(*explore, "--randomly-seed=3")
     assert len(first["drawn"]) >= 10 * len(usual["drawn"])

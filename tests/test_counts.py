@@ -351,7 +351,7 @@ def test_step(gpumem):
 
     measurement = gpumem.measure(step)
     assert measurement.peak_allocated == 40
-    with pytest.raises(AttributeError, match="has no flops; it has peak_allocated, retained, cyclic_garbage"):
+    with pytest.raises(AttributeError, match="has no flops; it has peak_allocated, growth, retained, cyclic_garbage"):
         measurement.flops
 """
     )

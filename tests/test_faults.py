@@ -87,16 +87,21 @@ def test_an_error_in_set_up_is_accounted_for(project):
 
 # The controller must have been told of the first test before it is interrupted.
 TELLS = """
-import os
 import pathlib
 
 import pytest
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logreport(report):
-    if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
-        pathlib.Path("told").touch()
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Controller())
+
+
+class Controller:
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            pathlib.Path("told").touch()
 """
 
 

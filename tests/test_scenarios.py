@@ -294,7 +294,12 @@ def test_it():
 SLOWER = """
 def test_it(gpumem):
     x = torch.ones(256, 256)
-    gpumem.measure(lambda: [x @ x for _ in range(200 if PLANTED else 10)])
+
+    def step():
+        x @ x
+        sum(range(2_000_000 if PLANTED else 100_000))
+
+    gpumem.measure(step)
 """
 
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import pytest
-
 from pytest_gpumem.composition import Explanation
 from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open
 from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
@@ -39,10 +37,6 @@ if TYPE_CHECKING:
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
-
-
-NOT_EXPLAINED: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
-"""What may come out of a run that is recorded. The step has been measured, or has failed, and that is what counts."""
 
 
 def not_explained_note(error: BaseException) -> str:

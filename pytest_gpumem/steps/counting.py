@@ -11,7 +11,7 @@ from pytest_gpumem.devices.torch_internals import watched_operators
 from pytest_gpumem.operator_counts import NOWHERE, Place, Tally, summed, total, without_places
 from pytest_gpumem.steps.host_tensors import HostTensors
 from pytest_gpumem.steps.syncs import Syncs, is_of_higher_order, name_of, title_of
-from pytest_gpumem.tracebacks import clear_frames
+from pytest_gpumem.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ def count_step(step: Callable[[], object], device: Device, *, compiled: bool = F
     try:
         found = {} if compiled else _count_operators(step, device.torch_device)
         kernels = device.launches(lambda: _run(step))
-    except Exception as error:  # noqa: BLE001 - the step's own, whatever it is
+    except RAISED_BY_A_STEP as error:
         clear_frames(error)
         said = str(error).strip().partition("\n")[0]
         return Counted(Counts(), f"not counted: {type(error).__name__}{f': {said}' if said else ''}")
@@ -101,7 +101,7 @@ def located(step: Callable[[], object], device: Device, counted: Counted, places
     """
     try:
         found = _count_operators(step, device.torch_device, places)
-    except Exception as error:  # noqa: BLE001 - the step's own, whatever it is
+    except RAISED_BY_A_STEP as error:
         clear_frames(error)
         return counted
     known = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.torch_internals import compiled_graphs
-from pytest_gpumem.explain.recording import NOT_EXPLAINED, Expected, is_out_of_memory, not_explained_note
+from pytest_gpumem.explain.recording import Expected, is_out_of_memory, not_explained_note
 from pytest_gpumem.measurement import ITEMS, Workload
 from pytest_gpumem.steps.batches import describe, number_of_items, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
@@ -23,7 +23,7 @@ from pytest_gpumem.steps.rehearsal import rehearse_inference
 from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.state import StateBytes, state_of
 from pytest_gpumem.steps.surroundings import surroundings
-from pytest_gpumem.tracebacks import clear_frames
+from pytest_gpumem.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +178,7 @@ def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Asking
     expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover, own)
     try:
         return replace(step, explanation=bench.explain(subject, expected))
-    except NOT_EXPLAINED as error:
+    except RAISED_BY_A_STEP as error:
         return replace(step, notes=(*step.notes, not_explained_note(error)))
 
 
@@ -192,7 +192,7 @@ def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Asking | Non
         if explains and wanted is not None and is_out_of_memory(error):
             # What the step's frames hold has to go, or memory would run out earlier this time.
             clear_frames(error)
-            with suppress(*NOT_EXPLAINED):
+            with suppress(*RAISED_BY_A_STEP):
                 bench.explain_out_of_memory(subject)
         raise
 
