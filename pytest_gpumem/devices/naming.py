@@ -5,6 +5,8 @@ from __future__ import annotations
 from pytest_gpumem.units import nearest
 
 CPU_SLUG = "cpu-"
+EMULATED = "emulated:"
+"""How the words of emulated GPUs begin."""
 
 
 def memory_title(slug: str) -> str:

@@ -1,0 +1,177 @@
+"""Compile the stand-ins that the installed torch needs, once, and keep them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.emulation.elf import NotElf, read_needs
+from pytest_gpumem.emulation.libraries import ALWAYS, LIBRARIES, library_of, stubs
+from pytest_gpumem.emulation.torch_build import EmulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_gpumem.emulation.libraries import Library
+    from pytest_gpumem.emulation.torch_build import TorchBuild
+
+FIRST = "libcudart"
+"""Loaded before the others, which link to it: it has the GPU."""
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-w")
+
+
+class _Wanted:
+    """What torch takes from one library: functions, and the version nodes that it takes them from."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.versions: set[str] = set()
+
+
+def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
+    """Return the shared libraries that stand in for those that ``torch`` needs, in the order to load them.
+
+    They are compiled if they are not in the cache (some seconds).
+
+    Raises:
+        EmulationError: They cannot be compiled or kept.
+    """
+    folder = _cache() / f"torch-{torch.version}-{_key(torch)}"
+    if not folder.is_dir():
+        _build_into(folder, torch)
+    return tuple(sorted(folder.glob("*.so*"), key=lambda path: (not path.name.startswith(FIRST), path.name)))
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pytest-gpumem" / "emulation"
+
+
+def _sources() -> dict[str, str]:
+    native = files(__package__) / "native"
+    return {
+        file.name: file.read_text(encoding="utf-8") for file in native.iterdir() if file.name.endswith((".c", ".h"))
+    }
+
+
+def _key(torch: TorchBuild) -> str:
+    """What the stand-ins are made of, as 16 hexadecimal digits: torch's libraries by size and time, and our sources."""
+    digest = hashlib.sha256()
+    for path in sorted(torch.libraries.glob("*.so*")):
+        said = path.stat()
+        digest.update(f"{path.name} {said.st_size} {said.st_mtime_ns}\n".encode())
+    for name, text in sorted(_sources().items()):
+        digest.update(f"{name}\n{text}".encode())
+    digest.update(repr((torch, LIBRARIES)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _build_into(folder: Path, torch: TorchBuild) -> None:
+    """Compile into a folder of our own beside ``folder``, and put it there whole: another session may do the same."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise EmulationError(
+            "no C compiler was found, which the emulated GPU needs once for each release of torch: install one "
+            "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+    except OSError as error:
+        raise EmulationError(
+            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set XDG_CACHE_HOME to a "
+            "folder that can be written to"
+        ) from None
+    try:
+        _compile_all(compiler, torch, draft)
+        try:
+            draft.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # else another session was faster, and its libraries are the same
+                raise EmulationError(f"the emulated GPU's libraries cannot be put into {folder}: {error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _compile_all(compiler: str, torch: TorchBuild, draft: Path) -> None:
+    wanted = _wanted(torch)
+    sources = draft / "source"
+    sources.mkdir()
+    for name, text in _sources().items():
+        (sources / name).write_text(text, encoding="utf-8")
+    first = next((soname for soname in wanted if soname.startswith(FIRST)), None)
+    if first is None:
+        raise EmulationError(f"torch {torch.version} does not need {FIRST}: this build of torch is not known")
+    for soname in sorted(wanted, key=lambda soname: soname != first):
+        library = library_of(soname)
+        assert library is not None, "only these are wanted"
+        link = () if soname == first else (str(draft / first),)
+        _compile(compiler, torch, library, soname, wanted[soname], sources, (*link, "-ldl", "-lpthread"))
+    shutil.rmtree(sources)
+
+
+def _compile(
+    compiler: str,
+    torch: TorchBuild,
+    library: Library,
+    soname: str,
+    wanted: _Wanted,
+    sources: Path,
+    link: Iterable[str],
+) -> None:
+    """Compile one library; the loader warns where a version node is missing that torch asks for."""
+    rest = sources / f"{library.stem}_rest.c"
+    rest.write_text(stubs(library, wanted.names), encoding="utf-8")
+    script = sources / f"{library.stem}.map"
+    nodes = sorted(wanted.versions)
+    script.write_text("".join(f"{node} {{ global: *; }};\n" for node in nodes) or "{ global: *; };\n", encoding="utf-8")
+    out = sources.parent / soname
+    command = [
+        compiler,
+        *_FLAGS,
+        f"-I{sources}",
+        f"-DCUDA_MAJOR={torch.cuda[0]}",
+        f"-DCUDA_VERSION={torch.cuda_number}",
+    ]
+    command += [f"-DCUDNN_VERSION={torch.cudnn_number}", f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"]
+    command += ["-o", str(out), *(str(sources / name) for name in library.sources), str(rest), *link]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise EmulationError(f"the C compiler {compiler} cannot be run: {error.strerror}") from None
+    if done.returncode != 0:
+        raise EmulationError(
+            f"the C compiler {compiler} failed on the emulated GPU's {soname}:\n{done.stderr.strip()[-2000:]}"
+        )
+
+
+def _wanted(torch: TorchBuild) -> dict[str, _Wanted]:
+    """By soname of NVIDIA's libraries what torch takes from each."""
+    wanted = {soname: _Wanted() for soname in ALWAYS}
+    unversioned: set[str] = set()
+    for path in sorted(torch.libraries.glob("*.so*")):
+        try:
+            needs = read_needs(path)
+        except NotElf as error:
+            raise EmulationError(f"torch {torch.version} cannot be read: {error}") from None
+        for soname in needs.libraries:
+            if library_of(soname) is not None:
+                wanted.setdefault(soname, _Wanted())
+        for symbol in needs.symbols:
+            if symbol.library is None:
+                unversioned.add(symbol.name)
+            elif library_of(symbol.library) is not None:
+                of = wanted.setdefault(symbol.library, _Wanted())
+                of.names.add(symbol.name)
+                of.versions.update(() if symbol.version is None else (symbol.version,))
+    for soname, of in wanted.items():
+        library = library_of(soname)
+        assert library is not None, "only these are wanted"
+        of.names.update(name for name in unversioned if library.symbols.match(name))
+    return wanted

@@ -1,0 +1,133 @@
+"""The tables of an ELF file that say which libraries it needs, and which of their symbols.
+
+64-bit little-endian files, which those of Linux on x86-64 and arm64 are. Read by hand: ``readelf`` is not on every machine.
+Names and numbers are those of the System V ABI's ELF specification and, for versions, of the Linux Standard Base.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED, _SHT_GNU_VERSYM = 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
+_DT_NEEDED = 1
+_UNDEFINED_SECTION = 0
+_SYMBOL = struct.Struct("<IBBHQQ")
+_HIDDEN_BIT = 0x8000
+
+
+class NotElf(ValueError):
+    """The file is no 64-bit little-endian ELF file, or is cut short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A symbol that a file takes from another one."""
+
+    name: str
+    library: str | None
+    """The soname that it has to come from; ``None`` where the symbol has no version."""
+    version: str | None
+    """The version node that it has to have there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an ELF file takes from others."""
+
+    libraries: tuple[str, ...]
+    """Sonames, in the order in which the loader takes them."""
+    symbols: tuple[Symbol, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    kind: int
+    offset: int
+    size: int
+    link: int
+
+
+def read_needs(path: Path) -> Needs:
+    """Return what the ELF file at ``path`` takes from other libraries.
+
+    Raises:
+        NotElf: The file cannot be read as one.
+        OSError: The file cannot be opened.
+    """
+    with path.open("rb") as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:  # an empty file
+            raise NotElf(f"{path} is empty") from None
+    with data:
+        if data[:6] != b"\x7fELF\x02\x01":
+            raise NotElf(f"{path} is no 64-bit little-endian ELF file")
+        try:
+            return _needs(data)
+        except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
+            raise NotElf(f"{path} is cut short or damaged: {error}") from None
+
+
+def _needs(data: mmap.mmap) -> Needs:
+    sections = _sections(data)
+    of_kind = {section.kind: section for section in sections}
+    dynamic, symbols = of_kind[_SHT_DYNAMIC], of_kind[_SHT_DYNSYM]
+    names = sections[dynamic.link]
+    libraries = tuple(
+        _text(data, names, value)
+        for tag, value in struct.iter_unpack("<QQ", data[dynamic.offset : dynamic.offset + dynamic.size])
+        if tag == _DT_NEEDED
+    )
+    versions = _versions(data, sections, of_kind.get(_SHT_GNU_VERNEED))
+    numbers = of_kind.get(_SHT_GNU_VERSYM)
+    undefined = []
+    entries = _SYMBOL.iter_unpack(data[symbols.offset : symbols.offset + symbols.size])
+    for index, (name, _, _, section, _, _) in enumerate(entries):
+        if section != _UNDEFINED_SECTION or not name:
+            continue
+        number = struct.unpack_from("<H", data, numbers.offset + 2 * index)[0] if numbers is not None else 0
+        library, version = versions.get(number & ~_HIDDEN_BIT, (None, None))
+        undefined.append(Symbol(_text(data, sections[symbols.link], name), library, version))
+    return Needs(libraries, tuple(undefined))
+
+
+def _sections(data: mmap.mmap) -> list[_Section]:
+    (at,) = struct.unpack_from("<Q", data, 0x28)
+    entry_size, count = struct.unpack_from("<HH", data, 0x3A)
+    sections = []
+    for index in range(count):
+        _, kind, _, _, offset, size, link = struct.unpack_from("<IIQQQQI", data, at + index * entry_size)
+        sections.append(_Section(kind, offset, size, link))
+    return sections
+
+
+def _versions(
+    data: mmap.mmap, sections: list[_Section], needed: _Section | None
+) -> dict[int, tuple[str | None, str | None]]:
+    """Version number -> the library and the version node that it stands for."""
+    found: dict[int, tuple[str | None, str | None]] = {}
+    if needed is None:
+        return found
+    names = sections[needed.link]
+    at = needed.offset
+    while True:
+        _, count, file, first, following = struct.unpack_from("<HHIII", data, at)
+        entry = at + first
+        for _ in range(count):
+            _, _, number, name, after = struct.unpack_from("<IHHII", data, entry)
+            found[number] = (_text(data, names, file), _text(data, names, name))
+            entry += after
+        if not following:
+            return found
+        at += following
+
+
+def _text(data: mmap.mmap, table: _Section, at: int) -> str:
+    start = table.offset + at
+    return data[start : data.find(b"\0", start)].decode()

@@ -1,0 +1,90 @@
+"""The libraries that talk to NVIDIA's driver, and what stands in for each: which sources, and what the rest answers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NOTHING = re.compile(r"(?!)")
+
+
+@dataclass(frozen=True)
+class Library:
+    """One of NVIDIA's libraries, by its soname without version, and how it is stood in for."""
+
+    stem: str
+    symbols: re.Pattern[str]
+    """The names that belong to it, where torch's tables do not say which library they are of."""
+    error: int
+    """Its status for what is not supported: what a function returns that nobody wrote."""
+    sources: tuple[str, ...] = ()
+    """Files in ``native``."""
+    launched: re.Pattern[str] = _NOTHING
+    """Functions that only launch kernels: they succeed, and are counted."""
+    quiet: bool = False
+    """It is asked, and told that there is nothing, in the course of nature."""
+
+
+LIBRARIES = (
+    Library(
+        "libcudart",
+        re.compile(r"(__)?cuda"),
+        801,
+        ("device.c", "memory.c", "streams.c", "kernels.c", "errors.c"),
+    ),
+    Library("libcublasLt", re.compile("cublasLt"), 15, ("cublaslt.c",)),
+    Library(
+        "libcublas",
+        re.compile("cublas(?!Lt)"),
+        15,
+        ("cublas.c",),
+        re.compile(r"cublas([SDCZ](gemm|gemv|dot|trsm|getrf|getrs|geqrf)|S?[gG]emm|DotEx)"),
+    ),
+    Library("libcudnn", re.compile("cudnn"), 3000, ("cudnn.c",)),
+    Library("libnccl", re.compile("nccl"), 3, ("nccl.c",)),
+    Library("libcuda", re.compile("cu[A-EG-Z]|cuF(?!ile)"), 801, ("driver.c",)),
+    Library("libnvidia-ml", re.compile("nvml"), 3, ("nvml.c",)),
+    Library("libcupti", re.compile("cupti"), 15, ("cupti.c",), quiet=True),
+    Library("libcufft", re.compile("cufft"), 16),
+    Library("libcurand", re.compile("curand"), 204),
+    Library("libcusparseLt", re.compile("cusparseLt"), 10),
+    Library("libcusparse", re.compile("cusparse(?!Lt)"), 10),
+    Library("libcusolver", re.compile("cusolver"), 9),
+    Library("libcufile", re.compile("cuFile"), 5011),
+    Library("libnvrtc", re.compile("nvrtc"), 11),
+    Library("libnvJitLink", re.compile("nvJitLink"), 1),
+    Library("libnvToolsExt", re.compile("nvtx"), 1, quiet=True),
+    Library("libnvshmem_host", re.compile("nvshmem"), 1),
+)
+BY_STEM = {library.stem: library for library in LIBRARIES}
+ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""Opened by name while torch runs, and not in its tables."""
+
+
+def library_of(soname: str) -> Library | None:
+    """The library with this soname (``"libcudart.so.13"``); ``None`` where it is not NVIDIA's."""
+    return BY_STEM.get(soname.partition(".so")[0])
+
+
+def stubs(library: Library, names: set[str]) -> str:
+    """C for every function among ``names``, each weak: a function in the sources takes its place.
+
+    A stub that is not known to do nothing says its name and fails. Success would leave what it should have written unset.
+    """
+    lines = [
+        "extern void gpumem_lacks(const char *, const char *);",
+        "extern void gpumem_launched(const char *);",
+        "#define WEAK __attribute__((weak))",
+    ]
+    for name in sorted(names):
+        if library.launched.match(name):
+            lines.append(f'WEAK int {name}(void) {{ gpumem_launched("{name}"); return 0; }}')
+        elif re.search(r"(Error|Status)(String|Name)$", name):
+            lines.append(f'WEAK const char *{name}(void) {{ return "the emulated GPU lacks this"; }}')
+        elif library.quiet:
+            lines.append(f"WEAK int {name}(void) {{ return {library.error}; }}")
+        else:
+            lines.append(
+                f'WEAK int {name}(void) {{ gpumem_lacks("{library.stem}", "{name}"); return {library.error}; }}'
+            )
+    return "\n".join(lines) + "\n"

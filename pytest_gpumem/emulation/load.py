@@ -1,0 +1,165 @@
+"""Load the stand-ins before torch is, in this process and in those that it starts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.emulation.build import FIRST, stand_ins
+from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.emulation.gpus import Gpu
+
+VARIABLE = "GPUMEM_EMULATED"
+"""Tells processes that this one starts which GPU to emulate."""
+STARTUP = Path(__file__).with_name("startup")
+"""A folder for ``PYTHONPATH``, whose ``sitecustomize`` has torch preceded by the stand-ins."""
+CONTEXT_BYTES = 520 * 2**20
+"""What a CUDA context takes from a GPU, of which no allocator knows: about what nvidia-smi shows for torch on an H100."""
+_SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+_NUMBERS = (
+    "major",
+    "minor",
+    "multiprocessors",
+    "threads_per_multiprocessor",
+    "blocks_per_multiprocessor",
+    "shared_per_block",
+    "shared_per_block_optin",
+    "shared_per_multiprocessor",
+    "l2_bytes",
+    "bus_bits",
+    "sm_khz",
+    "memory_khz",
+)
+_TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
+
+
+class _Configuration(ctypes.Structure):
+    """``Gpu`` of ``native/emulated.h``."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 256),
+        *((field, ctypes.c_int) for field in _NUMBERS),
+        ("total_bytes", ctypes.c_size_t),
+        ("context_bytes", ctypes.c_size_t),
+        ("count", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """The GPU that this process has instead of one."""
+
+    gpu: Gpu
+    runtime: ctypes.CDLL
+    """The stand-in of libcudart, which counts launches."""
+
+    def launches(self) -> dict[str, int]:
+        """Kernels that were launched since `forget_launches`, by their mangled name or the library's function."""
+        found: dict[str, int] = {}
+
+        def tell(name: bytes, times: int) -> None:
+            found[name.decode()] = found.get(name.decode(), 0) + times
+
+        self.runtime.gpumem_tell_launches(_TELL(tell))
+        return found
+
+    def forget_launches(self) -> None:
+        """Begin to count launches anew."""
+        self.runtime.gpumem_forget_launches()
+
+
+_loaded: list[Emulation] = []
+"""At most one: what is loaded stays for as long as the process."""
+
+
+def current_emulation() -> Emulation | None:
+    """The GPU that is emulated in this process; ``None`` where none is."""
+    return _loaded[0] if _loaded else None
+
+
+def environment_for(word: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What has to be in the environment of processes that are to find an emulated GPU, besides what is there."""
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in paths if path and path != str(STARTUP)]
+    return {VARIABLE: word, "PYTHONPATH": os.pathsep.join([str(STARTUP), *others])}
+
+
+def prepare(word: str) -> tuple[Path, ...]:
+    """Return the stand-ins to load, in their order, compiled if they are not there.
+
+    Raises:
+        EmulationError: There can be no emulated GPU here.
+        ValueError: There is no such GPU.
+    """
+    emulated_gpu(word)
+    _refuse_elsewhere()
+    return stand_ins(installed_torch())
+
+
+def load(word: str) -> Emulation:
+    """Load the stand-ins into this process, which has not imported torch yet.
+
+    Raises:
+        EmulationError: It cannot be done here, or is too late.
+        ValueError: There is no such GPU.
+    """
+    gpu = emulated_gpu(word)
+    there = current_emulation()
+    if there is not None:
+        if there.gpu != gpu:
+            raise EmulationError(
+                f"this process emulates {there.gpu.word} already, and cannot emulate {gpu.word} as well"
+            )
+        return there
+    _refuse_elsewhere()
+    if "torch" in sys.modules:
+        raise EmulationError(
+            f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
+            f"(within functions), or start the whole with `gpumem emulate {gpu.word} -- COMMAND`"
+        )
+    libraries = prepare(word)
+    loaded = {path.name: ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in libraries}
+    runtime = next(library for name, library in loaded.items() if name.startswith(FIRST))
+    runtime.gpumem_configure(ctypes.byref(_configuration(gpu)))
+    _loaded.append(Emulation(gpu, runtime))
+    return _loaded[0]
+
+
+def _configuration(gpu: Gpu) -> _Configuration:
+    same = {field: getattr(gpu, field) for field in (*_NUMBERS, "total_bytes", "count") if hasattr(gpu, field)}
+    major, minor = gpu.capability
+    # Code looks for "H100" in the name, and people for what it is.
+    name = f"{gpu.name} (emulated)".encode()
+    return _Configuration(name=name, major=major, minor=minor, context_bytes=CONTEXT_BYTES, **same)
+
+
+def _refuse_elsewhere() -> None:
+    machine = os.uname().machine if hasattr(os, "uname") else "?"
+    if not sys.platform.startswith("linux") or machine != "x86_64":
+        raise EmulationError(f"a GPU can be emulated on Linux on x86-64 only, and this is {sys.platform} on {machine}")
+    for sign in _SIGNS_OF_A_DRIVER:
+        if sign.exists():
+            raise EmulationError(
+                f"this machine has a GPU's driver ({sign}): a GPU is emulated only where there is none. Use the real one"
+            )
+
+
+def _who_imported_torch() -> str:
+    """The module that imported torch: of those that have it, the first that was ready after torch was."""
+    torch = sys.modules["torch"]
+    names = list(sys.modules)
+    for name in names[names.index("torch") + 1 :]:
+        if not name.startswith("torch.") and getattr(sys.modules[name], "torch", None) is torch:
+            return name
+    return "something"

@@ -1,0 +1,41 @@
+/* What the stand-ins share. libcudart's is loaded first and has these; the others link to it. */
+#ifndef GPUMEM_EMULATED_H
+#define GPUMEM_EMULATED_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MOST_DEVICES 64
+#define MIB ((size_t)1 << 20)
+
+/* A GPU, as cudaDeviceProp tells it. Set by gpumem_configure before torch is loaded. */
+typedef struct {
+    char name[256];
+    int major, minor;
+    int multiprocessors, threads_per_multiprocessor, blocks_per_multiprocessor;
+    int shared_per_block, shared_per_block_optin, shared_per_multiprocessor;
+    int l2_bytes, bus_bits, sm_khz, memory_khz;
+    size_t total_bytes, context_bytes;
+    int count;
+} Gpu;
+extern Gpu gpumem_gpu;
+
+/* Says on stderr, once for each name, that a function is asked for which no stand-in has. */
+void gpumem_lacks(const char *library, const char *function);
+/* A kernel of a library (cuBLAS, say) that is launched and does nothing. */
+void gpumem_launched(const char *name);
+/* Says on stderr why the host cannot hold the emulated memory. */
+void gpumem_no_room(size_t bytes);
+
+int gpumem_current(void);
+size_t gpumem_used(int device);
+/* Takes bytes from a device's memory: 0 where it has not that many left. */
+int gpumem_charge(int device, size_t bytes);
+void gpumem_release(int device, size_t bytes);
+/* Address space that belongs to a device (-1: pinned memory of the host); NULL where the host has none left. */
+void *gpumem_reserve(size_t bytes, size_t charged, int device);
+/* 0 where no region begins there. */
+int gpumem_unreserve(void *at);
+void gpumem_uuid(int device, unsigned char uuid[16]);
+
+#endif

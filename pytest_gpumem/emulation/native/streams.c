@@ -1,0 +1,187 @@
+/* Streams and events. What was launched is done when the host waits for it, and not before: a GPU lags behind its host.
+
+   Each launch order is a number. An event is done when its stream is done up to the event's number. A stream that waits for
+   an event is done only when the event is, so being done is passed on to the streams that were waited for. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "cudart_types.h"
+#include "emulated.h"
+
+int gpumem_fail(int error);
+
+typedef unsigned long long Number;
+
+typedef struct Stream Stream;
+typedef struct { Stream *of; Number until, since; } Wait;
+struct Stream {
+    int device, priority, capturing;
+    Number capture, done;
+    Wait *waits; /* what was waited for, since which number of our own */
+    size_t wait_count, wait_room;
+};
+typedef struct {
+    Stream *stream;
+    Number number; /* 0: never recorded */
+    pthread_t by;
+    struct timespec at;
+} Event;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Number latest, captures;
+static Stream defaults[MOST_DEVICES]; /* each device's default stream */
+static Number all_done;
+
+/* Small numbers are the default streams. */
+static Stream *of(void *stream) {
+    return (uintptr_t)stream < 16 ? &defaults[gpumem_current()] : stream;
+}
+
+static void done_until(Stream *stream, Number until) {
+    if (stream->done >= until) return;
+    stream->done = until;
+    size_t kept = 0;
+    for (size_t i = 0; i < stream->wait_count; i++) {
+        Wait wait = stream->waits[i];
+        if (wait.since <= until) done_until(wait.of, wait.until);
+        else stream->waits[kept++] = wait;
+    }
+    stream->wait_count = kept;
+}
+
+/* The whole device has come to rest. */
+void gpumem_all_done(void) {
+    pthread_mutex_lock(&lock);
+    all_done = latest;
+    pthread_mutex_unlock(&lock);
+}
+int cudaDeviceSynchronize(void) { gpumem_all_done(); return SUCCESS; }
+
+int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
+    Stream *made = calloc(1, sizeof *made);
+    made->device = gpumem_current();
+    made->priority = priority;
+    *stream = made;
+    return SUCCESS;
+}
+int cudaStreamCreateWithFlags(void **stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
+int cudaStreamCreate(void **stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+/* Its number may still be waited for; torch keeps its streams for good. */
+int cudaStreamDestroy(void *stream) { return SUCCESS; }
+int cudaStreamGetPriority(void *stream, int *priority) { *priority = of(stream)->priority; return SUCCESS; }
+int cudaStreamQuery(void *stream) { return SUCCESS; }
+int cudaStreamSynchronize(void *stream) {
+    pthread_mutex_lock(&lock);
+    done_until(of(stream), latest);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
+    Stream *waiting = of(stream);
+    Event *awaited = event;
+    if (!awaited->number || awaited->stream == waiting) return SUCCESS;
+    pthread_mutex_lock(&lock);
+    if (waiting->wait_count == waiting->wait_room) {
+        waiting->wait_room = waiting->wait_room ? 2 * waiting->wait_room : 16;
+        waiting->waits = realloc(waiting->waits, waiting->wait_room * sizeof *waiting->waits);
+        if (!waiting->waits) abort();
+    }
+    /* Of the waits for one stream only the latest tells something new, once the earlier ones are done. */
+    waiting->waits[waiting->wait_count++] = (Wait){awaited->stream, awaited->number, ++latest};
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+int cudaStreamAddCallback(void *stream, void (*call)(void *, int, void *), void *data, unsigned flags) {
+    call(stream, SUCCESS, data);
+    return SUCCESS;
+}
+int cudaLaunchHostFunc(void *stream, void (*call)(void *), void *data) { call(data); return SUCCESS; }
+
+int cudaEventCreateWithFlags(void **event, unsigned flags) { *event = calloc(1, sizeof(Event)); return SUCCESS; }
+int cudaEventCreate(void **event) { return cudaEventCreateWithFlags(event, 0); }
+int cudaEventDestroy(void *event) { free(event); return SUCCESS; }
+int cudaEventRecord(void *event, void *stream) {
+    Event *recorded = event;
+    pthread_mutex_lock(&lock);
+    recorded->stream = of(stream);
+    recorded->number = ++latest;
+    recorded->by = pthread_self();
+    pthread_mutex_unlock(&lock);
+    clock_gettime(CLOCK_MONOTONIC, &recorded->at);
+    return SUCCESS;
+}
+int cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
+int cudaEventQuery(void *event) {
+    Event *asked = event;
+    if (!asked->number) return SUCCESS;
+    pthread_mutex_lock(&lock);
+    /* A thread that did not record it asks again and again (NCCL's watchdog): that is waiting. */
+    if (!pthread_equal(asked->by, pthread_self())) done_until(asked->stream, asked->number);
+    int done = asked->number <= all_done || asked->number <= asked->stream->done;
+    pthread_mutex_unlock(&lock);
+    return done ? SUCCESS : NOT_READY;
+}
+int cudaEventSynchronize(void *event) {
+    Event *awaited = event;
+    if (!awaited->number) return SUCCESS;
+    pthread_mutex_lock(&lock);
+    done_until(awaited->stream, awaited->number);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+int cudaEventElapsedTime(float *milliseconds, void *from, void *to) {
+    Event *begin = from, *end = to;
+    if (!begin->number || !end->number) return gpumem_fail(INVALID_HANDLE);
+    *milliseconds = (float)((end->at.tv_sec - begin->at.tv_sec) * 1e3 + (end->at.tv_nsec - begin->at.tv_nsec) / 1e6);
+    return SUCCESS;
+}
+int cudaEventElapsedTime_v2(float *milliseconds, void *from, void *to) { return cudaEventElapsedTime(milliseconds, from, to); }
+
+/* Capture into graphs. Nothing runs, so a graph remembers nothing. */
+int cudaStreamIsCapturing(void *stream, int *status) { *status = of(stream)->capturing; return SUCCESS; }
+int cudaStreamBeginCapture(void *stream, int mode) {
+    if ((uintptr_t)stream < 16) return gpumem_fail(CAPTURE_UNSUPPORTED);
+    of(stream)->capturing = 1;
+    of(stream)->capture = ++captures;
+    return SUCCESS;
+}
+int cudaStreamBeginCaptureToGraph(void *stream, void *graph, const void *nodes, const void *edges, size_t count, int mode) {
+    return cudaStreamBeginCapture(stream, mode);
+}
+int cudaStreamEndCapture(void *stream, void **graph) {
+    of(stream)->capturing = 0;
+    *graph = calloc(1, 64);
+    return SUCCESS;
+}
+/* CUDA 12 has one argument less (edges), before the last. */
+#if CUDA_MAJOR < 13
+int cudaStreamGetCaptureInfo_v2(void *stream, int *status, Number *id, void **graph, const void **nodes, size_t *count) {
+    const void **edges = NULL;
+#else
+int cudaStreamGetCaptureInfo(
+    void *stream, int *status, Number *id, void **graph, const void **nodes, const void **edges, size_t *count
+) {
+#endif
+    *status = of(stream)->capturing;
+    if (id) *id = of(stream)->capture;
+    if (graph) *graph = *status ? (void *)1 : NULL;
+    if (nodes) *nodes = NULL;
+    if (edges) *edges = NULL;
+    if (count) *count = 0;
+    return SUCCESS;
+}
+#if CUDA_MAJOR < 13
+int cudaStreamGetCaptureInfo(void *stream, int *status, Number *id) {
+    return cudaStreamGetCaptureInfo_v2(stream, status, id, NULL, NULL, NULL);
+}
+#endif
+int cudaThreadExchangeStreamCaptureMode(int *mode) { return SUCCESS; }
+int cudaGraphInstantiateWithFlags(void **made, void *graph, Number flags) { *made = calloc(1, 64); return SUCCESS; }
+int cudaGraphInstantiate(void **made, void *graph, Number flags) { return cudaGraphInstantiateWithFlags(made, graph, flags); }
+int cudaGraphLaunch(void *graph, void *stream) { gpumem_launched("cudaGraphLaunch"); return SUCCESS; }
+int cudaGraphDestroy(void *graph) { free(graph); return SUCCESS; }
+int cudaGraphExecDestroy(void *graph) { free(graph); return SUCCESS; }
+int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) { *count = 1; return SUCCESS; }

@@ -1,0 +1,88 @@
+"""The torch that is installed, told from its files: it must not be imported before the stand-ins are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+OLDEST = (2, 6)
+"""The first release of torch that is emulated (CUDA 12.4)."""
+_CUDNN_OF_OLDEST = (9, 1, 0)
+
+
+class EmulationError(Exception):
+    """A GPU cannot be emulated here; the message is a sentence that says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """A CUDA build of torch."""
+
+    version: str
+    cuda: tuple[int, int]
+    cudnn: tuple[int, int, int]
+    libraries: Path
+    """The folder of its shared libraries."""
+
+    @property
+    def cuda_number(self) -> int:
+        """CUDA's release as its headers have it: 13.0 is 13000."""
+        return self.cuda[0] * 1000 + self.cuda[1] * 10
+
+    @property
+    def cudnn_number(self) -> int:
+        """CuDNN's release as its headers have it: 9.20.0 is 92000."""
+        major, minor, patch = self.cudnn
+        return major * 10000 + minor * 100 + patch
+
+
+def installed_torch() -> TorchBuild:
+    """Return the torch that an import would find.
+
+    Raises:
+        EmulationError: There is none, or it is too old, or has no CUDA.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise EmulationError("torch is not installed: install a CUDA build of it (pip install torch)")
+    folder = Path(spec.submodule_search_locations[0])
+    try:
+        said = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError as error:
+        raise EmulationError(f"the torch in {folder} does not say which release it is: {error}") from None
+    version = _found(r"__version__ = ['\"]([^'\"]+)['\"]", said)
+    cuda = _found(r"cuda(?:: [^=]+)? = ['\"](\d+\.\d+)", said)
+    if version is None:
+        raise EmulationError(f"the torch in {folder} does not say which release it is")
+    if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
+        raise EmulationError(
+            f"torch {version} has no CUDA: a GPU is emulated beneath the CUDA build of torch, which needs no GPU "
+            "(pip install --no-deps --force-reinstall torch from PyPI's own index; the CPU's index has another build)"
+        )
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if release < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise EmulationError(f"torch {version} is too old to be emulated: {oldest} or newer is needed")
+    major, minor = (int(part) for part in cuda.split("."))
+    return TorchBuild(version, (major, minor), _cudnn(), folder / "lib")
+
+
+def _cudnn() -> tuple[int, int, int]:
+    """The release of cuDNN that torch requires: it compares the one that is there with the one that it was built with."""
+    try:
+        wanted = requires("torch") or []
+    except PackageNotFoundError:
+        wanted = []
+    for one in wanted:
+        found = re.match(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", one)
+        if found:
+            return (int(found[1]), int(found[2]), int(found[3]))
+    return _CUDNN_OF_OLDEST
+
+
+def _found(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None

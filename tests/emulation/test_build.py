@@ -1,0 +1,155 @@
+"""The stand-ins are compiled once for a torch, and what hinders that is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.emulation.build import stand_ins
+from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
+
+REPOSITORY = Path(__file__).parents[2]
+# Loads what was compiled as `load` does, and calls it through ctypes: torch is not there.
+CALLS = """
+import ctypes
+import sys
+from pytest_gpumem.emulation.build import stand_ins
+from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulation.load import _configuration
+from pytest_gpumem.emulation.torch_build import installed_torch
+
+libraries = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in stand_ins(installed_torch())]
+cuda = libraries[0]
+cuda.gpumem_configure(ctypes.byref(_configuration(emulated_gpu({word!r}))))
+"""
+
+
+def run(fake_torch, source: str, word: str = "emulated:h100") -> subprocess.CompletedProcess[str]:
+    """Run Python that has the stand-ins of ``fake_torch`` as ``cuda``."""
+    path = os.pathsep.join([str(fake_torch.site), str(REPOSITORY)])
+    return subprocess.run(
+        [sys.executable, "-c", CALLS.format(word=word) + source],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_they_are_compiled_once_and_then_taken_from_the_cache(fake_torch, monkeypatch):
+    first = stand_ins(installed_torch())
+    assert first[0].name == "libcudart.so.13"
+    assert {path.name for path in first} == {"libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1"}
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert stand_ins(installed_torch()) == first
+    assert not list(first[0].parent.parent.glob(".draft-*"))
+
+
+def test_another_release_of_torch_has_its_own(fake_torch):
+    first = stand_ins(installed_torch())
+    fake_torch.says("2.14.0+cu130", "13.0")
+    assert stand_ins(installed_torch())[0].parent != first[0].parent
+
+
+def test_what_nobody_wrote_fails_with_its_name_and_once(fake_torch):
+    done = run(fake_torch, "print(cuda.cudaUnheardOf(), cuda.cudaUnheardOf())")
+    assert done.stdout == "801 801\n", done.stderr
+    assert done.stderr == "pytest-gpumem: the emulated GPU lacks cudaUnheardOf of libcudart\n"
+
+
+def test_memory_is_given_until_the_gpu_has_no_more_and_is_not_touched(fake_torch):
+    source = """
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before = resident()
+at, taken = ctypes.c_void_p(), 0
+while cuda.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(10**9)) == 0:
+    taken += 1
+print(taken, cuda.cudaGetLastError(), resident() - before < 2**20)
+print(cuda.cudaFree(at), cuda.cudaFree(ctypes.c_void_p(4096)))
+"""
+    done = run(fake_torch, source, "emulated:24GB")
+    # 24 GB less the context of 545 MB, in pages of 2 MiB.
+    assert done.stdout == "23 2 True\n0 1\n", done.stderr
+
+
+def test_an_event_is_done_when_the_host_has_waited_for_it(fake_torch):
+    source = """
+stream, other, event, later = (ctypes.c_void_p() for _ in range(4))
+cuda.cudaStreamCreate(ctypes.byref(stream))
+cuda.cudaStreamCreate(ctypes.byref(other))
+cuda.cudaEventCreate(ctypes.byref(event))
+cuda.cudaEventCreate(ctypes.byref(later))
+said = [cuda.cudaEventQuery(event)]
+cuda.cudaEventRecord(event, stream)
+said.append(cuda.cudaEventQuery(event))
+cuda.cudaStreamSynchronize(other)
+said.append(cuda.cudaEventQuery(event))
+cuda.cudaStreamWaitEvent(other, event, 0)
+cuda.cudaEventRecord(later, other)
+cuda.cudaStreamSynchronize(other)
+said += [cuda.cudaEventQuery(event), cuda.cudaEventQuery(later)]
+cuda.cudaEventRecord(event, stream)
+cuda.cudaDeviceSynchronize()
+said.append(cuda.cudaEventQuery(event))
+print(said)
+"""
+    assert run(fake_torch, source).stdout == "[0, 600, 600, 0, 0, 0]\n"
+
+
+def test_two_that_compile_at_once_get_the_same(fake_torch):
+    path = os.pathsep.join([str(fake_torch.site), str(REPOSITORY)])
+    source = CALLS.format(word="emulated:h100") + "print(cuda._name)"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", source], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [one.communicate()[0] for one in both]
+    assert said[0] == said[1] != ""
+    assert [one.returncode for one in both] == [0, 0]
+    assert len(list(Path(said[0].strip()).parents[1].iterdir())) == 1
+
+
+def test_a_machine_without_a_compiler_is_told_how_to_get_one(fake_torch, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EmulationError, match=r"no C compiler was found.*apt-get install gcc"):
+        stand_ins(installed_torch())
+
+
+def test_a_compiler_that_fails_or_cannot_be_run_is_named(fake_torch, monkeypatch):
+    monkeypatch.setenv("CC", "/bin/false")
+    with pytest.raises(EmulationError, match=r"/bin/false failed on the emulated GPU's libcudart\.so\.13"):
+        stand_ins(installed_torch())
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with pytest.raises(EmulationError, match="/nowhere/cc cannot be run: No such file"):
+        stand_ins(installed_torch())
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(fake_torch, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(EmulationError, match=r"cannot be kept in .*Set XDG_CACHE_HOME to a folder that can be written"):
+        stand_ins(installed_torch())
+    assert (tmp_path / "file").read_text(encoding="utf-8") == ""
+
+
+def test_a_torch_that_cannot_be_read_is_named(fake_torch):
+    (fake_torch.package / "lib" / "libtorch_cuda.so").write_bytes(b"\x7fELF\x02\x01")
+    with pytest.raises(EmulationError, match=r"torch 2\.13\.0\+cu130 cannot be read"):
+        stand_ins(installed_torch())
+
+
+def test_a_torch_that_needs_no_cuda_runtime_is_not_known(fake_torch):
+    library = fake_torch.package / "lib" / "libtorch_cuda.so"
+    empty = fake_torch.site / "empty.c"
+    empty.write_text("int nothing;\n", encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(empty)], check=True)
+    with pytest.raises(EmulationError, match="does not need libcudart: this build of torch is not known"):
+        stand_ins(installed_torch())
