@@ -303,3 +303,40 @@ def cuda_snapshot() -> dict[str, Any]:
     import torch
 
     return cast("dict[str, Any]", torch.cuda.memory._snapshot())
+
+
+def current_dispatch_mode() -> object | None:
+    """The innermost dispatch mode of this thread."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    mode: object | None = _get_current_dispatch_mode()
+    return mode
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_cuda_begins(call: Callable[[], None]) -> None:
+    """Have ``call`` called when this process first uses CUDA, or now if it has: a process that forks must not have."""
+    import torch
+
+    torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
+
+
+def print_by_way_of_the_host() -> None:
+    """Have tensors of a GPU printed from a copy on the host.
+
+    Printing switches dispatch modes off and selects elements on the GPU, and an emulated one does not count them.
+    """
+    import torch
+
+    original = cast("Callable[[torch.Tensor, int], str]", torch._tensor_str._tensor_str)
+
+    def printed(tensor: torch.Tensor, indent: int) -> str:
+        return original(tensor.detach().cpu() if tensor.is_cuda else tensor, indent)
+
+    torch._tensor_str._tensor_str = printed

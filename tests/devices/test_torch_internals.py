@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from pytest_gpumem.devices import torch_internals
 from pytest_gpumem.devices.torch_internals import (
     MODULE_PARTS,
     PEAK_RESETS,
@@ -298,3 +299,39 @@ def test_a_module_keeps_its_parts_in_dicts_by_name():
     assert vars(model)[MODULE_PARTS["modules"]] == {"0": model[0]}
     assert vars(model[0])[MODULE_PARTS["parameters"]] == dict(model[0].named_parameters())
     assert vars(model[0])[MODULE_PARTS["buffers"]] == dict(model[0].named_buffers())
+
+
+def test_the_current_dispatch_mode_is_the_innermost_of_this_thread():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert torch_internals.current_dispatch_mode() is None
+    with FlopCounterMode(display=False):
+        mode = torch_internals.current_dispatch_mode()
+        assert mode is not None
+    assert torch_internals.current_dispatch_mode() is None
+
+
+def test_a_thread_knows_that_it_runs_backward():
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(torch_internals.in_backward()))
+    assert not torch_internals.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not torch_internals.in_backward()
+
+
+def test_what_waits_for_cuda_is_not_called_without_it():
+    if torch.cuda.is_initialized():
+        pytest.skip("this process has used CUDA")
+    called = []
+    torch_internals.when_cuda_begins(lambda: called.append(True))
+    assert called == []
+
+
+def test_tensors_of_the_host_are_printed_as_ever(monkeypatch):
+    monkeypatch.setattr(torch._tensor_str, "_tensor_str", torch._tensor_str._tensor_str)
+    before = str(torch.arange(3.0))
+    torch_internals.print_by_way_of_the_host()
+    assert str(torch.arange(3.0)) == before == "tensor([0., 1., 2.])"

@@ -1,0 +1,63 @@
+"""Have torch preceded by the stand-ins whenever it is imported, and followed by true values for what is small.
+
+Imports nothing of this package until torch is imported: it is run at the start of every Python (``startup``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+PEAKS = "GPUMEM_EMULATED_PEAKS"
+"""Set where a program's peaks are to be told when it ends."""
+
+
+class _BeforeTorch(MetaPathFinder):
+    """First of all finders: sees that torch is about to be imported."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self._looking = False
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch" or self._looking:
+            return None
+        from pytest_gpumem.emulation.load import load
+
+        self._looking = True
+        try:
+            load(self.word)
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                from pytest_gpumem.emulation import values
+
+                values.begin()
+                if os.environ.get(PEAKS):
+                    from pytest_gpumem.emulation.peaks import tell_at_the_end
+
+                    tell_at_the_end()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install(word: str) -> None:
+    """Emulate the GPU that ``word`` names (``"emulated:h100"``) as soon as torch is imported. Twice does nothing more."""
+    # By its name: a process that was started within such a session has it from a module of another name.
+    if not any(type(finder).__name__ == _BeforeTorch.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeTorch(word))

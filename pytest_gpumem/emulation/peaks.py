@@ -1,0 +1,110 @@
+"""The peaks of a program on an emulated GPU, told when it ends, and what is live at them."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.devices.torch_internals import cuda_snapshot, start_cuda_history, when_cuda_begins
+from pytest_gpumem.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+MOST_LINES = 8
+_OURS = str(Path(__file__).parents[1])
+NOWHERE = "no line of the program"
+
+
+@dataclass(frozen=True, slots=True)
+class AtPeak:
+    """What is live where most is: bytes in all, and how many blocks of how many bytes each line has made."""
+
+    nbytes: int
+    blocks: Mapping[str, int]
+    by_line: Mapping[str, int]
+
+
+def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
+    """Return what is live where most is, of an allocator's history.
+
+    Args:
+        trace: Its entries, as in the snapshots of PyTorch: ``alloc`` and ``free_completed``, with ``addr``, ``size`` and
+            ``frames``.
+        torchs: torch's folder: the line of a block is the nearest outside of it.
+    """
+    most, until = 0, 0
+    for at, (total, _) in enumerate(_replayed(trace)):
+        if total > most:
+            most, until = total, at
+    kept: Mapping[int, Mapping[str, Any]] = {}
+    for at, (_, live) in enumerate(_replayed(trace)):
+        if at == until:
+            kept = dict(live)
+            break
+    by_line: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    for entry in kept.values():
+        line = line_of(entry.get("frames", ()), torchs)
+        by_line[line] += int(entry["size"])
+        blocks[line] += 1
+    return AtPeak(most, blocks, by_line)
+
+
+def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[int, Mapping[str, Any]]]]:
+    """After each entry of a history, the bytes that are live, and by address the entries that made them."""
+    live: dict[int, Mapping[str, Any]] = {}
+    total = 0
+    for entry in trace:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = entry
+            total += int(entry["size"])
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            total -= int(live.pop(entry["addr"])["size"])
+        yield total, live
+
+
+def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
+    """The nearest line of the program, as ``file:line function``."""
+    for frame in frames:
+        file = str(frame["filename"])
+        if not file.startswith((torchs, _OURS, "<")):
+            return f"{file}:{frame['line']} {frame['name']}"
+    return NOWHERE
+
+
+def tell_at_the_end() -> None:
+    """Record the allocator from the moment that CUDA is used, and tell the peaks when the process ends."""
+    when_cuda_begins(_begin)
+
+
+def _begin() -> None:
+    start_cuda_history()
+    atexit.register(_tell)
+
+
+def _tell() -> None:
+    import torch
+
+    torchs = str(Path(torch.__file__).parent)
+    snapshot = cuda_snapshot()
+    for device, trace in enumerate(snapshot["device_traces"]):
+        peak = at_peak(trace, torchs)
+        if not peak.nbytes:
+            continue
+        reserved = torch.cuda.max_memory_reserved(device)
+        name = torch.cuda.get_device_name(device)
+        allocated = format_bytes(torch.cuda.max_memory_allocated(device))
+        said = [
+            f"gpumem: {name}, cuda:{device}: peak {allocated} allocated, {format_bytes(reserved)} reserved. Live then:"
+        ]
+        lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))
+        said += [f"  {format_bytes(size):>10}  {peak.blocks[line]:>5} x  {line}" for line, size in lines[:MOST_LINES]]
+        if len(lines) > MOST_LINES:
+            rest = sum(size for _, size in lines[MOST_LINES:])
+            said.append(f"  {format_bytes(rest):>10}  at {len(lines) - MOST_LINES} other lines")
+        print("\n".join(said), file=sys.stderr, flush=True)  # noqa: T201 -- the program's own output is on stdout

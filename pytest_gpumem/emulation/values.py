@@ -1,0 +1,454 @@
+"""True values for what decides the path of a program: small tensors whose values follow from what the host knows.
+
+Kernels of an emulated GPU do nothing, but its memory is the host's. So an operator whose tensors are all known and small is
+run once more, on the host, on the same memory. Everything else is *unknown*: its bytes mean nothing, and its floats are taken
+as finite. Where the host reads an unknown value in a way that may change memory, it is told (`HostValues.trouble`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import local
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_gpumem.devices.torch_internals import (
+    current_dispatch_mode,
+    engine_run_within,
+    in_backward,
+    print_by_way_of_the_host,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+MOST_EXACT = 1 << 18
+"""Elements of the integer and boolean tensors that are computed: copies of as many bytes are real in ``native/memory.c``."""
+MOST_FLOATS = 1 << 16
+"""Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
+_BIGGEST_COPY = 1 << 20
+"""As in ``native/memory.c``: a larger copy leaves zeros."""
+
+_SECONDS_TO_LET_GO = 0.1
+"""In which autograd's thread lets go of what it ran. Where no kernel takes time a process may end before it has, and aborts."""
+
+_OURS = str(Path(__file__).parents[1])
+_TORCHS = str(Path(torch.__file__).parent)
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_MADE_OF_NOTHING = frozenset(
+    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_", "zero", "fill"}
+)
+_NO_VALUES = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "record_stream"}
+)
+_READ = {
+    "equal": "tensors are compared",
+    "nonzero": "nonzero reads values",
+    "masked_select": "masked_select reads values",
+    "_unique": "unique reads values",
+    "_unique2": "unique reads values",
+    "unique_dim": "unique reads values",
+    "unique_consecutive": "unique_consecutive reads values",
+    "unique_dim_consecutive": "unique_consecutive reads values",
+    "repeat_interleave": "repeat_interleave reads values",
+    "bincount": "bincount reads values",
+}
+"""Operators whose answer, or the size of it, is as values say: they are run on the host."""
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+"""Operators that ask a boolean index how many are true."""
+
+_OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
+"""Operators that ask whether values are finite, which uncomputed ones are taken to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What has to be known of an operator."""
+
+    name: str
+    view: bool
+    """Its result is memory that was there."""
+    random: bool
+    written: tuple[int, ...]
+    """Positions of the arguments that it writes to."""
+    written_names: tuple[str, ...]
+    """The same, of those that may only be named."""
+
+
+class HostValues(TorchDispatchMode):
+    """Computes what the host can know of an emulated GPU's tensors, and notices when it is asked for what it cannot.
+
+    Entered once, for good, in the thread that imports torch. Autograd's threads inherit it; others do not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators: dict[Any, _Operator] = {}
+        self._known: dict[int, StorageWeakRef] = {}
+        self._constants: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self.trouble: str | None = None
+        """A clause that says where an unknown value was read first, since it was last set to ``None``."""
+        self.as_integer = False
+        """A float is read to become an integer, which may be a size."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile may run what it has compiled beneath this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether to be kept from torch.compile by a wrapper, which would load the compiler into every process."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        for kind in types:
+            if kind not in _ORDINARY:
+                # One without memory has nothing to compute; what others are made of comes here again.
+                return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = _operator(func)
+        if operator.view:
+            return func(*args, **named)
+        given: list[torch.Tensor] = []
+        _collect(args, given)
+        if named:
+            _collect(named.values(), given)
+        on_gpu = [tensor for tensor in given if tensor.is_cuda]
+        if not on_gpu and not _is_gpu(named.get("device")):
+            return func(*args, **named)
+        if operator.name in _READ:
+            self._read(on_gpu, _READ[operator.name])
+            return self._moved(func(*_on_host(args), **_on_host(named)), on_gpu[0].device)
+        if operator.name == "_local_scalar_dense" and (self.as_integer or _is_exact(on_gpu[0])):
+            self._read(on_gpu, "a value is read")
+        elif operator.name in _INDEXED and _has_mask(args):
+            args = (args[0], self._without_masks(args[1], on_gpu[0].device), *args[2:])
+        return self._run(func, operator, args, named, on_gpu)
+
+    def _run(
+        self, func: Any, operator: _Operator, args: tuple[Any, ...], named: dict[str, Any], on_gpu: list[torch.Tensor]
+    ) -> Any:
+        """Run an operator on the GPU; and on the host, where all that it is given is known and small."""
+        computed = not operator.random and operator.name not in _NO_VALUES
+        if computed and operator.name not in _MADE_OF_NOTHING:
+            only_written = operator.name == "copy_"
+            computed = self._knows(on_gpu[1:] if only_written and on_gpu and on_gpu[0] is args[0] else on_gpu)
+        result = func(*args, **named)
+        made: list[torch.Tensor] = []
+        _collect((result,), made)
+        if not made and not operator.written and not operator.written_names:
+            return result
+        written = [args[at] for at in operator.written if at < len(args)]
+        written += [named[name] for name in operator.written_names if name in named]
+        changed: list[torch.Tensor] = []
+        _collect(written, changed)
+        outcome = [tensor for tensor in (*made, *changed) if tensor.is_cuda and type(tensor) in _ORDINARY]
+        constant = self._constant(operator, args)
+        if constant is None and computed and _is_small((*on_gpu, *outcome)):
+            computed = _compute(func, args, named, result, bool(changed))
+        elif constant is not None and outcome and _is_small(outcome):
+            for tensor in outcome:
+                _alias(tensor).fill_(constant)
+            computed = True
+        else:
+            computed = False
+        for tensor in outcome:
+            # Gradients that are set to zero are added to where nobody sees it.
+            known = computed and not (operator.name in ("zero_", "_foreach_zero_") and not _is_exact(tensor))
+            self._note(tensor, known, constant)
+        return result
+
+    def _note(self, tensor: torch.Tensor, known: bool, constant: bool | None = None) -> None:
+        """Keep what is known of a tensor's memory; one that is read unknown is 0, in every process alike."""
+        storage = tensor.untyped_storage()
+        where = storage.data_ptr()
+        self._constants.pop(where, None)
+        if known:
+            self._known[where] = StorageWeakRef(storage)
+        else:
+            self._known.pop(where, None)
+            if _is_exact(tensor) and storage.nbytes() <= _BIGGEST_COPY and tensor.is_contiguous():
+                ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
+        if constant is not None:
+            self._constants[where] = (StorageWeakRef(storage), constant)
+
+    def _without_masks(self, indices: Iterable[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
+        """Indices with each mask replaced by the positions where it is true, as torch does on a GPU."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            if index.is_cuda:
+                self._read((index,), "a boolean index reads values")
+            for column in _on_host(index).nonzero().unbind(1):
+                found.append(self._moved(column.contiguous(), device))
+        return found
+
+    def _moved(self, value: Any, device: torch.device) -> Any:
+        """Results of the host as tensors of the GPU."""
+        if isinstance(value, torch.Tensor):
+            there = value.to(device)
+            self._note(there, value.nbytes <= _BIGGEST_COPY)
+            return there
+        return type(value)(self._moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
+
+    def _knows(self, tensors: Iterable[torch.Tensor]) -> bool:
+        for tensor in tensors:
+            there = self._known.get(tensor.untyped_storage().data_ptr())
+            if there is None or there.expired():
+                return False
+        return True
+
+    def _read(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        """The host asks for values of these."""
+        if not self._knows(tensors):
+            self._tell(what)
+
+    def _tell(self, what: str) -> None:
+        if self.trouble is None and not _initialises():
+            self.trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}"
+
+    def _constant(self, operator: _Operator, args: tuple[Any, ...]) -> bool | None:
+        """What all elements of the result are, where floats need only be finite for it."""
+        name = operator.name
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor):
+            return None
+        if name in _OF_FINITE and not self._knows((first,)):
+            return name == "isfinite"
+        if name in ("eq", "ne") and len(args) == 2 and not self._knows((first,)):
+            same = first is args[1]
+            infinite = isinstance(args[1], float) and abs(args[1]) == float("inf")
+            return (name == "eq") == same if same or infinite else None
+        found = [self._constant_of(one) for one in args[:2]]
+        return _combined(name, found) if found[0] is not None else None
+
+    def _constant_of(self, tensor: object) -> bool | None:
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        there = self._constants.get(tensor.untyped_storage().data_ptr())
+        return None if there is None or there[0].expired() else there[1]
+
+
+_mode: HostValues | None = None
+_kept: list[AbstractContextManager[None]] = []
+"""What is entered for good."""
+
+
+def begin() -> HostValues:
+    """Enter the mode for good, when torch has been imported."""
+    global _mode
+    if _mode is None:
+        _mode = HostValues()
+        _mode.__enter__()
+        _watch_integers(_mode)
+        print_by_way_of_the_host()
+        _away_in_backward(_mode)
+        # The first that is registered is the last that is called.
+        atexit.register(time.sleep, _SECONDS_TO_LET_GO)
+    return _mode
+
+
+def current() -> HostValues | None:
+    """The mode of this process."""
+    return _mode
+
+
+def _away_in_backward(mode: HostValues) -> None:
+    """Have backward run without the mode, but for modules that are computed again in it.
+
+    With any dispatch mode, torch's derivatives avoid operators in place and without one allocate less
+    (``isTensorSubclassLike`` in ATen): the mode would change the peaks that it is there for.
+    """
+
+    @contextmanager
+    def away() -> Iterator[None]:
+        if current_dispatch_mode() is not mode:  # somebody counts operators, say
+            yield
+            return
+        mode.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            mode.__enter__()
+
+    _kept.append(engine_run_within(away))
+    _kept[0].__enter__()
+    depth = local()
+
+    def called(module: torch.nn.Module, args: object) -> None:
+        inside = getattr(depth, "modules", 0)
+        if inside or (in_backward() and current_dispatch_mode() is None):
+            depth.modules = inside + 1
+            if not inside:
+                mode.__enter__()
+
+    def ended(module: torch.nn.Module, args: object, result: object) -> None:
+        inside = getattr(depth, "modules", 0)
+        if inside:
+            depth.modules = inside - 1
+            if inside == 1:
+                mode.__exit__(None, None, None)
+
+    register_module_forward_pre_hook(called)
+    register_module_forward_hook(ended, always_call=True)
+
+
+def _watch_integers(mode: HostValues) -> None:
+    """Have the mode know when a float is read to become an integer."""
+    for name in ("__int__", "__index__"):
+        original = getattr(torch.Tensor, name)
+        setattr(torch.Tensor, name, _as_integer(mode, original))
+
+
+def _as_integer(mode: HostValues, original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    def read(self: torch.Tensor) -> int:
+        mode.as_integer = True
+        try:
+            return original(self)
+        finally:
+            mode.as_integer = False
+
+    read.__name__ = original.__name__
+    return read
+
+
+def _operator(func: Any) -> _Operator:
+    schema = func._schema  # noqa: SLF001 -- public in torch's documentation of operators, but for its name
+    returned = [one.alias_info for one in schema.returns if one.alias_info is not None]
+    written = [
+        (at, one) for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return _Operator(
+        schema.name.partition("::")[2],
+        view=bool(returned) and not any(one.is_write for one in returned),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        written=tuple(at for at, one in written if not one.kwarg_only),
+        written_names=tuple(one.name for _, one in written if one.kwarg_only),
+    )
+
+
+def _combined(name: str, found: list[bool | None]) -> bool | None:
+    """The operator ``name`` of tensors whose elements are all true, or all false."""
+    first, second = found[0], found[1] if len(found) > 1 else None
+    if name in ("all", "any"):
+        return first
+    if name == "logical_not":
+        return not first
+    if second is None or first is None:
+        return None
+    if name in ("mul", "logical_and", "bitwise_and"):
+        return first and second
+    return first or second if name in ("logical_or", "bitwise_or") else None
+
+
+def _collect(values: Iterable[Any], into: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            into.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, into)
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_small(tensors: Iterable[torch.Tensor]) -> bool:
+    elements = 0
+    exact = True
+    for tensor in tensors:
+        elements += tensor.numel()
+        exact = exact and _is_exact(tensor)
+        if tensor.untyped_storage().nbytes() > _BIGGEST_COPY * 2 or tensor.is_conj() or tensor.is_quantized:
+            return False
+    return elements <= (4 * MOST_EXACT if exact else MOST_FLOATS)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host on the same memory."""
+    nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if nbytes <= 0 or tensor.numel() == 0:
+        return torch.empty(tensor.size(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * int(nbytes)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+
+def _on_host(value: Any) -> Any:
+    """Arguments with tensors of the GPU replaced by the host's on the same memory, and the device by the host."""
+    if isinstance(value, torch.Tensor):
+        return _alias(value) if value.is_cuda else value
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(one) for one in value) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {name: _on_host(one) for name, one in value.items()}
+    return value
+
+
+def _compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool) -> bool:
+    """Run the operator on the host; whether it could be."""
+    try:
+        truth = func(*_on_host(args), **_on_host(named))
+    except Exception:  # noqa: BLE001 -- many operators have no kernel on the host; then nothing is known of the result
+        return False
+    if in_place:
+        return True
+    made: list[torch.Tensor] = []
+    true: list[torch.Tensor] = []
+    _collect((result,), made)
+    _collect((truth,), true)
+    if len(made) != len(true):
+        return False
+    for ours, theirs in zip(made, true, strict=True):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return False
+        (_alias(ours) if ours.is_cuda else ours).copy_(theirs)
+    return True
+
+
+def _users_line() -> str:
+    frame = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCHS)) and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"
+
+
+def _initialises() -> bool:
+    """Whether weights are being initialised: some are drawn again as long as values are out of a range."""
+    frame = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
+    while frame is not None:
+        if frame.f_code.co_filename == torch.nn.init.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
