@@ -5,15 +5,23 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TEST_READY := $(VENV)/.test-installed
 DEV_READY := $(VENV)/.dev-installed
+EMULATED_VENV ?= .venv-emulated
+EMULATED_READY := $(EMULATED_VENV)/.installed
+# The CUDA build of torch needs none of NVIDIA's libraries where these are stood in for. Three signs: no other build will do.
+EMULATED_TORCH ?= torch===2.13.0
+EMULATED_NEEDS := 'pytest>=8.2' 'pluggy>=1.5' 'tomli>=2.0' 'tomli-w>=1.0' 'filelock>=3.13' 'fsspec>=2024.2' \
+	'nvidia-ml-py>=12.535' 'rich>=13.0' 'click>=8.1' typing-extensions sympy networkx jinja2 numpy 'transformers>=4.50' \
+	'pytest-xdist>=3.8' 'plotly>=5.24'
 SUITE = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help example test explore gpu gpu-tests truth cuda lint browser screenshots clean
+.PHONY: help example test explore emulated gpu gpu-tests truth cuda lint browser screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines, and show the table"
 	@echo "make test      run the whole suite"
 	@echo "make explore   run the whole suite with random examples, ten times as many, and in a random order"
+	@echo "make emulated  run the tests that need an emulated GPU, and none (Linux on x86-64, a C compiler)"
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make lint      check format, style and types"
@@ -35,6 +43,9 @@ test: $(TEST_READY)
 # What it finds becomes an @example. The header shows the seed; ARGS='-m hypothesis' runs property tests only.
 explore: $(TEST_READY)
 	$(SUITE) --hypothesis-profile=explore --randomly-seed=$$(date +%s) $(ARGS)
+
+emulated: $(EMULATED_READY)
+	$(EMULATED_VENV)/bin/python -m pytest tests/emulated -n auto --dist loadfile $(ARGS)
 
 # They install nothing. The table is made of what runs, also when a test has failed.
 gpu: cuda
@@ -77,7 +88,7 @@ screenshots: $(TEST_READY)
 	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EMULATED_VENV) build dist .mypy_cache .ruff_cache .hypothesis
 	find . -type d \( -name __pycache__ -o -name .pytest_cache \) -prune -exec rm -rf {} +
 
 # Made anew whenever pyproject.toml changes. Where Python comes without ensurepip, as on Debian, its own pip fills the
@@ -88,6 +99,13 @@ $(TEST_READY): pyproject.toml
 	$(BIN)/python -c "import pip, sys; sys.exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" || \
 		$(BIN)/python -m pip install --upgrade pip
 	$(BIN)/python -m pip install --editable '.[test]'
+	touch $@
+
+$(EMULATED_READY): pyproject.toml
+	$(PYTHON) -m venv --clear $(EMULATED_VENV)
+	$(EMULATED_VENV)/bin/python -m pip install --no-deps '$(EMULATED_TORCH)'
+	$(EMULATED_VENV)/bin/python -m pip install $(EMULATED_NEEDS)
+	$(EMULATED_VENV)/bin/python -m pip install --no-deps --editable .
 	touch $@
 
 $(DEV_READY): $(TEST_READY)

@@ -11,6 +11,7 @@ from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.comment import comment
 from pytest_gpumem.cli.compare import compare
+from pytest_gpumem.cli.emulate import emulate
 from pytest_gpumem.cli.export import export
 from pytest_gpumem.cli.history import history
 from pytest_gpumem.cli.merge import merge
@@ -34,13 +35,14 @@ def main() -> None:
     Whose baselines are unused:     gpumem prune --dry-run
     Is this branch slower:          gpumem ab main
     What fits into this GPU:        gpumem advise MODULE:FACTORY --fits 24GB
+    A program's peaks on no GPU:    gpumem emulate l4 -- python train.py
 
     Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
     says what that means for it.
     """
 
 
-for command in (ab, advise, comment, compare, export, history, merge, prune, show):
+for command in (ab, advise, comment, compare, emulate, export, history, merge, prune, show):
     main.add_command(command)
 
 

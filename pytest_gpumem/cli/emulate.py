@@ -1,0 +1,47 @@
+"""``gpumem emulate``: any program on an emulated GPU, with its peaks at the end."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from pytest_gpumem.devices.naming import EMULATED
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("gpu")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+def emulate(*, gpu: str, command: tuple[str, ...]) -> None:
+    """Run a program on an emulated GPU, and tell the peaks of its memory and what they are made of.
+
+    GPU is one of h100, a100, l4 and so on, several of them (h100x8), or a size: 24GB is an H100 with so much memory. The CUDA
+    build of torch runs as it is, over stand-ins for CUDA's libraries: memory is torch's own allocator's, values of large
+    tensors are not computed, and nothing takes the time that it takes on a GPU. Programs that are not Python are run, too:
+    what counts is each Python that they start.
+
+    \b
+    Examples:
+      gpumem emulate l4 -- python train.py --batch 8
+      gpumem emulate h100x8 -- python -m pytest tests/models
+
+    Exit status: 0 when the program ends with 0, its own where it ends with another, 1 when a GPU cannot be emulated here or the
+    program not be started, 2 for wrong usage.
+    """
+    from pytest_gpumem.emulation.before_torch import PEAKS
+    from pytest_gpumem.emulation.load import environment_for, prepare
+    from pytest_gpumem.emulation.torch_build import EmulationError
+
+    word = gpu if gpu.startswith(EMULATED) else EMULATED + gpu
+    try:
+        prepare(word)
+    except (EmulationError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    command = command[1:] if command[0] == "--" else command
+    if not command:
+        raise click.UsageError("there is no command after --")
+    environment = {**os.environ, **environment_for(word, os.environ), PEAKS: "1"}
+    try:
+        os.execvpe(command[0], command, environment)  # noqa: S606 -- it takes this process's place, signals and status
+    except OSError as error:
+        raise click.ClickException(f"{command[0]}: {error.strerror}") from None

@@ -1,1 +1,0 @@
-"""What a step would need on a device that is not there."""

@@ -1,0 +1,45 @@
+"""Tests that need the CUDA build of torch, and no GPU: `make emulated`. Each runs Python of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pytest_gpumem.emulation.load import STARTUP, VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if torch.version.cuda is None:
+        pytest.skip("needs a CUDA build of torch (make emulated)")
+
+
+@pytest.fixture
+def on_gpu(tmp_path) -> Callable[..., str]:
+    """Run Python on an emulated GPU, and return what it prints; ``torch`` is imported. It must end well."""
+
+    def run(source: str, gpu: str = "emulated:h100", fails: bool = False, **environment: str) -> str:
+        path = os.pathsep.join([str(STARTUP), str(REPOSITORY)])
+        done = subprocess.run(
+            [sys.executable, "-c", "import torch\n" + source],
+            env={**os.environ, VARIABLE: gpu, "PYTHONPATH": path, **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        return done.stdout + (done.stderr if fails else "")
+
+    return run

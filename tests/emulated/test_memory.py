@@ -1,0 +1,171 @@
+"""Bytes on an emulated GPU: torch's own allocator, to the byte, in every process alike."""
+
+from __future__ import annotations
+
+import pytest
+
+GPT2 = """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+logging.set_verbosity_error()
+def train(precision, steps=3):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config()).cuda().train()
+    if precision == "bf16":
+        model = model.bfloat16()
+    elif precision == "fp16":
+        model = model.half()
+    ids = torch.randint(0, 50257, (8, 1024)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "amp-fp16")
+    dtype = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}.get(precision)
+    for _ in range(steps):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = model(input_ids=ids, labels=ids).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer) if scaler.is_enabled() else None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        del loss
+    stats = torch.cuda.memory_stats()
+    return stats["requested_bytes.all.peak"], stats["requested_bytes.all.current"]
+"""
+PARAMETERS = 124_439_808
+WORKSPACES = 2 * 33_554_432
+"""cuBLAS's, of the thread that runs forward and of autograd's: PyTorch's own size on sm_90."""
+BATCH = 8 * 1024 * 8
+
+
+@pytest.mark.parametrize(
+    ("precision", "bytes_a_parameter", "scaler"),
+    [("fp32", 12, 0), ("amp-bf16", 12, 0), ("amp-fp16", 12, 8), ("bf16", 6, 0), ("fp16", 6, 0)],
+)
+def test_what_lives_between_two_steps_is_the_sum_by_hand(on_gpu, precision, bytes_a_parameter, scaler):
+    pytest.importorskip("transformers")
+    _, live = map(int, on_gpu(GPT2 + f"print(*train({precision!r}))").split())
+    assert live == bytes_a_parameter * PARAMETERS + WORKSPACES + BATCH + scaler
+
+
+def test_a_training_step_has_the_same_peak_in_every_process_and_after_other_work(on_gpu):
+    pytest.importorskip("transformers")
+    alone = on_gpu(GPT2 + "print(train('amp-bf16')[0])")
+    before = "x = [torch.randn(1000, 1000 + i, device='cuda') for i in range(50)]; del x; torch.arange(9).cuda().sum().item()\n"
+    assert on_gpu(GPT2 + before + "print(train('amp-bf16')[0])") == alone
+    assert on_gpu(GPT2 + "print(train('amp-bf16')[0])") == alone == "13593158440\n"
+
+
+def test_memory_runs_out_with_the_message_of_torch(on_gpu):
+    source = """
+try:
+    torch.empty(2**40, device="cuda")
+except torch.OutOfMemoryError as error:
+    print(str(error).splitlines()[0][:120])
+kept = []
+try:
+    while True:
+        kept.append(torch.empty(2**28, device="cuda"))
+except torch.OutOfMemoryError:
+    print(len(kept), torch.cuda.get_device_properties(0).total_memory)
+"""
+    said = on_gpu(source, "emulated:24GB").splitlines()
+    assert said[0].startswith(
+        "CUDA out of memory. Tried to allocate 4096.00 GiB. GPU 0 has a total capacity of 22.35 GiB"
+    )
+    assert said[1] == "21 24000000000"
+
+
+def test_expandable_segments_leave_less_unused(on_gpu):
+    source = """
+for size in (300, 200, 400, 350):
+    x = torch.empty(size * 2**20 + 1, dtype=torch.uint8, device="cuda")
+    del x
+print(torch.cuda.memory_reserved())
+"""
+    plain = int(on_gpu(source))
+    expandable = int(on_gpu(source, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"))
+    assert expandable == 420 * 2**20
+    assert plain > expandable
+
+
+def test_a_block_that_another_stream_uses_is_reused_only_when_the_host_has_waited(on_gpu):
+    source = """
+stream = torch.cuda.Stream()
+x = torch.empty(2**20, device="cuda")
+where = x.data_ptr()
+x.record_stream(stream)
+with torch.cuda.stream(stream):
+    x + 1
+del x
+print(torch.empty(2**20, device="cuda").data_ptr() == where)
+torch.cuda.synchronize()
+print(torch.empty(2**20, device="cuda").data_ptr() == where)
+"""
+    assert on_gpu(source) == "False\nTrue\n"
+
+
+def test_graphs_pinned_memory_and_several_gpus_work(on_gpu):
+    source = """
+x = torch.ones(100, device="cuda:3")
+print(x.device, torch.cuda.device_count(), torch.cuda.memory_allocated(3), torch.cuda.memory_allocated(0))
+graph = torch.cuda.CUDAGraph()
+static = torch.ones(1000, device="cuda")
+with torch.cuda.graph(graph):
+    static * 2
+graph.replay()
+print(torch.ones(5).pin_memory().cuda(non_blocking=True).tolist())
+"""
+    assert on_gpu(source, "emulated:h100x8") == "cuda:3 8 512 0\n[1.0, 1.0, 1.0, 1.0, 1.0]\n"
+
+
+def test_ddp_and_fsdp_run_as_one_rank_of_many(on_gpu):
+    source = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl", rank=0, world_size=8, store=dist.HashStore())
+torch.cuda.set_device(0)
+def model():
+    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
+def live(module):
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
+    for _ in range(2):
+        module(torch.ones(4, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+from torch.distributed.device_mesh import init_device_mesh
+sharded = model()
+fully_shard(sharded, mesh=init_device_mesh("cuda", (8,)))
+print(live(sharded))
+import os
+os._exit(print(flush=True) or 0)
+"""
+    (live,) = map(int, on_gpu(source).split())
+    workspaces = 2 * 33_554_432
+    # An eighth of the weights and of their two averages.
+    assert live - workspaces == pytest.approx(3 * 8 * 1024 * 1024 * 4 / 8, rel=0.01)
+
+
+def test_what_the_emulated_gpu_lacks_fails_with_its_name(on_gpu):
+    said = on_gpu("torch.linalg.eigh(torch.randn(300, 300, device='cuda'))", fails=True)
+    assert "pytest-gpumem: the emulated GPU lacks cusolver" in said
+    said = on_gpu("torch.fft.fft(torch.randn(3000, device='cuda'))", fails=True)
+    assert "pytest-gpumem: the emulated GPU lacks cufft" in said
+
+
+def test_a_limit_on_address_space_is_told(on_gpu):
+    source = """
+import resource
+now = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (now + 2**30, now + 2**30))
+torch.empty(2**31, device="cuda")
+"""
+    said = on_gpu(source, fails=True)
+    assert "could not reserve 8589934592 bytes of address space for the emulated GPU" in said
+    assert "ulimit -v" in said

@@ -1,0 +1,71 @@
+"""Peaks that an emulated GPU gives are those that others have published, to the byte.
+
+Published: csdiywithme/cs336-assignment2-systems@bb85bbf8d82808f9638481aad0fe9376f8cfdc1a, NVIDIA B200, torch 2.11.0+cu128,
+``runs/cloud/20260914T084942Z-models-small-medium/20260914T085455Z-rpc``; figures only.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RUN = """
+import json, os, sys
+sys.path[:0] = sys.argv[2:]
+from pytest_gpumem.emulation.load import load
+load("emulated:b200")
+import published_peaks
+print(json.dumps(published_peaks.run_case({"run": json.loads(sys.argv[1]), "before": 15})), flush=True)
+os._exit(0)  # threads of autograd may outlive the interpreter
+"""
+
+
+def why_not() -> str | None:
+    """Why no GPU can be emulated here. torch is not imported: its build is told from its version."""
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+        return "GPUs are emulated on Linux on x86-64 only"
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return "torch is not installed"
+    if not list(Path(found.origin).parent.glob("lib/libtorch_cuda.so")):
+        return "this build of torch has no CUDA"
+    if Path("/proc/driver/nvidia/version").exists():
+        return "there is a real GPU"
+    return None
+
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "allocated", "reserved"),
+    [
+        # .../000-small-fp32-forward-w5/result.json
+        ("forward", 4_105_227_264, 4_244_635_648),
+        # .../001-small-fp32-backward-w5/result.json
+        ("backward", 4_359_507_968, 4_546_625_536),
+        # .../002-small-fp32-train-w5/result.json
+        ("train", 5_408_614_400, 5_746_196_480),
+    ],
+)
+def test_the_small_model_peaks_where_it_was_published_to(mode, allocated, reserved):
+    run = json.dumps({"size": "small", "precision": "fp32", "mode": mode, "context": 512})
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "GPUMEM_"))}
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:2:16:8"  # torch 2.11's workspace, which 2.13 made larger
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, run, str(BENCHMARKS), str(BENCHMARKS.parent)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["peak_allocated"], figures["peak_reserved"]) == (allocated, reserved)

@@ -1,0 +1,115 @@
+"""Values on an emulated GPU: what the host knows is true, and what it does not is told when it is read."""
+
+from __future__ import annotations
+
+SEEN = """
+from pytest_gpumem.emulation.values import current
+def seen():
+    trouble, current().trouble = current().trouble, None
+    return trouble
+"""
+
+
+def test_small_models_have_true_values_in_forward_and_in_what_is_computed_again(on_gpu):
+    source = """
+from torch.utils.checkpoint import checkpoint
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def forward(self, x, mask):
+        branches.append(bool(mask.all()))
+        return self.layer(x).relu()
+branches = []
+torch.manual_seed(1)
+block, head, x, y = Block(), torch.nn.Linear(8, 4), torch.randn(32, 8), torch.arange(32) % 4
+def loss(device):
+    out = checkpoint(block.to(device), x.to(device), torch.arange(1, 9).to(device), use_reentrant=False)
+    return torch.nn.functional.cross_entropy(head.to(device)(out), y.to(device))
+theirs = loss("cpu").item()
+ours = loss("cuda")
+assert abs(ours.item() - theirs) < 1e-5 and theirs > 1, (ours, theirs)
+ours.backward()
+print(branches, seen())
+"""
+    assert on_gpu(SEEN + source) == "[True, True, True] None\n"
+
+
+def test_backward_takes_the_memory_that_it_takes_without_the_values(on_gpu):
+    source = """
+weight = torch.nn.Parameter(torch.empty(10000, 4096, device="cuda"))
+i = torch.arange(8).cuda()
+torch.cuda.reset_peak_memory_stats()
+weight[i, :].sum().backward()
+print(torch.cuda.memory_stats()["requested_bytes.all.peak"] // 10**6)
+"""
+    # The weight and its gradient, and hardly more.
+    assert on_gpu(source) == "327\n"
+
+
+def test_an_initialisation_that_draws_again_ends_and_is_no_read(on_gpu):
+    source = "torch.nn.init.trunc_normal_(torch.empty(1000, 1000, device='cuda'))\nprint(seen())"
+    assert on_gpu(SEEN + source) == "None\n"
+
+
+# One process for all: it is torch's start that takes time.
+KNOWN = {
+    "torch.arange(4, device='cuda').tolist()": [0, 1, 2, 3],
+    "torch.zeros(3, device='cuda').tolist()": [0.0, 0.0, 0.0],
+    "torch.full((2,), 7, device='cuda').tolist()": [7, 7],
+    "torch.tensor([3, 1, 2]).cuda().sort().values.tolist()": [1, 2, 3],
+    "(torch.tensor([3, 1, 2]).cuda() > 1).nonzero().flatten().tolist()": [0, 2],
+    "torch.tensor([3, 1, 3]).cuda().unique().tolist()": [1, 3],
+    "torch.arange(6, device='cuda')[torch.arange(6).cuda() % 2 == 0].tolist()": [0, 2, 4],
+    "torch.ones(5, dtype=torch.bool, device='cuda').all().item()": True,
+    "torch.arange(5).cuda().cumsum(0)[-1].item()": 10,
+    "torch.arange(3).cuda().repeat_interleave(torch.tensor([1, 0, 2]).cuda()).tolist()": [0, 2, 2],
+    "torch.arange(3).cuda().equal(torch.arange(3).cuda())": True,
+    "torch.arange(6).cuda().view(2, 3).t()[1].tolist()": [1, 4],
+    "torch.randn(4000, 4000, device='cuda').isfinite().all().item()": True,
+    "torch.randn(4000, 4000, device='cuda').isnan().any().item()": False,
+}
+READ = {
+    "x.nonzero()": "nonzero reads values",
+    "x[x > 0]": "a boolean index reads values",
+    "int(x.sum())": "a value is read",
+    "bool((x > 0).any())": "a value is read",
+    "x.argmax().item()": "a value is read",
+    "(x * 0).long().unique()": "unique reads values",
+}
+LOGGED = ("x.sum().item()", "float(x.mean())", "str(x.sum())", "x.norm().cpu()")
+
+
+def test_what_the_host_can_know_is_true(on_gpu):
+    source = "".join(f"print([{expression}, seen()])\n" for expression in KNOWN)
+    assert on_gpu(SEEN + source).splitlines() == [str([value, None]) for value in KNOWN.values()]
+
+
+def test_a_value_that_is_not_computed_is_told_with_the_line_that_reads_it(on_gpu, tmp_path):
+    (tmp_path / "reads.py").write_text(
+        "".join(f"def f{at}(x): {one}\n" for at, one in enumerate(READ)), encoding="utf-8"
+    )
+    source = "import sys; sys.path.insert(0, '.')\nimport reads\nx = torch.randn(1000, 1000, device='cuda')\n"
+    source += "".join(f"reads.f{at}(x)\nprint(seen())\n" for at in range(len(READ)))
+    for at, (told, said) in enumerate(zip(on_gpu(SEEN + source).splitlines(), READ.values(), strict=True), start=1):
+        assert told.startswith(f"{said} that an emulated GPU does not compute, at ")
+        assert told.endswith(f"reads.py:{at}")
+
+
+def test_a_logged_float_disturbs_nothing(on_gpu):
+    source = "x = torch.randn(1000, 1000, device='cuda')\n" + "".join(f"{one}\nprint(seen())\n" for one in LOGGED)
+    assert on_gpu(SEEN + source).splitlines() == ["None"] * len(LOGGED)
+
+
+def test_a_gradient_scaler_takes_gradients_as_finite(on_gpu):
+    source = """
+model = torch.nn.Linear(512, 512).cuda()
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+with torch.autocast("cuda", torch.float16):
+    loss = model(torch.randn(4096, 512, device="cuda")).square().mean()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()
+print(scaler.get_scale(), seen())
+"""
+    assert on_gpu(SEEN + source) == "65536.0 None\n"

@@ -1,0 +1,108 @@
+"""Where a GPU is not emulated, and what is said then."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pytest_gpumem.cli.main import main
+from pytest_gpumem.emulation import load
+from pytest_gpumem.emulation.torch_build import EmulationError
+
+
+def test_where_torch_has_been_imported_who_did_it_is_named(tmp_path):
+    (tmp_path / "early.py").write_text("import torch\n", encoding="utf-8")
+    source = "import early\nfrom pytest_gpumem.emulation.load import load\nload('emulated:h100')"
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (
+        "EmulationError: torch was imported before the GPU could be emulated, by early. Have it imported later"
+        in done.stderr
+    )
+
+
+def test_a_driver_of_a_real_gpu_refuses(monkeypatch, tmp_path):
+    sign = tmp_path / "nvidiactl"
+    sign.write_text("", encoding="utf-8")
+    monkeypatch.setattr(load, "_SIGNS_OF_A_DRIVER", (sign,))
+    with pytest.raises(EmulationError, match=r"has a GPU's driver \(.*nvidiactl\).*Use the real one"):
+        load.load("emulated:h100")
+
+
+def test_another_platform_refuses(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(EmulationError, match="on Linux on x86-64 only, and this is darwin on"):
+        load.load("emulated:h100")
+
+
+def emulate(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["emulate", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("h10", "did you mean 'emulated:h100'?"),
+        ("emulated:h10", "did you mean 'emulated:h100'?"),
+        ("h100x99", "from 1 to 64 GPUs can be emulated, not 99"),
+    ],
+)
+def test_a_gpu_that_there_is_not_is_an_error(word, said):
+    result = emulate(word, "--", "true")
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_a_torch_without_cuda_is_an_error():
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA: tests/emulated runs on it")
+    result = emulate("h100", "--", "true")
+    assert result.exit_code == 1
+    assert re.search(r"Error: torch \S+ has no CUDA: a GPU is emulated beneath the CUDA build", result.output)
+
+
+@pytest.mark.parametrize("arguments", [(), ("h100",), ("h100", "--")])
+def test_without_a_command_it_is_wrong_usage(arguments, monkeypatch):
+    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
+    monkeypatch.setattr(load, "installed_torch", lambda: None)
+    assert emulate(*arguments).exit_code == 2
+
+
+def test_the_command_takes_this_process_with_what_its_pythons_need(monkeypatch):
+    called = []
+    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
+    monkeypatch.setattr(load, "installed_torch", lambda: None)
+    monkeypatch.setattr(os, "execvpe", lambda *given: called.append(given))
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    emulate("l4", "--", "python", "train.py", "--batch", "8")
+    ((program, command, environment),) = called
+    assert (program, command) == ("python", ("python", "train.py", "--batch", "8"))
+    assert environment["GPUMEM_EMULATED"] == "emulated:l4"
+    assert environment["PYTHONPATH"] == f"{load.STARTUP}{os.pathsep}mine"
+
+
+def test_a_command_that_there_is_not_is_named(monkeypatch):
+    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
+    monkeypatch.setattr(load, "installed_torch", lambda: None)
+    result = emulate("l4", "--", "/nowhere/python")
+    assert (result.exit_code, result.output) == (1, "Error: /nowhere/python: No such file or directory\n")
+
+
+def test_the_sitecustomize_that_it_hides_is_run_as_well(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "print('ours')"],
+        env={"PYTHONPATH": f"{load.STARTUP}:{tmp_path}", "PATH": "/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "theirs\nours\n"
+    assert Path(load.STARTUP, "sitecustomize.py").exists()
