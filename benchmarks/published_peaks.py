@@ -1,0 +1,406 @@
+"""Peaks of an emulated GPU beside peaks that others have published from real ones.
+
+``published/`` has the publishers' figures, each with its source. Nothing that is printed as emulated was measured on a GPU.
+
+- `cs336_model.py`: a language model of a course. A case is a process of its own, and the step that counts is the sixteenth, as
+  it was there: what is allocated moves by a few tenths of a percent from step to step.
+- `liger_kernels.py`: five kernels in plain PyTorch.
+- The small model's peaks in steps 2 to 40 of one process, to show how far they move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import operator
+import os
+import platform
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from claims import Claim, conclude, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+HERE = Path(__file__).parent
+PUBLISHED = HERE / "published"
+UNITS = {"B": 1, "MB": 2**20, "GiB": 2**30}
+PEAKS = ("peak_allocated", "peak_reserved")
+EMULATED_BY = {
+    "NVIDIA B200": "b200",
+    "NVIDIA A800-SXM4-80GB": "a100",  # the same chip and memory, with slower links to its neighbours
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+}
+STEPS_BEFORE = 15
+"""Five to warm up and ten timed, as the publisher did."""
+WORKSPACE = ":4096:2:16:8"
+"""What cuBLAS is given in the published runs, 8,519,680 bytes a thread. torch 2.13 gives a B200 more of itself."""
+WANDERING = range(2, 41)
+CASE_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A published figure."""
+
+    value: float
+    unit: str
+    digits: int
+    """Digits behind its point."""
+
+    @classmethod
+    def read(cls, row: Mapping[str, str]) -> Figure:
+        return cls(float(row["value"]), row["unit"], len(row["value"].partition(".")[2]))
+
+    @property
+    def bytes(self) -> float:
+        return self.value * UNITS[self.unit]
+
+    def is_that_of(self, emulated: float) -> bool:
+        """Whether as many bytes would have been published so. In bytes none may be missing; Liger's MB are rounded to fp32."""
+        if self.unit == "MB":
+            return _as_fp32(emulated / UNITS["MB"]) == self.value
+        return round(emulated / UNITS[self.unit], self.digits) == self.value
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case of the course's model. The fields before ``published`` are those of `cs336_model.Run`."""
+
+    size: str
+    precision: str
+    mode: str
+    context: int
+    group: int
+    gpu: str
+    source: str
+    published: dict[str, Figure] = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        grouped = f", {self.group} under a checkpoint" if self.group else ""
+        return f"{self.size} {self.precision} {self.mode} s{self.context}{grouped}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An emulated figure beside the published one."""
+
+    name: str
+    metric: str
+    emulated: float
+    published: Figure
+
+    @property
+    def difference(self) -> float:
+        return self.emulated - self.published.bytes
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.difference / self.published.bytes
+
+    @property
+    def equal(self) -> bool:
+        return self.published.is_that_of(self.emulated)
+
+    @property
+    def off(self) -> float:
+        """Percent that cannot be the publisher's rounding."""
+        return 0.0 if self.equal else abs(self.percent)
+
+    def cells(self) -> tuple[str, ...]:
+        there = self.published
+        said = f"{there.value:,.0f}" if there.unit == "B" else f"{there.value:,.{there.digits}f} {there.unit}"
+        apart = ("equal", "") if self.equal else (f"{self.difference:+,.0f}", f"{self.percent:+.4f} %")
+        return (self.name, self.metric.removeprefix("peak_"), f"{self.emulated:,.0f}", said, *apart)
+
+
+HEADER = ("case", "peak", "emulated, B", "published", "difference, B", "")
+
+
+def _as_fp32(number: float) -> float:
+    return struct.unpack("f", struct.pack("f", number))[0]
+
+
+def cs336_cases() -> list[Case]:
+    """Cases of the course's model with their published figures."""
+    with (PUBLISHED / "published-peaks.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    cases = []
+    for _, same in groupby(rows, key=lambda row: (row["gpu"], row["config"])):
+        group = list(same)
+        row = group[0]
+        cases.append(_case(row, {one["metric"]: Figure.read(one) for one in group}))
+    return cases
+
+
+def _case(row: Mapping[str, str], published: dict[str, Figure]) -> Case:
+    text = f"{row['model']} {row['config']}"
+    words = {word.strip(",") for word in text.split()}
+
+    def one_of(*known: str) -> str:
+        return next(word for word in known if word in words)
+
+    context = int(re.findall(r"\bs(\d+)\b", text)[0])
+    every = re.findall(r"every (\d+) block", text)
+    segments = re.findall(r"checkpoint_segments=(\d+)", text)
+    blocks = 32  # only xl is checkpointed
+    group = int(every[0]) if every else -(-blocks // int(segments[0])) if segments else 0
+    mode, precision = one_of("forward", "backward", "train"), one_of("fp32", "bf16")
+    source = f"{row['source']} {row['path']}"
+    return Case(one_of("small", "medium", "xl"), precision, mode, context, group, row["gpu"], source, published)
+
+
+def liger_rows() -> list[dict[str, str]]:
+    """Published rows of the kernels in plain PyTorch."""
+    with (PUBLISHED / "liger-memory.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# What a process of its own does: `_run_there` starts one of these with its arguments as JSON.
+
+
+def run_case(asked: dict[str, Any]) -> dict[str, int]:
+    """Make the steps before, and read the allocator's figures in the next one."""
+    import torch
+    from cs336_model import Run, make_step
+
+    step = make_step(Run(**asked["run"]))
+    figures = {"initial_allocated": torch.cuda.memory_allocated()}
+    for _ in range(asked["before"]):
+        step(None)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step(figures)
+    torch.cuda.synchronize()
+    figures["peak_allocated"] = torch.cuda.max_memory_allocated()
+    figures["peak_reserved"] = torch.cuda.max_memory_reserved()
+    figures["peak_requested"] = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return figures
+
+
+def run_steps(asked: dict[str, Any]) -> list[dict[str, int]]:
+    """Read the peaks of each step."""
+    import torch
+    from cs336_model import Run, make_step
+
+    step = make_step(Run(**asked["run"]))
+    peaks = []
+    for number in range(1, WANDERING.stop):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step(None)
+        stats = torch.cuda.memory_stats()
+        if number in WANDERING:
+            peaks.append({of: stats[f"{of}_bytes.all.peak"] for of in ("requested", "allocated", "reserved")})
+    return peaks
+
+
+def run_kernels(asked: dict[str, Any]) -> list[float]:
+    """Run published rows of one kernel one after the other, as there."""
+    from liger_kernels import peak_of, warm_up
+
+    warm_up(asked["rows"][0])
+    return [peak_of(row) for row in asked["rows"]]
+
+
+CHILDREN = {function.__name__: function for function in (run_case, run_steps, run_kernels)}
+
+
+def _be_child(asked: dict[str, Any]) -> None:
+    """Do what is asked on an emulated GPU, print it as JSON, and end at once: nothing waits for threads of autograd."""
+    sys.path.insert(0, str(HERE.parent))
+    from pytest_gpumem.emulation.before_torch import install
+    from pytest_gpumem.emulation.load import load
+
+    (install if asked["values"] else load)(f"emulated:{asked['gpu']}")
+    import torch
+
+    result = CHILDREN[asked["do"]](asked)
+    print(json.dumps({"torch": torch.__version__, "result": result}), flush=True)
+    os._exit(0)
+
+
+class Runner:
+    """Starts the processes, and notes what they ran on."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.values: bool = options.values
+        self.workspace: str = options.workspace
+        self.before: int = options.before
+        self.torch = ""
+
+    def run(self, do: str, gpu: str, *, own_workspace: bool, **asked: Any) -> Any:
+        """Have a new process do something on an emulated GPU. Raises ``RuntimeError`` with what it wrote when it fails."""
+        environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+        if self.workspace and not own_workspace:
+            environment["CUBLAS_WORKSPACE_CONFIG"] = self.workspace
+        text = json.dumps({"do": do, "gpu": gpu, "values": self.values, "before": self.before, **asked})
+        command = [sys.executable, str(Path(__file__).resolve()), "--do", text]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=CASE_SECONDS
+        )
+        if done.returncode:
+            raise RuntimeError(f"{do} on emulated:{gpu} failed:\n{done.stderr[-4000:]}")
+        said = json.loads(done.stdout.splitlines()[-1])
+        self.torch = said["torch"]
+        return said["result"]
+
+    def environment(self, gpu: str) -> dict[str, Any]:
+        return {
+            "emulated": True,
+            "gpu": f"emulated:{gpu}",
+            "torch": self.torch,
+            "python": platform.python_version(),
+            "CUBLAS_WORKSPACE_CONFIG": {"cs336": self.workspace or None, "liger": None},
+            "host_values": self.values,
+            "steps_before": self.before,
+        }
+
+
+def compare_cs336(runner: Runner, only: str, into: dict[str, dict[str, Any]]) -> list[Compared]:
+    """Run the cases; results go ``into`` a dictionary by GPU. Returns all figures, also those within the step."""
+    compared = []
+    for case in cs336_cases():
+        if only not in case.name:
+            continue
+        gpu = EMULATED_BY[case.gpu]
+        run = {name: value for name, value in asdict(case).items() if name not in ("gpu", "source", "published")}
+        figures = runner.run("run_case", gpu, own_workspace=False, run=run)
+        name = case.name if gpu == "b200" else f"{case.name} (A800)"
+        these = [Compared(name, metric, figures[metric], figure) for metric, figure in case.published.items()]
+        compared += these
+        for one in these:
+            if one.metric in PEAKS:
+                print(*one.cells(), sep="  ", flush=True)
+        into.setdefault(gpu, {}).setdefault("cs336", {})[case.name] = {
+            "published_on": case.gpu,
+            "source": case.source,
+            "emulated": figures,
+            "published": {
+                metric: f"{figure.value:.{figure.digits}f} {figure.unit}" for metric, figure in case.published.items()
+            },
+        }
+    return compared
+
+
+def compare_liger(runner: Runner, only: str, into: dict[str, dict[str, Any]]) -> list[Compared]:
+    """Run the kernels, those of one GPU, kernel and axis in one process, as they were run there."""
+    compared = []
+    sweep = operator.itemgetter("gpu", "kernel", "x_name")
+    for (gpu_name, kernel, _), same in groupby(sorted(liger_rows(), key=sweep), key=sweep):
+        if only not in kernel:
+            continue
+        group, gpu = list(same), EMULATED_BY[gpu_name]
+        peaks = runner.run("run_kernels", gpu, own_workspace=True, rows=group)
+        for row, peak in zip(group, peaks, strict=True):
+            name = f"{kernel} {row['mode']} {row['x_name']}={row['x']} ({gpu})"
+            compared.append(Compared(name, "peak_allocated", peak, Figure.read(row)))
+            into.setdefault(gpu, {}).setdefault("liger", {})[name] = {
+                "published_on": gpu_name,
+                "source": row["source"],
+                "emulated": peak,
+                "published": f"{row['value']} {row['unit']}",
+            }
+    return compared
+
+
+def claims_of_cs336(compared: Sequence[Compared]) -> Iterable[Claim]:
+    """Of the peaks that are published in bytes at most one in ten differs, and of all none by much."""
+    for metric, most in zip(PEAKS, (0.05, 1.0), strict=True):
+        those = [one for one in compared if one.metric == metric]
+        exact = [one for one in those if one.published.unit == "B"]
+        if exact:
+            equal = sum(one.equal for one in exact)
+            text = f"{metric.replace('_', ' ')}: {equal} of {len(exact)} that are published in bytes are equal"
+            yield Claim(f"{text}; share that differs", (len(exact) - equal) / len(exact), 0.1)
+        if those:
+            worst = max(those, key=lambda one: one.off)
+            text = f"{metric.replace('_', ' ')}: the largest difference in %"
+            yield Claim(f"{text} ({worst.name})" if worst.off else text, worst.off, most)
+
+
+def claims_of_liger(compared: Sequence[Compared]) -> Iterable[Claim]:
+    """At most one row in ten is more than 1 % off."""
+    off = sum(abs(one.percent) > 1 for one in compared)
+    equal = sum(one.equal for one in compared)
+    worst = max(compared, key=lambda one: abs(one.percent))
+    text = f"kernels: {equal} of {len(compared)} equal, the worst {worst.percent:+.3f} % ({worst.name})"
+    yield Claim(f"{text}; share that is more than 1 % off", off / len(compared), 0.1)
+
+
+def print_wandering(peaks: Sequence[Mapping[str, int]]) -> None:
+    """Print how each figure moves from step to step."""
+    print(f"small fp32 train s512, peaks of steps {WANDERING.start} to {WANDERING.stop - 1} of one process, emulated\n")
+    rows = []
+    for of in ("requested", "allocated", "reserved"):
+        figures = [one[of] for one in peaks]
+        moved = 100 * (max(figures) - min(figures)) / min(figures)
+        rows.append((of, f"{min(figures):,}", f"{max(figures):,}", str(len(set(figures))), f"{moved:.3f} %"))
+    print_table(("figure", "least, B", "most, B", "different values", "most over least"), rows)
+
+
+def write_results(runner: Runner, results: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    """Write a file for each emulated GPU."""
+    for gpu, parts in results.items():
+        path = folder / f"emulated-{gpu}" / "published-peaks.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**runner.environment(gpu), **parts}, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {path}")
+
+
+def main() -> int:
+    """Run all, print the emulated peaks beside the published ones, and tell whether the claims hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="WORD", help="cases with this in their name; nothing is written")
+    parser.add_argument(
+        "--workspace", default=WORKSPACE, help="cuBLAS's for the model, '' for torch's own (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--values",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute small tensors on the host, as gpumem emulate does (default: on)",
+    )
+    parser.add_argument(
+        "--before", type=int, default=STEPS_BEFORE, help="steps before the one that counts (default: 15)"
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of results")
+    parser.add_argument("--do", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.do:
+        _be_child(json.loads(options.do))
+    runner, results = Runner(options), {}
+    compared = compare_cs336(runner, options.only, results)
+    kernels = compare_liger(runner, options.only, results)
+    claims: list[Claim] = []
+    print(f"\nEmulated, torch {runner.torch}, {options.before} steps before\n")
+    if compared:
+        print_table(HEADER, [one.cells() for one in compared if one.metric in PEAKS])
+        stages = [one for one in compared if one.metric not in PEAKS]
+        equal = sum(one.equal for one in stages)
+        print(f"Allocated before, between and after the phases of the step: {equal} of {len(stages)} equal\n")
+        claims += claims_of_cs336(compared)
+    if kernels:
+        print_table(HEADER, [one.cells() for one in kernels])
+        claims += claims_of_liger(kernels)
+    if not options.only:
+        run = {"size": "small", "precision": "fp32", "mode": "train", "context": 512}
+        steps = runner.run("run_steps", "b200", own_workspace=False, run=run)
+        print_wandering(steps)
+        results["b200"]["steps_of_small_fp32_train"] = steps
+        write_results(runner, results, options.out)
+    return conclude(claims, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
