@@ -45,7 +45,7 @@ explore: $(TEST_READY)
 	$(SUITE) --hypothesis-profile=explore --randomly-seed=$$(date +%s) $(ARGS)
 
 emulated: $(EMULATED_READY)
-	$(EMULATED_VENV)/bin/python -m pytest tests/emulated -n auto --dist loadfile $(ARGS)
+	$(EMULATED_VENV)/bin/gpumem emulate h100 -- $(EMULATED_VENV)/bin/python -m pytest tests/emulated -n auto --dist loadfile $(ARGS)
 
 # They install nothing. The table is made of what runs, also when a test has failed.
 gpu: cuda

@@ -11,7 +11,7 @@ import atexit
 import ctypes
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import local
@@ -31,7 +31,6 @@ from pytest_gpumem.devices.torch_internals import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
 
 MOST_EXACT = 1 << 18
 """Elements of the integer and boolean tensors that are computed: copies of as many bytes are real in ``native/memory.c``."""
@@ -248,8 +247,6 @@ class HostValues(TorchDispatchMode):
 
 
 _mode: HostValues | None = None
-_kept: list[AbstractContextManager[None]] = []
-"""What is entered for good."""
 
 
 def begin() -> HostValues:
@@ -289,8 +286,10 @@ def _away_in_backward(mode: HostValues) -> None:
         finally:
             mode.__enter__()
 
-    _kept.append(engine_run_within(away))
-    _kept[0].__enter__()
+    # Entered for good, and left while torch is still there.
+    entered = ExitStack()
+    entered.enter_context(engine_run_within(away))
+    atexit.register(entered.close)
     depth = local()
 
     def called(module: torch.nn.Module, args: object) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from pytest_gpumem.emulation.before_torch import PEAKS
 from pytest_gpumem.emulation.load import STARTUP, VARIABLE
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ REPOSITORY = Path(__file__).parents[2]
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if torch.version.cuda is None:
         pytest.skip("needs a CUDA build of torch (make emulated)")
+
+
+@pytest.fixture(autouse=True)
+def _without_the_gpu_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test starts processes with a GPU of their own; the suite has one, since torch cannot be imported without."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(PEAKS, raising=False)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path and path != str(STARTUP)))
 
 
 @pytest.fixture
