@@ -314,7 +314,7 @@ def current_dispatch_mode() -> object | None:
 
 
 def in_backward() -> bool:
-    """Whether this thread is running a backward pass."""
+    """Tell whether this thread is running a backward pass."""
     import torch
 
     return torch._C._current_graph_task_id() != -1

@@ -32,8 +32,8 @@ from pytest_gpumem.devices.torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-MOST_EXACT = 1 << 18
-"""Elements of the integer and boolean tensors that are computed: copies of as many bytes are real in ``native/memory.c``."""
+MOST_EXACT = 1 << 20
+"""Elements of all tensors of an operator on integers and booleans that is computed."""
 MOST_FLOATS = 1 << 16
 """Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
 _BIGGEST_COPY = 1 << 20
@@ -387,7 +387,7 @@ def _is_small(tensors: Iterable[torch.Tensor]) -> bool:
         exact = exact and _is_exact(tensor)
         if tensor.untyped_storage().nbytes() > _BIGGEST_COPY * 2 or tensor.is_conj() or tensor.is_quantized:
             return False
-    return elements <= (4 * MOST_EXACT if exact else MOST_FLOATS)
+    return elements <= (MOST_EXACT if exact else MOST_FLOATS)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
