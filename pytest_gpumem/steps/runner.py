@@ -104,8 +104,8 @@ def measure_step(
     ``allowance`` no time is taken. Of a step that was ``compiled`` no operators are counted.
     """
 
-    def one_step() -> Figures:
-        return _one_step(phases, device, windows, own_before, live_before)
+    def one_step(rest: Callable[[Device, int], int] = live_at_rest) -> Figures:
+        return _one_step(phases, device, windows, own_before, live_before, rest)
 
     since = device.known()
     device.settle()
@@ -120,7 +120,7 @@ def measure_step(
             settled = _same_peaks(seen[-2], seen[-1]) and not moved
         memory = one_step()
         keeps = any(figures.live_after > figures.live_before for figures in (seen[-1], memory))
-        growth = _growth(one_step) if keeps else 0
+        growth = _growth(one_step, device) if keeps else 0
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         counted = _counted(phases, device, windows, compiled=compiled)
@@ -137,10 +137,24 @@ def measure_step(
     return StepFigures(memory, settled, peaks, times, counted, growth)
 
 
-def _growth(one_step: Callable[[], Figures]) -> int:
-    """Run more steps, which tell a leak from a cache that fills, and return the bytes that each of them keeps."""
-    more = [one_step() for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
-    return growth_per_step([more[0].live_before, *(figures.live_after for figures in more)])
+def _growth(one_step: Callable[[Callable[[Device, int], int]], Figures], device: Device) -> int:
+    """Run more steps, which tell a leak from a cache that fills, and return the bytes that each of them keeps.
+
+    Garbage among all objects is looked for once, at the end: it can only have become more until then, so that what does not
+    grow with it does not grow without it. Only where there is some is it taken away after each step.
+    """
+    growth = _growth_of([one_step(_live_when_settled) for _ in range(SETTLING_STEPS + WINDOW)])
+    if not growth:
+        return 0
+    live = device.live()
+    if live_at_rest(device, 0) == live:
+        return growth
+    return _growth_of([one_step(live_at_rest) for _ in range(SETTLING_STEPS + WINDOW)])
+
+
+def _growth_of(steps: Sequence[Figures]) -> int:
+    window = steps[SETTLING_STEPS:]
+    return growth_per_step([window[0].live_before, *(figures.live_after for figures in window)])
 
 
 def _counted(phases: Sequence[Phase], device: Device, windows: Windows, *, compiled: bool) -> Counted:
@@ -206,17 +220,36 @@ def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
     return step
 
 
+def _live_when_settled(device: Device, _expected: int) -> int:
+    """Bytes that are live when garbage among young objects has been collected."""
+    device.settle()
+    return device.live()
+
+
 def live_at_rest(device: Device, expected: int) -> int:
     """Bytes that are live when garbage has been collected: among all objects where they are not as many as ``expected``."""
-    device.settle()
-    live = device.live()
+    live = _live_when_settled(device, expected)
     if live != expected:
         collect_everything()
         live = device.live()
     return live
 
 
-def _one_step(phases: Sequence[Phase], device: Device, windows: Windows, own_before: int, live_before: int) -> Figures:
+def released_workspaces(device: Device) -> int:
+    """Have the backend's libraries drop their workspaces, and return how many bytes these were."""
+    live = device.live()
+    device.release_workspaces()
+    return live - device.live()
+
+
+def _one_step(
+    phases: Sequence[Phase],
+    device: Device,
+    windows: Windows,
+    own_before: int,
+    live_before: int,
+    rest: Callable[[Device, int], int] = live_at_rest,
+) -> Figures:
     started = device.live()
     reserved = device.reserved()
     turnover = device.turnover()
@@ -233,13 +266,13 @@ def _one_step(phases: Sequence[Phase], device: Device, windows: Windows, own_bef
     finally:
         peak = windows.close(whole)
     turnover = device.turnover() - turnover
-    device.release_workspaces()
+    workspaces = released_workspaces(device)
     live_run = device.live()
-    live_after = live_at_rest(device, started)
+    live_after = rest(device, started)
     # What the step began with (parameters, optimizer state) has become its own since measuring began.
     own = own_before + started - live_before
     named = peaks if len(peaks) > 1 else {}
-    return Figures(own, started, reserved, peak, live_run, live_after, named, turnover)
+    return Figures(own, started, reserved, peak, live_run, live_after, named, turnover, workspaces=workspaces)
 
 
 def _same_peaks(first: Figures, second: Figures) -> bool:

@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.timing.samples import Round, Sample
-from tests.heap import own_objects_out_of_sight
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-_SIGHT = pytest.StashKey[ExitStack]()
-
-
-# Tests here are measured themselves, from before their fixtures are set up until after these are torn down.
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    item.stash[_SIGHT] = ExitStack()
-    item.stash[_SIGHT].enter_context(own_objects_out_of_sight())
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    with item.stash[_SIGHT]:
-        return (yield)
 
 
 @pytest.fixture

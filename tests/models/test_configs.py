@@ -30,6 +30,10 @@ from tests.models.resnet import ResNet18
 from tests.needs import NEEDS_COMPILER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from _pytest.mark import ParameterSet
+
     from pytest_gpumem.fixture import Gpumem
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and_data", "_without_times")]
@@ -56,7 +60,16 @@ ARCHITECTURES = {
 }
 
 
-@pytest.fixture(params=ARCHITECTURES)
+MORE_OF_THE_SAME = ("llama", "bert", "vit")
+"""Transformers, as gpt2 is."""
+
+
+def each(names: Iterable[str]) -> list[ParameterSet]:
+    """These as parameters, some of them for `make explore`."""
+    return [pytest.param(one, marks=[pytest.mark.thorough] if one in MORE_OF_THE_SAME else []) for one in names]
+
+
+@pytest.fixture(params=each(ARCHITECTURES))
 def architecture(request: pytest.FixtureRequest) -> Architecture:
     return ARCHITECTURES[request.param].with_dropout(DROPOUT)
 
@@ -73,9 +86,9 @@ def test_the_stages_of_the_resnet_have_the_published_number_of_parameters() -> N
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize("shallow", SHALLOW.values(), ids=SHALLOW.keys())
-def test_a_model_trains_in_every_precision(gpumem: Gpumem, shallow: Architecture) -> None:
-    architecture = shallow.with_dropout(DROPOUT)
+@pytest.mark.parametrize("name", each(SHALLOW))
+def test_a_model_trains_in_every_precision(gpumem: Gpumem, name: str) -> None:
+    architecture = SHALLOW[name].with_dropout(DROPOUT)
     batch = architecture.batch()
     for precision in PRECISIONS:
         measured = gpumem.train_step(architecture.build, batch, config=precision, explain=True)

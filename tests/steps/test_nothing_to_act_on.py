@@ -53,7 +53,7 @@ class NotCompiled(Model):
 
 
 @pytest.fixture
-def bench():
+def bench(_own_objects_out_of_sight):
     device = CpuDevice()
     device.open()
     yield Bench(device, Windows(device), allowance=None)

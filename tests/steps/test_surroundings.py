@@ -85,7 +85,7 @@ class Silent(Model):
 
 
 @pytest.fixture
-def device():
+def device(_own_objects_out_of_sight):
     device = CpuDevice()
     device.open()
     yield device
