@@ -10,9 +10,10 @@ from pytest_gpumem.devices.naming import EMULATED
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--quiet", "-q", is_flag=True, help="Tell no peaks: no history of the allocator is recorded for them.")
 @click.argument("gpu")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-def emulate(*, gpu: str, command: tuple[str, ...]) -> None:
+def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     """Run a program on an emulated GPU, and tell the peaks of its memory and what they are made of.
 
     GPU is one of h100, a100, l4 and so on, several of them (h100x8), or a size: 24GB is an H100 with so much memory. The CUDA
@@ -23,7 +24,7 @@ def emulate(*, gpu: str, command: tuple[str, ...]) -> None:
     \b
     Examples:
       gpumem emulate l4 -- python train.py --batch 8
-      gpumem emulate h100x8 -- python -m pytest tests/models
+      gpumem emulate --quiet h100x8 -- python -m pytest tests/models
 
     Exit status: 0 when the program ends with 0, its own where it ends with another, 1 when a GPU cannot be emulated here or the
     program not be started, 2 for wrong usage.
@@ -40,7 +41,7 @@ def emulate(*, gpu: str, command: tuple[str, ...]) -> None:
     command = command[1:] if command[0] == "--" else command
     if not command:
         raise click.UsageError("there is no command after --")
-    environment = {**os.environ, **environment_for(word, os.environ), PEAKS: "1"}
+    environment = {**os.environ, **environment_for(word, os.environ), **({} if quiet else {PEAKS: "1"})}
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606 -- it takes this process's place, signals and status
     except OSError as error:

@@ -10,7 +10,8 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from pytest_gpumem.devices.cuda_history import Threads
 from pytest_gpumem.devices.events import AllocationEvent
@@ -18,6 +19,7 @@ from pytest_gpumem.devices.events import AllocationEvent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+    from types import FunctionType
     from typing import TypeAlias
 
     import torch.autograd.profiler
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
     Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
     """The second is what the first wraps."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PEAK_RESETS = (
     ("torch._C", "_cuda_resetPeakMemoryStats"),
@@ -111,6 +116,33 @@ def load_compiler() -> None:
         importlib.import_module("torch._inductor.compile_fx")
 
 
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function`` as one that torch.compile runs as it is, with all that it calls.
+
+    As ``torch.compiler.disable`` does it, which loads the compiler with the first call.
+    """
+    from torch._C._dynamo import eval_frame
+
+    frames: Any = eval_frame
+    switch = frames.set_eval_frame
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        compiling = switch(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            switch(compiling)
+
+    itself = cast("FunctionType", run).__code__
+    if hasattr(frames, "skip_code"):  # torch 2.6
+        frames.skip_code(itself)
+    else:
+        only_this = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(itself, only_this)
+    return run
+
+
 def span(name: str) -> AbstractContextManager[object]:
     """A span of that name in a profile, which no mode sees.
 
@@ -174,6 +206,7 @@ def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> I
         yield
         return
 
+    @never_compiled
     def run(*args: object, **kwargs: object) -> object:
         with around():
             return original(*args, **kwargs)
@@ -325,6 +358,27 @@ def when_cuda_begins(call: Callable[[], None]) -> None:
     import torch
 
     torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
+
+
+def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
+    """Have ``call(device, wanted, total, free)`` (bytes) called each time that an allocation is about to fail for good.
+
+    It runs in the thread that allocates, before the error is raised. CUDA must have begun, or be about to
+    (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such thing: nobody calls it then.
+    """
+    import torch
+
+    if torch.cuda.get_allocator_backend() == "native":
+        torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
+
+
+def expandable_segments_are_on() -> bool:
+    """Whether the CUDA caching allocator now makes segments that can grow, by whatever means it was told to."""
+    import torch
+
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    return bool(cuda_snapshot().get("allocator_settings", {}).get("expandable_segments", False))
 
 
 def print_by_way_of_the_host() -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 PEAKS = "GPUMEM_EMULATED_PEAKS"
 """Set where a program's peaks are to be told when it ends."""
+USAGE = "GPUMEM_EMULATED_USAGE"
+"""The folder in which each process is to leave what it took, where one is to."""
+STEPS = "GPUMEM_EMULATED_STEPS"
+"""With `USAGE`: after how many steps of an optimizer a process is to end, where it is to."""
 
 
 class _BeforeTorch(MetaPathFinder):
@@ -51,6 +56,11 @@ class _BeforeTorch(MetaPathFinder):
                     from pytest_gpumem.emulation.peaks import tell_at_the_end
 
                     tell_at_the_end()
+                if folder := os.environ.get(USAGE):
+                    from pytest_gpumem.emulation.usage_recorder import record_usage
+
+                    steps = os.environ.get(STEPS)
+                    record_usage(Path(folder), int(steps) if steps else None)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.elf import NotElf, read_needs
-from pytest_gpumem.emulation.libraries import ALWAYS, LIBRARIES, library_of, stubs
+from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs
 from pytest_gpumem.emulation.torch_build import EmulationError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FIRST = "libcudart"
 """Loaded before the others, which link to it: it has the GPU."""
+LINKED = "libcuda.so"
+"""The driver's name as a linker looks for it, for older releases of Triton."""
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-w")
 
 
@@ -45,7 +47,8 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
     folder = _cache() / f"torch-{torch.version}-{_key(torch)}"
     if not folder.is_dir():
         _build_into(folder, torch)
-    return tuple(sorted(folder.glob("*.so*"), key=lambda path: (not path.name.startswith(FIRST), path.name)))
+    there = (path for path in folder.glob("*.so*") if not path.is_symlink())
+    return tuple(sorted(there, key=lambda path: (not path.name.startswith(FIRST), path.name)))
 
 
 def _cache() -> Path:
@@ -68,7 +71,7 @@ def _key(torch: TorchBuild) -> str:
         digest.update(f"{path.name} {said.st_size} {said.st_mtime_ns}\n".encode())
     for name, text in sorted(_sources().items()):
         digest.update(f"{name}\n{text}".encode())
-    digest.update(repr((torch, LIBRARIES)).encode())
+    digest.update(repr((torch, LIBRARIES, LINKED)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -114,6 +117,7 @@ def _compile_all(compiler: str, torch: TorchBuild, draft: Path) -> None:
         link = () if soname == first else (str(draft / first),)
         _compile(compiler, torch, library, soname, wanted[soname], sources, (*link, "-ldl", "-lpthread"))
     shutil.rmtree(sources)
+    (draft / LINKED).symlink_to(DRIVER)
 
 
 def _compile(

@@ -57,7 +57,8 @@ LIBRARIES = (
     Library("libnvshmem_host", re.compile("nvshmem"), 1),
 )
 BY_STEM = {library.stem: library for library in LIBRARIES}
-ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
+DRIVER = "libcuda.so.1"
+ALWAYS = (DRIVER, "libnvidia-ml.so.1")
 """Opened by name while torch runs, and not in its tables."""
 
 

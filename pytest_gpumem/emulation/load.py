@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulation.libraries import DRIVER
 from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
+from pytest_gpumem.emulation.triton import compiler_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,6 +90,24 @@ def current_emulation() -> Emulation | None:
     return _loaded[0] if _loaded else None
 
 
+def emulate(word: str) -> Emulation:
+    """Have this process, and those that it starts, find an emulated GPU when torch is imported.
+
+    Args:
+        word: ``"emulated:h100"``, say.
+
+    Raises:
+        EmulationError: It cannot be done here, or is too late.
+        ValueError: There is no such GPU.
+    """
+    emulation = load(word)
+    os.environ.update(environment_for(word, os.environ))
+    if str(STARTUP) not in sys.path:
+        # torch gives the processes in which it compiles this path, and not the variable.
+        sys.path.insert(0, str(STARTUP))
+    return emulation
+
+
 def environment_for(word: str, environment: Mapping[str, str]) -> dict[str, str]:
     """What has to be in the environment of processes that are to find an emulated GPU, besides what is there."""
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -126,12 +146,14 @@ def load(word: str) -> Emulation:
     if "torch" in sys.modules:
         raise EmulationError(
             f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
-            f"(within functions), or start the whole with `gpumem emulate {gpu.word} -- COMMAND`"
+            f"(within functions, or in a conftest.py), or start the whole with `gpumem emulate {gpu.word} -- python -m pytest`"
         )
     libraries = prepare(word)
     loaded = {path.name: ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in libraries}
     runtime = next(library for name, library in loaded.items() if name.startswith(FIRST))
     runtime.gpumem_configure(ctypes.byref(_configuration(gpu)))
+    driver = next(path for path in libraries if path.name == DRIVER)
+    os.environ.update(compiler_variables(driver, os.environ))
     _loaded.append(Emulation(gpu, runtime))
     return _loaded[0]
 
@@ -151,7 +173,8 @@ def _refuse_elsewhere() -> None:
     for sign in _SIGNS_OF_A_DRIVER:
         if sign.exists():
             raise EmulationError(
-                f"this machine has a GPU's driver ({sign}): a GPU is emulated only where there is none. Use the real one"
+                f"this machine has a GPU's driver ({sign}): a GPU is emulated only where there is none. Measure on the "
+                "real one with --gpumem-device=cuda"
             )
 
 

@@ -98,7 +98,8 @@ def _tell() -> None:
             continue
         reserved = torch.cuda.max_memory_reserved(device)
         name = torch.cuda.get_device_name(device)
-        allocated = format_bytes(torch.cuda.max_memory_allocated(device))
+        # A program may have reset its statistics, and blocks are rounded up in these only.
+        allocated = format_bytes(max(peak.nbytes, torch.cuda.max_memory_allocated(device)))
         said = [
             f"gpumem: {name}, cuda:{device}: peak {allocated} allocated, {format_bytes(reserved)} reserved. Live then:"
         ]

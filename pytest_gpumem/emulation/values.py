@@ -12,7 +12,6 @@ import ctypes
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import local
 from typing import TYPE_CHECKING, Any
@@ -26,18 +25,27 @@ from pytest_gpumem.devices.torch_internals import (
     current_dispatch_mode,
     engine_run_within,
     in_backward,
+    never_compiled,
     print_by_way_of_the_host,
+)
+from pytest_gpumem.emulation.host_operators import (
+    BIGGEST_COPY,
+    Operator,
+    collect,
+    combined,
+    compute,
+    has_mask,
+    is_exact,
+    is_gpu,
+    is_small,
+    on_host,
+    on_the_same_memory,
+    operator_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-MOST_EXACT = 1 << 20
-"""Elements of all tensors of an operator on integers and booleans that is computed."""
-MOST_FLOATS = 1 << 16
-"""Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
-_BIGGEST_COPY = 1 << 20
-"""As in ``native/memory.c``: a larger copy leaves zeros."""
 
 _SECONDS_TO_LET_GO = 0.1
 """In which autograd's thread lets go of what it ran. Where no kernel takes time a process may end before it has, and aborts."""
@@ -71,20 +79,6 @@ _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
 """Operators that ask whether values are finite, which uncomputed ones are taken to be."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Operator:
-    """What has to be known of an operator."""
-
-    name: str
-    view: bool
-    """Its result is memory that was there."""
-    random: bool
-    written: tuple[int, ...]
-    """Positions of the arguments that it writes to."""
-    written_names: tuple[str, ...]
-    """The same, of those that may only be named."""
-
-
 class HostValues(TorchDispatchMode):
     """Computes what the host can know of an emulated GPU's tensors, and notices when it is asked for what it cannot.
 
@@ -93,8 +87,10 @@ class HostValues(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operators: dict[Any, _Operator] = {}
+        self._operators: dict[Any, Operator] = {}
         self._known: dict[int, StorageWeakRef] = {}
+        self._unknown: StorageWeakRef | None = None
+        """Of the tensor that was last noted as not known."""
         self._constants: dict[int, tuple[StorageWeakRef, bool]] = {}
         self.trouble: str | None = None
         """A clause that says where an unknown value was read first, since it was last set to ``None``."""
@@ -107,10 +103,16 @@ class HostValues(TorchDispatchMode):
         return True
 
     @classmethod
+    def is_infra_mode(cls) -> bool:
+        """The same to releases that do not ask for it (2.6)."""
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+    @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether to be kept from torch.compile by a wrapper, which would load the compiler into every process."""
+        """Whether torch is to keep torch.compile from it, by a wrapper that loads the compiler into every process."""
         return False
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -121,56 +123,85 @@ class HostValues(TorchDispatchMode):
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
         operator = self._operators.get(func)
         if operator is None:
-            operator = self._operators[func] = _operator(func)
+            operator = self._operators[func] = operator_of(func)
         if operator.view:
-            return func(*args, **named)
+            return self._view(func, operator, args, named)
         given: list[torch.Tensor] = []
-        _collect(args, given)
+        collect(args, given)
         if named:
-            _collect(named.values(), given)
+            collect(named.values(), given)
         on_gpu = [tensor for tensor in given if tensor.is_cuda]
-        if not on_gpu and not _is_gpu(named.get("device")):
+        if not on_gpu and not is_gpu(named.get("device")):
             return func(*args, **named)
         if operator.name in _READ:
             self._read(on_gpu, _READ[operator.name])
-            return self._moved(func(*_on_host(args), **_on_host(named)), on_gpu[0].device)
-        if operator.name == "_local_scalar_dense" and (self.as_integer or _is_exact(on_gpu[0])):
+            return self._moved(func(*on_host(args), **on_host(named)), on_gpu[0].device)
+        if operator.name == "_local_scalar_dense" and (self.as_integer or is_exact(on_gpu[0])):
             self._read(on_gpu, "a value is read")
-        elif operator.name in _INDEXED and _has_mask(args):
+        elif operator.name in _INDEXED and has_mask(args):
             args = (args[0], self._without_masks(args[1], on_gpu[0].device), *args[2:])
-        return self._run(func, operator, args, named, on_gpu)
+        run = self._communicate if operator.collective else self._run
+        return run(func, operator, args, named, on_gpu)
 
     def _run(
-        self, func: Any, operator: _Operator, args: tuple[Any, ...], named: dict[str, Any], on_gpu: list[torch.Tensor]
+        self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], on_gpu: list[torch.Tensor]
     ) -> Any:
         """Run an operator on the GPU; and on the host, where all that it is given is known and small."""
         computed = not operator.random and operator.name not in _NO_VALUES
         if computed and operator.name not in _MADE_OF_NOTHING:
             only_written = operator.name == "copy_"
             computed = self._knows(on_gpu[1:] if only_written and on_gpu and on_gpu[0] is args[0] else on_gpu)
+        room = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         result = func(*args, **named)
+        if room is not None and args[0].untyped_storage().nbytes() == room:
+            return result  # another shape on the same bytes
         made: list[torch.Tensor] = []
-        _collect((result,), made)
+        collect((result,), made)
         if not made and not operator.written and not operator.written_names:
             return result
         written = [args[at] for at in operator.written if at < len(args)]
         written += [named[name] for name in operator.written_names if name in named]
         changed: list[torch.Tensor] = []
-        _collect(written, changed)
+        collect(written, changed)
         outcome = [tensor for tensor in (*made, *changed) if tensor.is_cuda and type(tensor) in _ORDINARY]
         constant = self._constant(operator, args)
-        if constant is None and computed and _is_small((*on_gpu, *outcome)):
-            computed = _compute(func, args, named, result, bool(changed))
-        elif constant is not None and outcome and _is_small(outcome):
+        if constant is None and computed and is_small((*on_gpu, *outcome)):
+            computed = compute(func, args, named, result, bool(changed))
+        elif constant is not None and outcome and is_small(outcome):
             for tensor in outcome:
-                _alias(tensor).fill_(constant)
+                on_the_same_memory(tensor).fill_(constant)
             computed = True
         else:
             computed = False
         for tensor in outcome:
             # Gradients that are set to zero are added to where nobody sees it.
-            known = computed and not (operator.name in ("zero_", "_foreach_zero_") and not _is_exact(tensor))
+            known = computed and not (operator.name in ("zero_", "_foreach_zero_") and not is_exact(tensor))
             self._note(tensor, known, constant)
+        return result
+
+    def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run an operator whose result is memory that was there, and is known as far as it was."""
+        if operator.name == "lift_fresh" and args[0].is_cuda:
+            # `torch.tensor` has made it: of a tensor, which came by here, or of the host's values, which did not.
+            storage = args[0].untyped_storage()
+            if self._unknown is None or self._unknown.cdata != StorageWeakRef(storage).cdata:
+                self._note(args[0], storage.nbytes() <= BIGGEST_COPY)
+        return func(*args, **named)
+
+    def _communicate(
+        self, func: Any, _: Operator, args: tuple[Any, ...], named: dict[str, Any], on_gpu: list[torch.Tensor]
+    ) -> Any:
+        """Run a collective. NCCL's stand-in computes it, for every other rank does what this one does."""
+        result = func(*args, **named)
+        made: list[torch.Tensor] = []
+        collect((result,), made)
+        made = [tensor for tensor in made if tensor.is_cuda and type(tensor) in _ORDINARY]
+        places = {tensor.untyped_storage().data_ptr() for tensor in made}
+        sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in places]
+        known = self._knows(sent or on_gpu)
+        for tensor in made:
+            # Sums of half precision are not computed.
+            self._note(tensor, known and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
         return result
 
     def _note(self, tensor: torch.Tensor, known: bool, constant: bool | None = None) -> None:
@@ -182,7 +213,8 @@ class HostValues(TorchDispatchMode):
             self._known[where] = StorageWeakRef(storage)
         else:
             self._known.pop(where, None)
-            if _is_exact(tensor) and storage.nbytes() <= _BIGGEST_COPY and tensor.is_contiguous():
+            self._unknown = StorageWeakRef(storage)
+            if is_exact(tensor) and storage.nbytes() <= BIGGEST_COPY and tensor.is_contiguous():
                 ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
         if constant is not None:
             self._constants[where] = (StorageWeakRef(storage), constant)
@@ -196,7 +228,7 @@ class HostValues(TorchDispatchMode):
                 continue
             if index.is_cuda:
                 self._read((index,), "a boolean index reads values")
-            for column in _on_host(index).nonzero().unbind(1):
+            for column in on_host(index).nonzero().unbind(1):
                 found.append(self._moved(column.contiguous(), device))
         return found
 
@@ -204,7 +236,7 @@ class HostValues(TorchDispatchMode):
         """Results of the host as tensors of the GPU."""
         if isinstance(value, torch.Tensor):
             there = value.to(device)
-            self._note(there, value.nbytes <= _BIGGEST_COPY)
+            self._note(there, value.nbytes <= BIGGEST_COPY)
             return there
         return type(value)(self._moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
 
@@ -224,7 +256,7 @@ class HostValues(TorchDispatchMode):
         if self.trouble is None and not _initialises():
             self.trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}"
 
-    def _constant(self, operator: _Operator, args: tuple[Any, ...]) -> bool | None:
+    def _constant(self, operator: Operator, args: tuple[Any, ...]) -> bool | None:
         """What all elements of the result are, where floats need only be finite for it."""
         name = operator.name
         first = args[0] if args else None
@@ -237,7 +269,7 @@ class HostValues(TorchDispatchMode):
             infinite = isinstance(args[1], float) and abs(args[1]) == float("inf")
             return (name == "eq") == same if same or infinite else None
         found = [self._constant_of(one) for one in args[:2]]
-        return _combined(name, found) if found[0] is not None else None
+        return combined(name, found) if found[0] is not None else None
 
     def _constant_of(self, tensor: object) -> bool | None:
         if not isinstance(tensor, torch.Tensor):
@@ -255,6 +287,8 @@ def begin() -> HostValues:
     if _mode is None:
         _mode = HostValues()
         _mode.__enter__()
+        # What is computed on the host is small, and threads that share a core wait for one another 40 times as long.
+        torch.set_num_threads(1)
         _watch_integers(_mode)
         print_by_way_of_the_host()
         _away_in_backward(_mode)
@@ -282,7 +316,8 @@ def _away_in_backward(mode: HostValues) -> None:
             return
         mode.__exit__(None, None, None)
         try:
-            yield
+            with _back_in_modules(mode):
+                yield
         finally:
             mode.__enter__()
 
@@ -290,9 +325,16 @@ def _away_in_backward(mode: HostValues) -> None:
     entered = ExitStack()
     entered.enter_context(engine_run_within(away))
     atexit.register(entered.close)
+
+
+@contextmanager
+def _back_in_modules(mode: HostValues) -> Iterator[None]:
+    """Within, modules that backward calls run in the mode. Not for good: torch.compile warns of such hooks in forward."""
     depth = local()
 
     def called(module: torch.nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         inside = getattr(depth, "modules", 0)
         if inside or (in_backward() and current_dispatch_mode() is None):
             depth.modules = inside + 1
@@ -300,14 +342,20 @@ def _away_in_backward(mode: HostValues) -> None:
                 mode.__enter__()
 
     def ended(module: torch.nn.Module, args: object, result: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         inside = getattr(depth, "modules", 0)
         if inside:
             depth.modules = inside - 1
             if inside == 1:
                 mode.__exit__(None, None, None)
 
-    register_module_forward_pre_hook(called)
-    register_module_forward_hook(ended, always_call=True)
+    hooks = register_module_forward_pre_hook(called), register_module_forward_hook(ended, always_call=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _watch_integers(mode: HostValues) -> None:
@@ -327,110 +375,6 @@ def _as_integer(mode: HostValues, original: Callable[[torch.Tensor], int]) -> Ca
 
     read.__name__ = original.__name__
     return read
-
-
-def _operator(func: Any) -> _Operator:
-    schema = func._schema  # noqa: SLF001 -- public in torch's documentation of operators, but for its name
-    returned = [one.alias_info for one in schema.returns if one.alias_info is not None]
-    written = [
-        (at, one) for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
-    ]
-    return _Operator(
-        schema.name.partition("::")[2],
-        view=bool(returned) and not any(one.is_write for one in returned),
-        random=torch.Tag.nondeterministic_seeded in func.tags,
-        written=tuple(at for at, one in written if not one.kwarg_only),
-        written_names=tuple(one.name for _, one in written if one.kwarg_only),
-    )
-
-
-def _combined(name: str, found: list[bool | None]) -> bool | None:
-    """The operator ``name`` of tensors whose elements are all true, or all false."""
-    first, second = found[0], found[1] if len(found) > 1 else None
-    if name in ("all", "any"):
-        return first
-    if name == "logical_not":
-        return not first
-    if second is None or first is None:
-        return None
-    if name in ("mul", "logical_and", "bitwise_and"):
-        return first and second
-    return first or second if name in ("logical_or", "bitwise_or") else None
-
-
-def _collect(values: Iterable[Any], into: list[torch.Tensor]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            into.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, into)
-
-
-def _is_gpu(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
-
-
-def _has_mask(args: tuple[Any, ...]) -> bool:
-    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
-
-
-def _is_exact(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _is_small(tensors: Iterable[torch.Tensor]) -> bool:
-    elements = 0
-    exact = True
-    for tensor in tensors:
-        elements += tensor.numel()
-        exact = exact and _is_exact(tensor)
-        if tensor.untyped_storage().nbytes() > _BIGGEST_COPY * 2 or tensor.is_conj() or tensor.is_quantized:
-            return False
-    return elements <= (MOST_EXACT if exact else MOST_FLOATS)
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host on the same memory."""
-    nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-    if nbytes <= 0 or tensor.numel() == 0:
-        return torch.empty(tensor.size(), dtype=tensor.dtype)
-    memory = (ctypes.c_char * int(nbytes)).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
-
-
-def _on_host(value: Any) -> Any:
-    """Arguments with tensors of the GPU replaced by the host's on the same memory, and the device by the host."""
-    if isinstance(value, torch.Tensor):
-        return _alias(value) if value.is_cuda else value
-    if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(one) for one in value) if type(value) in (list, tuple) else value
-    if isinstance(value, dict):
-        return {name: _on_host(one) for name, one in value.items()}
-    return value
-
-
-def _compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool) -> bool:
-    """Run the operator on the host; whether it could be."""
-    try:
-        truth = func(*_on_host(args), **_on_host(named))
-    except Exception:  # noqa: BLE001 -- many operators have no kernel on the host; then nothing is known of the result
-        return False
-    if in_place:
-        return True
-    made: list[torch.Tensor] = []
-    true: list[torch.Tensor] = []
-    _collect((result,), made)
-    _collect((truth,), true)
-    if len(made) != len(true):
-        return False
-    for ours, theirs in zip(made, true, strict=True):
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return False
-        (_alias(ours) if ours.is_cuda else ours).copy_(theirs)
-    return True
 
 
 def _users_line() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.collector import collect_everything
 from pytest_gpumem.devices.torch_internals import compiled_graphs, load_compiler
+from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulation.triton import what_compiling_lacks
 from pytest_gpumem.steps.config import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
     """The model as it is called: compiled in the mode or by the backend of ``compile=``, or as it is with ``none``.
 
     torch's caches of compiled code are emptied before and after: what an earlier test compiled decides, for instance,
-    whether a shape is compiled as a dynamic one.
+    whether a shape is compiled as a dynamic one. Raises `ConfigError` where an emulated GPU lacks what compiles for it.
     """
     import torch
 
@@ -37,6 +40,9 @@ def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
         if word in BACKENDS:
             yield torch.compile(model, backend=word)
         else:
+            lacking = what_compiling_lacks(os.environ) if current_emulation() is not None else None
+            if lacking is not None:
+                raise ConfigError(f"compile={word}: {lacking}")
             load_compiler()
             yield torch.compile(model, mode=word)
     finally:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REPOSITORY = Path(__file__).parents[2]
+PLANTED_PROJECT = Path(__file__).parent / "planted_project"
+collect_ignore = [PLANTED_PROJECT.name]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -38,16 +40,23 @@ def _without_the_gpu_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_gpu(tmp_path) -> Callable[..., str]:
     """Run Python on an emulated GPU, and return what it prints; ``torch`` is imported. It must end well."""
 
-    def run(source: str, gpu: str = "emulated:h100", fails: bool = False, **environment: str) -> str:
+    def run(
+        source: str,
+        gpu: str = "emulated:h100",
+        fails: bool = False,
+        before: str = "",
+        timeout: float = 120,
+        **environment: str,
+    ) -> str:
         path = os.pathsep.join([str(STARTUP), str(REPOSITORY)])
         done = subprocess.run(
-            [sys.executable, "-c", "import torch\n" + source],
+            [sys.executable, "-c", before + "import torch\n" + source],
             env={**os.environ, VARIABLE: gpu, "PYTHONPATH": path, **environment},
             cwd=tmp_path,
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=timeout,
         )
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
         return done.stdout + (done.stderr if fails else "")

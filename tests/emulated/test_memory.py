@@ -122,11 +122,10 @@ print(torch.ones(5).pin_memory().cuda(non_blocking=True).tolist())
     assert on_gpu(source, "emulated:h100x8") == "cuda:3 8 512 0\n[1.0, 1.0, 1.0, 1.0, 1.0]\n"
 
 
-def test_ddp_and_fsdp_run_as_one_rank_of_many(on_gpu):
+def test_fsdp_runs_as_one_rank_of_many(on_gpu):
     source = """
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("nccl", rank=0, world_size=8, store=dist.HashStore())
 torch.cuda.set_device(0)
 def model():
@@ -169,3 +168,20 @@ torch.empty(2**31, device="cuda")
     said = on_gpu(source, fails=True)
     assert "could not reserve 8589934592 bytes of address space for the emulated GPU" in said
     assert "ulimit -v" in said
+
+
+@pytest.mark.parametrize("gpu", ["v100", "t4", "a10", "l4", "h100", "b200", "rtx5090"])
+def test_kernels_are_those_that_torch_was_compiled_with_for_this_gpu(on_gpu, gpu):
+    # CUB, which sorts the indices of an embedding, asks for the version of its own code.
+    source = """
+embedding = torch.nn.Embedding(50257, 8).cuda()
+try:
+    embedding(torch.zeros(8192, dtype=torch.int64).cuda()).sum().backward()
+    print("runs")
+except RuntimeError as error:
+    print("no kernel" if "no kernel image is available for execution on the device" in str(error) else error)
+major, minor = torch.cuda.get_device_capability()
+print(any(f"sm_{major}{older}" in torch.cuda.get_arch_list() for older in range(minor + 1)))
+"""
+    said, compiled = on_gpu(source, f"emulated:{gpu}").splitlines()
+    assert said == ("runs" if compiled == "True" else "no kernel")

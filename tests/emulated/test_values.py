@@ -57,6 +57,8 @@ KNOWN = {
     "torch.arange(4, device='cuda').tolist()": [0, 1, 2, 3],
     "torch.zeros(3, device='cuda').tolist()": [0.0, 0.0, 0.0],
     "torch.full((2,), 7, device='cuda').tolist()": [7, 7],
+    "[int(one) for one in torch.tensor([3, 1], device='cuda')]": [3, 1],
+    "torch.tensor([3, 1, 2]).cuda().resize_(2).tolist()": [3, 1],
     "torch.tensor([3, 1, 2]).cuda().sort().values.tolist()": [1, 2, 3],
     "(torch.tensor([3, 1, 2]).cuda() > 1).nonzero().flatten().tolist()": [0, 2],
     "torch.tensor([3, 1, 3]).cuda().unique().tolist()": [1, 3],
@@ -75,6 +77,7 @@ READ = {
     "int(x.sum())": "a value is read",
     "bool((x > 0).any())": "a value is read",
     "x.argmax().item()": "a value is read",
+    "int(x.new_tensor(x.sum()))": "a value is read",
     "(x * 0).long().unique()": "unique reads values",
 }
 LOGGED = ("x.sum().item()", "float(x.mean())", "str(x.sum())", "x.norm().cpu()")
@@ -113,3 +116,23 @@ scaler.update()
 print(scaler.get_scale(), seen())
 """
     assert on_gpu(SEEN + source) == "65536.0 None\n"
+
+
+def test_what_ranks_gather_is_what_this_one_gave(on_gpu):
+    source = """
+import torch.distributed as dist
+dist.init_process_group("nccl", rank=0, world_size=2, store=dist.HashStore())
+given = torch.arange(3, device="cuda")
+gathered = [torch.empty_like(given) for _ in range(2)]
+dist.all_gather(gathered, given)
+dist.broadcast(given, 0)
+print([one.tolist() for one in gathered], given.tolist(), seen())
+unknown = torch.randn(1000, 1000, device="cuda").argmax(1)
+gathered = [torch.empty_like(unknown) for _ in range(2)]
+dist.all_gather(gathered, unknown)
+gathered[0].nonzero()
+print(seen() is not None)
+import os
+os._exit(print(flush=True) or 0)
+"""
+    assert on_gpu(SEEN + source).split("\\n")[0].splitlines()[:2] == ["[[0, 1, 2], [0, 1, 2]] [0, 1, 2] None", "True"]

@@ -13,16 +13,19 @@ from click.testing import CliRunner, Result
 
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.emulation import load
+from pytest_gpumem.emulation.before_torch import PEAKS
 from pytest_gpumem.emulation.torch_build import EmulationError
 
 
-def test_where_torch_has_been_imported_who_did_it_is_named(tmp_path):
-    (tmp_path / "early.py").write_text("import torch\n", encoding="utf-8")
-    source = "import early\nfrom pytest_gpumem.emulation.load import load\nload('emulated:h100')"
-    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (
-        "EmulationError: torch was imported before the GPU could be emulated, by early. Have it imported later"
-        in done.stderr
+def test_where_torch_has_been_imported_who_did_it_is_named(project):
+    project.write("def test_it(): ...\n")
+    (project.path / "early.py").write_text("import torch\n", encoding="utf-8")
+    result = project.run("-p", "early", device="emulated:h100", separate=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            "ERROR: --gpumem-device=emulated:h100: torch was imported before the GPU could be emulated, by early. Have it*"
+        ]
     )
 
 
@@ -30,7 +33,7 @@ def test_a_driver_of_a_real_gpu_refuses(monkeypatch, tmp_path):
     sign = tmp_path / "nvidiactl"
     sign.write_text("", encoding="utf-8")
     monkeypatch.setattr(load, "_SIGNS_OF_A_DRIVER", (sign,))
-    with pytest.raises(EmulationError, match=r"has a GPU's driver \(.*nvidiactl\).*Use the real one"):
+    with pytest.raises(EmulationError, match=r"has a GPU's driver \(.*nvidiactl\).*--gpumem-device=cuda"):
         load.load("emulated:h100")
 
 
@@ -58,11 +61,31 @@ def test_a_gpu_that_there_is_not_is_an_error(word, said):
     assert said in result.output
 
 
-def test_a_torch_without_cuda_is_an_error():
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("emulated:h10", "*did you mean 'emulated:h100'?*"), ("emulated:h100x99", "*from 1 to 64 GPUs*")],
+)
+@pytest.mark.parametrize("place", ["option", "settings"])
+def test_a_gpu_that_there_is_not_is_a_usage_error(project, word, said, place):
+    project.write("def test_it(): ...\n")
+    if place == "settings":
+        project.settings(f'[tool.gpumem]\ndevice = "{word}"\n')
+    result = project.run(device=word if place == "option" else None, separate=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --gpumem-device={word}: {said}"])
+
+
+def test_a_torch_without_cuda_is_an_error(project):
     import torch
 
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA: tests/emulated runs on it")
+    project.write("def test_it(): ...\n")
+    result = project.run(device="emulated:h100", separate=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --gpumem-device=emulated:h100: torch * has no CUDA: a GPU is emulated beneath*"]
+    )
     result = emulate("h100", "--", "true")
     assert result.exit_code == 1
     assert re.search(r"Error: torch \S+ has no CUDA: a GPU is emulated beneath the CUDA build", result.output)
@@ -85,7 +108,19 @@ def test_the_command_takes_this_process_with_what_its_pythons_need(monkeypatch):
     ((program, command, environment),) = called
     assert (program, command) == ("python", ("python", "train.py", "--batch", "8"))
     assert environment["GPUMEM_EMULATED"] == "emulated:l4"
+    assert environment[PEAKS]
     assert environment["PYTHONPATH"] == f"{load.STARTUP}{os.pathsep}mine"
+
+
+def test_it_can_be_quiet(monkeypatch):
+    called = []
+    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
+    monkeypatch.setattr(load, "installed_torch", lambda: None)
+    monkeypatch.setattr(os, "execvpe", lambda *given: called.append(given))
+    monkeypatch.delenv(PEAKS, raising=False)
+    emulate("--quiet", "l4", "--", "python", "-q")
+    ((_, command, environment),) = called
+    assert (command, PEAKS in environment) == (("python", "-q"), False)
 
 
 def test_a_command_that_there_is_not_is_named(monkeypatch):
@@ -93,6 +128,14 @@ def test_a_command_that_there_is_not_is_named(monkeypatch):
     monkeypatch.setattr(load, "installed_torch", lambda: None)
     result = emulate("l4", "--", "/nowhere/python")
     assert (result.exit_code, result.output) == (1, "Error: /nowhere/python: No such file or directory\n")
+
+
+def test_a_session_without_the_word_loads_nothing_of_it(project):
+    project.write(
+        "def test_it(gpumem):\n    import sys\n    gpumem.measure(lambda: torch.ones(10))\n"
+        "    assert 'pytest_gpumem.emulation.values' not in sys.modules\n"
+    )
+    project.run(separate=True).assert_outcomes(passed=1)
 
 
 def test_the_sitecustomize_that_it_hides_is_run_as_well(tmp_path):

@@ -11,12 +11,14 @@ enum {
     OUT_OF_MEMORY = 2,
     INVALID_CONFIGURATION = 9,
     INVALID_DEVICE = 101,
+    NO_KERNEL_IMAGE = 209,
     INVALID_HANDLE = 400,
     SYMBOL_NOT_FOUND = 500,
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
     UNKNOWN = 999,
+    NO_ERROR_OF_OURS = 1 << 30,
 };
 
 typedef struct { unsigned x, y, z; } Dim3;

@@ -8,7 +8,7 @@
 #include "emulated.h"
 
 typedef uintptr_t Pointer;
-enum { OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
 
 extern int cudaDeviceGetAttribute(int *, int, int), cudaSetDevice(int), cudaGetDevice(int *), cudaDeviceSynchronize(void);
 extern void *gpumem_driver_function(const char *);
@@ -37,6 +37,9 @@ int cuCtxPushCurrent_v2(Pointer context) { return cuCtxSetCurrent(context); }
 int cuCtxPopCurrent_v2(Pointer *context) { return cuCtxGetCurrent(context); }
 int cuCtxGetDevice(int *device) { return cudaGetDevice(device); }
 int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
+/* Stacks, heaps and the buffer of printf, in which no kernel writes. */
+int cuCtxSetLimit(int limit, size_t bytes) { return 0; }
+int cuCtxGetLimit(size_t *bytes, int limit) { *bytes = MIB; return 0; }
 int cuMemGetInfo_v2(size_t *available, size_t *total) {
     *total = gpumem_gpu.total_bytes;
     *available = *total - gpumem_used(gpumem_current());
@@ -104,15 +107,26 @@ int cuMemUnmap(Pointer at, size_t bytes) {
     return 0;
 }
 int cuMemSetAccess(Pointer at, size_t bytes, const void *access, size_t count) { return 0; }
+/* torch 2.6 looks these up by name where memory runs out, and asserts that they are there; it does not call them. */
+#define LACKING(name) int name(void) { gpumem_lacks("libcuda", #name); return NOT_SUPPORTED; }
+LACKING(cuMemExportToShareableHandle)
+LACKING(cuMemImportFromShareableHandle)
+LACKING(cuMulticastAddDevice)
+LACKING(cuMulticastBindMem)
+LACKING(cuMulticastCreate)
 int cuMemsetD32Async(Pointer at, unsigned value, size_t count, void *stream) {
     extern void gpumem_fill(void *, const void *, size_t, size_t);
     gpumem_fill((void *)at, &value, sizeof value, count);
     return 0;
 }
 int cuStreamWriteValue32(void *stream, Pointer at, unsigned value, unsigned flags) { return 0; }
-/* Attributes of CUpointer_attribute: 9 is the device's number, 3 the pointer on the device. */
+/* Attributes of CUpointer_attribute: 9 is the device's number, 3 the pointer on the device. Triton refuses a tensor of the
+   host by the error. */
 int cuPointerGetAttribute(void *value, int attribute, Pointer at) {
-    if (attribute == 9) *(int *)value = gpumem_current();
+    enum { PINNED = -1, FOREIGN = -2 };
+    int device = gpumem_device_of((void *)at, FOREIGN);
+    if (device == FOREIGN) return INVALID_VALUE;
+    if (attribute == 9) *(int *)value = device == PINNED ? gpumem_current() : device;
     else if (attribute == 3 || attribute == 4) *(Pointer *)value = at;
     else return NOT_SUPPORTED;
     return 0;
@@ -161,6 +175,7 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Pointer function, i
 }
 int cuOccupancyMaxActiveClusters(int *clusters, Pointer function, const void *config) { *clusters = 1; return 0; }
 int cuTensorMapEncodeTiled(void *map) { return 0; }
+int cuTensorMapEncodeIm2col(void *map) { return 0; }
 int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
     *function = gpumem_driver_function(name);
     if (status) *status = !*function;

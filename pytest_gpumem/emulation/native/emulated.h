@@ -24,6 +24,13 @@ extern Gpu gpumem_gpu;
 void gpumem_lacks(const char *library, const char *function);
 /* A kernel of a library (cuBLAS, say) that is launched and does nothing. */
 void gpumem_launched(const char *name);
+/* CUDA graphs: what is launched between these two belongs to the graph, which is the caller's. */
+typedef struct Graph Graph;
+void gpumem_capture_begins(void);
+Graph *gpumem_capture_ends(void);
+Graph *gpumem_copy_of_graph(const Graph *graph);
+void gpumem_free_graph(Graph *graph);
+void gpumem_launch_graph(const Graph *graph);
 /* Says on stderr why the host cannot hold the emulated memory. */
 void gpumem_no_room(size_t bytes);
 
@@ -36,6 +43,8 @@ void gpumem_release(int device, size_t bytes);
 void *gpumem_reserve(size_t bytes, size_t charged, int device);
 /* 0 where no region begins there. */
 int gpumem_unreserve(void *at);
+/* The device that an address belongs to (-1: pinned memory of the host); `otherwise` where it is none of these. */
+int gpumem_device_of(const void *at, int otherwise);
 void gpumem_uuid(int device, unsigned char uuid[16]);
 
 #endif

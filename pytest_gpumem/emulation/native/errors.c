@@ -22,11 +22,13 @@ static struct { int code; const char *name, *said; } const ERRORS[] = {
     {INVALID_CONFIGURATION, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
     {INVALID_DEVICE, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {INVALID_HANDLE, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {NO_KERNEL_IMAGE, "cudaErrorNoKernelImageForDevice", "no kernel image is available for execution on the device"},
     {SYMBOL_NOT_FOUND, "cudaErrorSymbolNotFound", "named symbol not found"},
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
     {NOT_SUPPORTED, "cudaErrorNotSupported", "the emulated GPU lacks this (its name is on stderr)"},
     {CAPTURE_UNSUPPORTED, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
     {UNKNOWN, "cudaErrorUnknown", "the emulated GPU cannot go on (why is on stderr)"},
+    {NO_ERROR_OF_OURS, "unrecognized error code", "unrecognized error code"},
 };
 
 static size_t index_of(int error) {

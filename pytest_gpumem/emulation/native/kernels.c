@@ -1,11 +1,14 @@
 /* Kernels: registered by name, counted when they are launched, and not run. Only a fill is done, since zeros decide branches. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "cudart_types.h"
 #include "emulated.h"
+
+enum { ANY_VERSION = -1 }; /* where nothing is known of the code */
 
 int gpumem_fail(int error);
 void gpumem_fill(void *at, const void *value, size_t width, size_t count);
@@ -14,6 +17,7 @@ typedef struct {
     const void *host; /* the host's function of a kernel, or the name's own address */
     const char *name;
     long launches;
+    int version; /* of the code that the driver would take: 86; 0 where there is none for this GPU */
 } Kernel;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -40,12 +44,48 @@ static Kernel *entered(const void *host, const char *name) {
     Kernel *kernel = slot(host);
     if (!kernel->host) {
         kernel_count++;
-        *kernel = (Kernel){host, name, 0};
+        *kernel = (Kernel){host, name, 0, ANY_VERSION};
     }
     return kernel;
 }
 
-void **__cudaRegisterFatBinary(void *binary) { static void *handle[4]; return handle; }
+/* What nvcc embeds (fatbinary_section.h and the container that cuobjdump lists): code for several architectures. */
+static const uint32_t WRAPPER = 0x466243b1, CONTAINER = 0xba55ed50;
+enum { PTX = 1, ELF = 2 };
+typedef struct { uint32_t magic, version; const void *data; } Wrapper;
+typedef struct { uint32_t magic; uint16_t version, header; uint64_t size; } Container;
+typedef struct {
+    uint16_t kind, version;
+    uint32_t header;
+    uint64_t size;
+    uint32_t unused[3], architecture; /* 90 */
+} Image;
+
+/* The version of the code that a driver takes for this GPU: the highest of its major version that is not above it, or else
+   PTX that is not above it. 0 where there is neither. */
+static int version_for(const Wrapper *wrapper, int capability) {
+    const Container *all = wrapper && wrapper->magic == WRAPPER ? wrapper->data : NULL;
+    if (!all || all->magic != CONTAINER) return ANY_VERSION;
+    int binary = 0, portable = 0;
+    const char *at = (const char *)all + all->header, *end = at + all->size;
+    while (at + sizeof(Image) <= end) {
+        const Image *image = (const Image *)at;
+        int version = (int)image->architecture;
+        if (version <= capability) {
+            if (image->kind == ELF && version / 10 == capability / 10 && version > binary) binary = version;
+            if (image->kind == PTX && version > portable) portable = version;
+        }
+        at += image->header + image->size;
+    }
+    return binary ? binary : portable;
+}
+
+typedef struct { int version; } Code;
+void **__cudaRegisterFatBinary(void *binary) {
+    Code *code = malloc(sizeof *code);
+    code->version = version_for(binary, gpumem_gpu.major * 10 + gpumem_gpu.minor);
+    return (void **)code;
+}
 void __cudaRegisterFatBinaryEnd(void **handle) {}
 void __cudaUnregisterFatBinary(void **handle) {}
 char __cudaInitModule(void **handle) { return 1; }
@@ -57,14 +97,65 @@ void __cudaRegisterFunction(
     void *grid, int *size
 ) {
     pthread_mutex_lock(&lock);
-    entered(host, name);
+    entered(host, name)->version = ((const Code *)handle)->version;
+    pthread_mutex_unlock(&lock);
+}
+
+/* A graph is the kernels that were launched while it was captured: they are launched whenever it is, and not before. */
+struct Graph {
+    const void **hosts;
+    size_t count, room;
+};
+static Graph *captured; /* the one that is captured now: torch captures one at a time */
+
+static void launched(Kernel *kernel) {
+    if (!captured) {
+        kernel->launches++;
+        return;
+    }
+    if (captured->count == captured->room) {
+        captured->room = captured->room ? 2 * captured->room : 256;
+        captured->hosts = realloc(captured->hosts, captured->room * sizeof *captured->hosts);
+        if (!captured->hosts) abort();
+    }
+    captured->hosts[captured->count++] = kernel->host;
+}
+
+void gpumem_capture_begins(void) {
+    pthread_mutex_lock(&lock);
+    captured = calloc(1, sizeof *captured);
+    if (!captured) abort();
+    pthread_mutex_unlock(&lock);
+}
+Graph *gpumem_capture_ends(void) {
+    pthread_mutex_lock(&lock);
+    Graph *graph = captured;
+    captured = NULL;
+    pthread_mutex_unlock(&lock);
+    return graph;
+}
+Graph *gpumem_copy_of_graph(const Graph *graph) {
+    Graph *copy = calloc(1, sizeof *copy);
+    const void **hosts = malloc(graph->count * sizeof *hosts + 1);
+    if (!copy || !hosts) abort();
+    if (graph->count) memcpy(hosts, graph->hosts, graph->count * sizeof *hosts);
+    *copy = (Graph){hosts, graph->count, graph->count};
+    return copy;
+}
+void gpumem_free_graph(Graph *graph) {
+    free(graph->hosts);
+    free(graph);
+}
+void gpumem_launch_graph(const Graph *graph) {
+    pthread_mutex_lock(&lock);
+    for (size_t i = 0; i < graph->count; i++) launched(slot(graph->hosts[i]));
     pthread_mutex_unlock(&lock);
 }
 
 /* A kernel of a library, which is told by its name only. */
 void gpumem_launched(const char *name) {
     pthread_mutex_lock(&lock);
-    entered(name, name)->launches++;
+    launched(entered(name, name));
     pthread_mutex_unlock(&lock);
 }
 
@@ -100,9 +191,11 @@ static int launch(const void *host, Dim3 grid, Dim3 block, void **arguments, siz
         return gpumem_fail(INVALID_CONFIGURATION);
     pthread_mutex_lock(&lock);
     Kernel *kernel = entered(host, "a kernel that was not registered");
-    kernel->launches++;
+    launched(kernel);
     const char *name = kernel->name;
+    int version = kernel->version;
     pthread_mutex_unlock(&lock);
+    if (!version) return gpumem_fail(NO_KERNEL_IMAGE);
     size_t width = fill_width(name);
     /* (int count, functor {value}, array {pointer}) */
     if (width && arguments) gpumem_fill(*(void **)arguments[2], arguments[1], width, (size_t)*(int *)arguments[0]);
@@ -138,12 +231,17 @@ int cudaLaunchKernelExC(const LaunchConfig *config, const void *host, void **arg
     return launch(host, config->grid, config->block, arguments, config->dynamic_shared);
 }
 
-/* CUB chooses its kernels by the version of the code: that of the architecture itself. */
+/* CUB chooses its kernels by the version of the code, which must be one that it was compiled for. */
 int cudaFuncGetAttributes(FunctionAttributes *attributes, const void *host) {
     memset(attributes, 0, sizeof *attributes);
+    pthread_mutex_lock(&lock);
+    int version = entered(host, "a kernel that was not registered")->version;
+    pthread_mutex_unlock(&lock);
+    if (!version) return gpumem_fail(NO_KERNEL_IMAGE);
     attributes->threads_per_block = 1024;
     attributes->registers = 32;
-    attributes->ptx_version = attributes->binary_version = gpumem_gpu.major * 10 + gpumem_gpu.minor;
+    attributes->ptx_version = attributes->binary_version =
+        version == ANY_VERSION ? gpumem_gpu.major * 10 + gpumem_gpu.minor : version;
     attributes->dynamic_shared = gpumem_gpu.shared_per_block;
     return SUCCESS;
 }

@@ -49,7 +49,7 @@ static Region *find(const void *at) {
     return (uintptr_t)at - region->at < region->size ? region : NULL;
 }
 
-static int device_of(const void *at, int otherwise) {
+int gpumem_device_of(const void *at, int otherwise) {
     pthread_mutex_lock(&lock);
     Region *region = find(at);
     int device = region ? region->device : otherwise;
@@ -57,7 +57,7 @@ static int device_of(const void *at, int otherwise) {
     return device;
 }
 
-static int is_ours(const void *at) { return device_of(at, -2) != -2; }
+static int is_ours(const void *at) { return gpumem_device_of(at, -2) != -2; }
 
 /* Device memory lies at the lowest addresses that are free: the driver gives ascending ones, and torch's allocator takes the
    lower of two free blocks of equal size, so peaks depend on it. */
@@ -165,7 +165,7 @@ int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) { *devic
 
 int cudaPointerGetAttributes(PointerAttributes *attributes, const void *at) {
     memset(attributes, 0, sizeof *attributes);
-    int device = device_of(at, -2);
+    int device = gpumem_device_of(at, -2);
     attributes->device = device;
     attributes->kind = device == -2 ? 0 : device == -1 ? 1 : 2;
     if (device != -2) attributes->on_device = (void *)at;

@@ -1,0 +1,145 @@
+"""Operators of an emulated GPU run on the host, on the same memory: what is known of each, and which are small enough."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MOST_EXACT = 1 << 20
+"""Elements of all tensors of an operator on integers and booleans that is computed."""
+MOST_FLOATS = 1 << 16
+"""Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
+BIGGEST_COPY = 1 << 20
+"""As in ``native/memory.c``: a larger copy leaves zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What has to be known of an operator."""
+
+    name: str
+    view: bool
+    """Its result is memory that was there."""
+    random: bool
+    written: tuple[int, ...]
+    """Positions of the arguments that it writes to."""
+    written_names: tuple[str, ...]
+    """The same, of those that may only be named."""
+    collective: bool = False
+    """It is one of torch.distributed's, whose schemas do not say what they write to."""
+
+
+def operator_of(func: Any) -> Operator:
+    """What its schema says of an operator (``torch.ops.aten.add.Tensor``)."""
+    schema = func._schema  # noqa: SLF001 -- public in torch's documentation of operators, but for its name
+    returned = [one.alias_info for one in schema.returns if one.alias_info is not None]
+    written = [
+        (at, one) for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
+    ]
+    namespace, _, name = schema.name.partition("::")
+    return Operator(
+        name,
+        view=bool(returned) and not any(one.is_write for one in returned),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        written=tuple(at for at, one in written if not one.kwarg_only),
+        written_names=tuple(one.name for _, one in written if one.kwarg_only),
+        collective=namespace.strip("_").startswith("c10d"),
+    )
+
+
+def combined(name: str, found: list[bool | None]) -> bool | None:
+    """The operator ``name`` of tensors whose elements are all true, or all false."""
+    first, second = found[0], found[1] if len(found) > 1 else None
+    if name in ("all", "any"):
+        return first
+    if name == "logical_not":
+        return not first
+    if second is None or first is None:
+        return None
+    if name in ("mul", "logical_and", "bitwise_and"):
+        return first and second
+    return first or second if name in ("logical_or", "bitwise_or") else None
+
+
+def collect(values: Iterable[Any], into: list[torch.Tensor]) -> None:
+    """Append the tensors among ``values``, and in lists and tuples of them, to ``into``."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            into.append(value)
+        elif isinstance(value, (list, tuple)):
+            collect(value, into)
+
+
+def is_gpu(device: Any) -> bool:
+    """Whether an operator is told to make its result on the GPU."""
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def has_mask(args: tuple[Any, ...]) -> bool:
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
+
+
+def is_exact(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or booleans."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def is_small(tensors: Iterable[torch.Tensor]) -> bool:
+    elements = 0
+    exact = True
+    for tensor in tensors:
+        elements += tensor.numel()
+        exact = exact and is_exact(tensor)
+        if tensor.untyped_storage().nbytes() > BIGGEST_COPY * 2 or tensor.is_conj() or tensor.is_quantized:
+            return False
+    return elements <= (MOST_EXACT if exact else MOST_FLOATS)
+
+
+def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host on the same memory."""
+    nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if nbytes <= 0 or tensor.numel() == 0:
+        return torch.empty(tensor.size(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * int(nbytes)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+
+def on_host(value: Any) -> Any:
+    """Arguments with tensors of the GPU replaced by the host's on the same memory, and the device by the host."""
+    if isinstance(value, torch.Tensor):
+        return on_the_same_memory(value) if value.is_cuda else value
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_host(one) for one in value) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {name: on_host(one) for name, one in value.items()}
+    return value
+
+
+def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool) -> bool:
+    """Run the operator on the host; whether it could be."""
+    try:
+        truth = func(*on_host(args), **on_host(named))
+    except Exception:  # noqa: BLE001 -- many operators have no kernel on the host; then nothing is known of the result
+        return False
+    if in_place:
+        return True
+    made: list[torch.Tensor] = []
+    true: list[torch.Tensor] = []
+    collect((result,), made)
+    collect((truth,), true)
+    if len(made) != len(true):
+        return False
+    for ours, theirs in zip(made, true, strict=True):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return False
+        (on_the_same_memory(ours) if ours.is_cuda else ours).copy_(theirs)
+    return True

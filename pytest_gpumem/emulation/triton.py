@@ -1,0 +1,67 @@
+"""What torch.compile needs on an emulated GPU: Triton, which finds the driver in its own way, and a cache apart."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import os
+import re
+import shutil
+import sysconfig
+import tempfile
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What has to be in the environment for torch.compile, besides what is there.
+
+    Which of several kernels is fastest is not known on an emulated GPU, and torch keeps what it found: so it keeps it apart
+    from what is found on a real one.
+
+    Args:
+        driver: The stand-in of ``libcuda.so.1``. Triton links to it, and would look for it among the system's libraries.
+        environment: What is there; it is left alone.
+    """
+    wanted = {"TRITON_LIBCUDA_PATH": str(driver.parent), "TORCHINDUCTOR_CACHE_DIR": _cache()}
+    return {name: value for name, value in wanted.items() if not environment.get(name)}
+
+
+def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
+    """A sentence that says what is missing for torch.compile, and how to install it; ``None`` where all is there."""
+    if importlib.util.find_spec("triton") is None:
+        return (
+            f"torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps {_triton()}"
+        )
+    if not environment.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
+        return (
+            "torch.compile needs a C compiler for Triton, and none was found: install one (Debian and Ubuntu: apt-get "
+            "install gcc libc6-dev) or set CC"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return (
+            f"torch.compile needs Python's headers for Triton, and there is no {header}: install them (Debian and Ubuntu: "
+            "apt-get install python3-dev)"
+        )
+    return None
+
+
+def _cache() -> str:
+    """Beside torch's own, which is ``torchinductor_<user>``."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}_emulated")  # noqa: PTH118
+
+
+def _triton() -> str:
+    """What pip is to install: the release that torch asks for."""
+    try:
+        wanted = requires("torch") or []
+    except PackageNotFoundError:
+        wanted = []
+    found = (re.match(r"triton ?\(?==([\w.]+)", one) for one in wanted)
+    return next((f"triton=={release[1]}" for release in found if release), "triton")

@@ -1,0 +1,83 @@
+"""What the processes of a program took of emulated GPUs, as each leaves it in a folder for the process that started them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """The peaks of PyTorch's allocator on one device over a process's life, in bytes."""
+
+    device: int
+    """Its number among all that are emulated, whatever ``CUDA_VISIBLE_DEVICES`` says."""
+    allocated: int
+    reserved: int
+    retries: int
+    """Allocations that succeeded or failed only after cached memory had been given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanOut:
+    """The first time that a process ran out of memory."""
+
+    device: int
+    wanted: int
+    """Bytes that could not be allocated."""
+    allocated: int
+    reserved: int
+    line: str
+    """The program's line that allocated, or called ``backward()``: ``/path/train.py:12 step``. Empty where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """What one process took."""
+
+    began: int
+    """When it first used CUDA, in ns of the machine's monotonic clock."""
+    ended: int | None
+    """``None`` where it was killed before it could tell: then all else is as it was when it was last told."""
+    devices: tuple[DeviceUsage, ...] = ()
+    times_out_of_memory: int = 0
+    ran_out: RanOut | None = None
+    expandable: bool = False
+    """Whether the allocator's segments were expandable."""
+    unknown: str | None = None
+    """The first read of a value that is not computed and may have changed what came after, with its line."""
+
+
+def to_text(usage: ProcessUsage) -> str:
+    """``usage`` as JSON."""
+    return json.dumps(asdict(usage))
+
+
+def from_text(text: str) -> ProcessUsage:
+    """The reverse of `to_text`."""
+    plain: Mapping[str, Any] = json.loads(text)
+    devices = tuple(DeviceUsage(**device) for device in plain["devices"])
+    ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
+    return ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out})
+
+
+def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
+    """What the processes have left in ``folder``, in the order in which they began to use CUDA."""
+    found = [from_text(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    return tuple(sorted(found, key=lambda usage: usage.began))
+
+
+def among_all(device: int, visible: str | None) -> int:
+    """The number among all devices of the one that a process calls ``device``.
+
+    Args:
+        device: Its number in the process.
+        visible: The process's ``CUDA_VISIBLE_DEVICES``. Devices that are named otherwise than by number are taken as they come.
+    """
+    numbers = [number.strip() for number in (visible or "").split(",")]
+    return int(numbers[device]) if device < len(numbers) and numbers[device].isdigit() else device

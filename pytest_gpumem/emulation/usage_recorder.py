@@ -1,0 +1,150 @@
+"""Records what a process takes of an emulated GPU, and leaves it in a folder when the process ends or runs out of memory."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pytest_gpumem.devices.reset_guard import before_each_reset
+from pytest_gpumem.devices.torch_internals import (
+    expandable_segments_are_on,
+    observe_out_of_memory,
+    when_cuda_begins,
+)
+from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, to_text
+from pytest_gpumem.emulation.values import current
+from pytest_gpumem.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+_OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def record_usage(folder: Path, steps: int | None = None) -> None:
+    """Record from the moment that this process first uses CUDA.
+
+    Args:
+        folder: Where a file is left.
+        steps: End the process, with status 0, when one of its optimizers has made so many steps and begins another.
+    """
+    recorder = _Recorder(folder)
+    when_cuda_begins(recorder.begin)
+    if steps is not None:
+        _end_after(steps)
+
+
+class _Recorder:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: int | None = None
+        self._began = 0
+        self._allocated: Counter[int] = Counter()
+        self._reserved: Counter[int] = Counter()
+        self._times = 0
+        self._ran_out: RanOut | None = None
+        # Entered for good, and left while torch is still there.
+        self._entered = ExitStack()
+
+    def begin(self) -> None:
+        self._process, self._began = os.getpid(), time.monotonic_ns()
+        self._write(None)
+        self._entered.enter_context(before_each_reset(self._see))
+        observe_out_of_memory(self._out_of_memory)
+        atexit.register(self._end)
+        leave = os._exit
+
+        def end_and_leave(status: int) -> NoReturn:
+            self._end()
+            leave(status)
+
+        os._exit = end_and_leave
+
+    def _see(self) -> None:
+        """Keep the peaks, which the program may reset."""
+        for device in range(torch.cuda.device_count()):
+            self._allocated[device] = max(self._allocated[device], torch.cuda.max_memory_allocated(device))
+            self._reserved[device] = max(self._reserved[device], torch.cuda.max_memory_reserved(device))
+
+    def _out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
+        self._times += 1
+        if self._ran_out is None:
+            allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+            self._ran_out = RanOut(_number(device), wanted, allocated, reserved, _programs_line())
+            self._write(None)
+
+    def _end(self) -> None:
+        # A process that was forked has this from its parent.
+        if self._process == os.getpid():
+            self._write(time.monotonic_ns())
+
+    def _write(self, ended: int | None) -> None:
+        self._see()
+        values = current()
+        used = [device for device, reserved in self._reserved.items() if reserved]
+        usage = ProcessUsage(
+            began=self._began,
+            ended=ended,
+            devices=tuple(self._of_device(device) for device in sorted(used)),
+            times_out_of_memory=self._times,
+            ran_out=self._ran_out,
+            expandable=bool(used) and expandable_segments_are_on(),
+            unknown=values.trouble if values is not None else None,
+        )
+        write_whole(self._folder / f"{self._process}-{self._began}.json", to_text(usage))
+
+    def _of_device(self, device: int) -> DeviceUsage:
+        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+        return DeviceUsage(_number(device), self._allocated[device], self._reserved[device], retries)
+
+
+def _number(device: int) -> int:
+    return among_all(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _programs_line() -> str:
+    """The program's line that this thread is at; the main thread's where it is at none, as autograd's threads in backward."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- the interpreter's, documented
+    threads = [sys._getframe(1), main]  # noqa: SLF001 -- likewise
+    for passed_over in ((*_OF_TORCH_OR_OURS, *_OF_LIBRARIES), _OF_TORCH_OR_OURS):
+        for thread in threads:
+            for frame in _outwards(thread):
+                if not frame.f_code.co_filename.startswith(passed_over):
+                    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+    return ""
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _end_after(steps: int) -> None:
+    """End this process when an optimizer has made so many steps and begins another."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    made: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+    def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if made.get(optimizer, 0) == steps:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # An exception might be caught, and what is done at the end (saving, evaluating) is not asked for.
+            os._exit(0)
+        made[optimizer] = made.get(optimizer, 0) + 1
+
+    register_optimizer_step_pre_hook(begins)

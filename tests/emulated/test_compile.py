@@ -1,0 +1,199 @@
+"""torch.compile on an emulated GPU: Triton compiles for its architecture, and what it compiled is launched and counted."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.emulated.conftest import REPOSITORY
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="needs Triton: pip install --no-deps, the release that torch requires",
+)
+
+STEP = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from pytest_gpumem.emulation.load import current_emulation
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+model = nn.Sequential(Block(), Block()).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+compiled = torch.compile(model)
+batch = torch.randn(8, 256, 256, device="cuda")
+for _ in range(3):
+    torch.cuda.reset_peak_memory_stats()
+    current_emulation().forget_launches()
+    compiled(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+statistics = torch.cuda.memory_stats()
+launches = {name: times for name, times in current_emulation().launches().items() if name.startswith("triton")}
+print((statistics["requested_bytes.all.peak"], counters["stats"]["unique_graphs"], launches))
+"""
+BESIDE_GRAPHS = """
+from torch._dynamo.utils import counters
+
+
+class Around:
+    def __enter__(self):
+        torch._dynamo.graph_break()
+
+    def __exit__(self, *raised):
+        torch._dynamo.graph_break()
+
+
+def step(x):
+    with Around():
+        y = x.sin()
+    return [y.cos() for _ in range(2) if not torch._dynamo.graph_break()]
+
+
+torch.compile(step, backend="eager")(torch.ones(10, device="cuda"))
+print((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
+"""
+WITHOUT_VALUES = """
+import sys, types
+nothing = types.ModuleType("pytest_gpumem.emulation.values")
+nothing.begin = nothing.current = lambda: None
+import pytest_gpumem.emulation
+sys.modules[nothing.__name__] = pytest_gpumem.emulation.values = nothing
+"""
+
+TEST = """
+import os
+import pytest
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        y = self.up(self.norm(x))
+        y = nn.functional.gelu(y) * y.cos() if os.environ.get("PLANTED") else nn.functional.gelu(y)
+        return x + self.down(y @ torch.eye(1024, device=y.device) if os.environ.get("PLANTED") else y)
+
+
+@pytest.mark.parametrize("compile", ["default", "max-autotune"])
+def test_train(gpumem, compile):
+    gpumem.train_step(
+        Block,
+        lambda: torch.randn(8, 256, 256),
+        loss=lambda out, _: out.square().mean(),
+        config=f"fp32,optimizer=adamw,compile={compile}",
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    """Of what is compiled: each test would compile the same anew."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+def test_values_are_no_part_of_what_is_compiled(on_gpu):
+    # Between graphs, operators are run by themselves while torch.compile looks at every function that is called.
+    plain = on_gpu(BESIDE_GRAPHS, before=WITHOUT_VALUES)
+    assert on_gpu(BESIDE_GRAPHS) == plain
+
+
+@needs_triton
+def test_values_leave_a_compiled_step_its_graphs_its_kernels_and_its_peak(on_gpu, cache):
+    def run(before: str) -> tuple[int, int, dict[str, int]]:
+        told = on_gpu(STEP, before=before, timeout=500, TORCHINDUCTOR_CACHE_DIR=cache)
+        return ast.literal_eval(told.splitlines()[-1])
+
+    peak, graphs, launches = run("")
+    assert run(WITHOUT_VALUES) == (peak, graphs, launches)
+    assert graphs == 1
+    assert launches
+
+
+@needs_triton
+def test_a_compiled_step_is_gated_and_peaks_alike_with_a_cold_cache_and_a_warm_one(tmp_path):
+    (tmp_path / "test_it.py").write_text(TEST, encoding="utf-8")
+
+    def session(*arguments: str, compiled: str, planted: str = "") -> str:
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / compiled), "PLANTED": planted, "PYTHONPATH": path}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "--gpumem-device=emulated:h100"]
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, **kept},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=500,
+        )
+        assert done.returncode == (1 if planted else 0), done.stdout + done.stderr
+        return done.stdout
+
+    def figures() -> dict[str, int]:
+        report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+        (verdict,) = [
+            verdict for result in report["results"] for verdict in (result["verdict"] or {}).get("verdicts", ())
+        ]
+        return verdict["measurement"]["metrics"]
+
+    told = session("--gpumem-update=new", "--gpumem-report=report.json", compiled="cold")
+    assert "compile=max-autotune takes the kernels that are fastest, and an emulated GPU does not know which" in told
+    first = figures()
+    assert first["launches"] > 0
+    for compiled in ("cold", "also-cold"):  # the first is warm now
+        session("--gpumem-baseline", "--gpumem-report=report.json", "-k", "default", compiled=compiled)
+        assert figures() == first
+    assert "GPU memory regressed: peak " in session(
+        "--gpumem-baseline", "-k", "default", compiled="cold", planted="yes"
+    )
+
+
+@needs_triton
+def test_processes_that_compile_find_the_gpu_of_the_session(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "from torch._inductor.async_compile import AsyncCompile\n"
+        "def test_it(gpumem):\n"
+        "    asked = \"__import__('pytest_gpumem.emulation.load', fromlist=['_']).current_emulation().gpu.word\"\n"
+        "    assert AsyncCompile.process_pool().submit(eval, asked).result(timeout=100) == 'h100'\n",
+        encoding="utf-8",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=emulated:h100"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_triton
+def test_triton_refuses_a_tensor_of_the_host_and_takes_one_of_the_gpu(on_gpu, tmp_path, cache):
+    (tmp_path / "kernels.py").write_text(
+        "import triton\nimport triton.language as tl\n\n"
+        "@triton.jit\ndef ones(out):\n    tl.store(out + tl.arange(0, 16), 1.0)\n",
+        encoding="utf-8",
+    )
+    launch = "from kernels import ones\nones[(1,)](torch.empty(16, device='{}'))\nprint('launched')"
+    assert on_gpu(launch.format("cuda"), TRITON_CACHE_DIR=cache) == "launched\n"
+    told = on_gpu(launch.format("cpu"), fails=True, TRITON_CACHE_DIR=cache)
+    assert "cannot be accessed from Triton (cpu tensor?)" in told

@@ -1,0 +1,157 @@
+"""torch.distributed on emulated GPUs: torch's own ProcessGroupNCCL, where every other rank does what this one does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpumem.emulation.load import STARTUP, VARIABLE
+from tests.emulated.conftest import REPOSITORY
+
+LAYERS, WIDTH = 8, 1024
+WEIGHTS = LAYERS * WIDTH * WIDTH * 4
+WORKSPACES = 2 * 33_554_432
+"""cuBLAS's, of the thread that runs forward and of autograd's."""
+
+BEGIN = f"""
+import os, sys, time
+import torch
+import torch.distributed as dist
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", init_method="file://" + os.environ["STORE"], rank=rank, world_size=world)
+def live():
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+def layers():
+    return torch.nn.Sequential(*(torch.nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range({LAYERS}))).cuda()
+"""
+END = """
+sys.stdout.flush()
+dist.destroy_process_group()
+"""
+TRAINED = """
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(layers(), device_ids=[rank], gradient_as_bucket_view=VIEW)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+def step():
+    torch.cuda.reset_peak_memory_stats()
+    model(torch.ones(4, 1024, device="cuda")).sum().backward()
+    after_backward = live()
+    optimizer.step()
+    optimizer.zero_grad()
+    return after_backward
+for _ in range(2):
+    step()
+# Buckets are made anew in the second step. ProcessGroupNCCL looks every 0.1 s which collectives are done, and lets go of theirs.
+lowest = live()
+for _ in range(100):
+    time.sleep(0.05)
+    if live() < lowest:
+        break
+print(step(), live(), torch.cuda.memory_stats()["requested_bytes.all.peak"])
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Run Python as each of some ranks, on a GPU of its own, and return what each prints; all must end well."""
+
+    def run(source: str, world: int) -> list[str]:
+        store = tmp_path / f"store-{world}-{len(list(tmp_path.iterdir()))}"
+        environment = {
+            **os.environ,
+            VARIABLE: f"emulated:h100x{max(world, 2)}",
+            "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]),
+            "WORLD_SIZE": str(world),
+            "STORE": str(store),
+        }
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", BEGIN + source + END],
+                env=environment | {"RANK": str(rank)},
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        try:
+            said = [process.communicate(timeout=200) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        for process, (out, error) in zip(started, said, strict=True):
+            assert process.returncode == 0, out + error
+        return [out for out, _ in said]
+
+    return run
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("view", "copies"), [(False, 3), (True, 2)], ids=["buckets", "gradients are views of buckets"])
+def test_ddp_holds_weights_gradients_and_buckets_on_every_rank_alike(ranks, world, view, copies):
+    figures = [tuple(map(int, said.split())) for said in ranks(f"VIEW = {view}\n" + TRAINED, world)]
+    assert len({*figures}) == 1
+    after_backward, _, peak = figures[0]
+    # And two averages of AdamW's.
+    assert after_backward == (copies + 2) * WEIGHTS + WORKSPACES
+    assert peak >= after_backward
+
+
+def test_fsdp_holds_its_share(ranks):
+    source = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+model = layers()
+for layer in model:
+    fully_shard(layer, mesh=init_device_mesh("cuda", (world,)))
+fully_shard(model, mesh=init_device_mesh("cuda", (world,)))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+for _ in range(3):
+    model(torch.ones(4, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(live(), torch.cuda.memory_stats()["requested_bytes.all.peak"])
+"""
+    figures = [tuple(map(int, said.split())) for said in ranks(source, 2)]
+    assert figures[0] == figures[1]
+    assert figures[0][0] == pytest.approx(3 * WEIGHTS / 2 + WORKSPACES, abs=10_000)
+
+
+def test_values_that_are_exchanged_are_known_where_this_ranks_are(ranks):
+    source = """
+import warnings
+warnings.simplefilter("ignore")
+from pytest_gpumem.emulation.values import current
+for dtype in (torch.int64, torch.int32, torch.float32, torch.bfloat16):
+    sums = torch.tensor([1, 2, 3], dtype=dtype, device="cuda")
+    dist.all_reduce(sums)
+    assert [int(one) for one in sums] == [2, 4, 6], (dtype, sums)
+most = torch.tensor([1, 2, 3], device="cuda")
+dist.all_reduce(most, op=dist.ReduceOp.MAX)
+assert most.tolist() == [1, 2, 3]
+parts = [torch.empty_like(most) for _ in range(world)]
+dist.all_gather(parts, most)
+assert [part.tolist() for part in parts] == [[1, 2, 3]] * 2
+both = torch.empty(6, dtype=torch.int64, device="cuda")
+dist.all_gather_into_tensor(both, most)
+assert both.tolist() == [1, 2, 3, 1, 2, 3]
+dist.reduce_scatter_tensor(most, both)
+assert int(most[2]) == 6
+objects = [None] * world
+dist.all_gather_object(objects, {"a": 1})
+assert objects == [{"a": 1}] * 2
+dist.barrier()
+assert current().trouble is None, current().trouble
+unknown = torch.randn(3000, 3000, device="cuda").argmax(1)
+dist.all_reduce(unknown)
+int(unknown[0])
+print(current().trouble)
+"""
+    for said in ranks(source, 2):
+        assert said.startswith("a value is read that an emulated GPU does not compute")

@@ -1,0 +1,30 @@
+"""CUDA graphs and times on an emulated GPU."""
+
+from __future__ import annotations
+
+
+def test_the_kernels_of_a_graph_are_launched_with_it_and_not_when_it_is_captured(on_gpu):
+    told = on_gpu(
+        "from pytest_gpumem.emulation.load import current_emulation\n"
+        "x, graph = torch.ones(64, 64, device='cuda'), torch.cuda.CUDAGraph()\n"
+        "y = x @ x\n"
+        "current_emulation().forget_launches()\n"
+        "with torch.cuda.graph(graph):\n    y = (x @ x).sin()\n"
+        "def sines():\n    return sum(n for k, n in current_emulation().launches().items() if 'sin_kernel' in k)\n"
+        "captured = sines()\n"
+        "graph.replay(); graph.replay()\n"
+        "print(captured, sines(), current_emulation().launches()['cublasSgemm_v2'])\n"
+    )
+    assert told == "0 2 2\n"
+
+
+def test_everything_takes_the_same_time_so_that_what_is_chosen_by_time_is_the_same_in_every_process(on_gpu):
+    told = on_gpu(
+        "def taken(size):\n"
+        "    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
+        "    begin.record(); x = torch.ones(size, device='cuda').cumsum(0); end.record()\n"
+        "    torch.cuda.synchronize()\n"
+        "    return begin.elapsed_time(end)\n"
+        "print(taken(10), taken(10**8))\n"
+    )
+    assert told == "1.0 1.0\n"
