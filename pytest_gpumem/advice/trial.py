@@ -17,7 +17,7 @@ from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError
 from pytest_gpumem.steps.measured import measure_train_step
-from pytest_gpumem.steps.model_step import NotAStep
+from pytest_gpumem.steps.model_step import NotAStep, built_on
 from pytest_gpumem.timing.allowance import TimeAllowance
 
 if TYPE_CHECKING:
@@ -67,8 +67,10 @@ def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | N
     _needs_no_arguments(factory, _name(factory))
 
     def make() -> tuple[Any, ...]:
-        with torch.device(device):
-            made = factory()
+        try:
+            made = built_on(device, factory, f"{_name(factory)}()")
+        except NotAStep as error:
+            raise SubjectError(str(error)) from error
         if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
             what = (
                 f"({', '.join(type(part).__name__ for part in made)})"
@@ -115,7 +117,7 @@ _SECONDS = 0.5
 
 
 def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
-    bench = Bench(device, Windows(device), TimeAllowance(_SECONDS))
+    bench = Bench(device, Windows(device), TimeAllowance(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
         device.open()
         # In this order, since a device that has failed may not settle any more.

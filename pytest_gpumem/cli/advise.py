@@ -35,7 +35,9 @@ def _size(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.command()
 @click.argument("factory", metavar="MODULE:FACTORY")
 @click.option("--fits", metavar="SIZE", callback=_size, help="The memory that the step may take: 24GB, '80 GiB'.")
-@click.option("--device", "device_name", default="cuda", show_default=True, help="cuda, cpu or auto.")
+@click.option(
+    "--device", "device_name", default="cuda", show_default=True, help="cuda, cpu, auto, or emulated:l4 and so on."
+)
 @click.option(
     "--all",
     "everything",
@@ -87,6 +89,8 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
         click.echo("interrupted", err=True)
     chosen = recommended(tried, fits)
     if tried:
+        if not device.tells_time:
+            click.echo(f"{device.environment().device}: memory as of PyTorch's own allocator, no times\n")
         _table(tried)
     if not finished or chosen is None:
         click.echo(_conclusion(tried, chosen, fits, finished=finished))
@@ -155,15 +159,31 @@ def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject
 
 def _device(name: str) -> Device:
     from pytest_gpumem.devices.contract import DeviceUnavailable
-    from pytest_gpumem.devices.naming import nearest_device
+    from pytest_gpumem.devices.naming import EMULATED, nearest_device
     from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
 
+    if name.startswith(EMULATED):
+        return _emulated(name)
     if name not in (*BUILT_IN, AUTO):
         raise click.UsageError(f"--device {name}: no such device; {nearest_device(name, [*BUILT_IN, AUTO])}")
     try:
         return Devices(BUILT_IN).get(name)
     except DeviceUnavailable as unavailable:
         raise click.ClickException(f"{unavailable}; --device cpu measures on the CPU") from None
+
+
+def _emulated(word: str) -> Device:
+    from pytest_gpumem.devices.registry import make_cuda
+    from pytest_gpumem.emulation.before_torch import install
+    from pytest_gpumem.emulation.load import emulate
+    from pytest_gpumem.emulation.torch_build import EmulationError
+
+    try:
+        emulate(word)
+    except (EmulationError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    install(word)
+    return make_cuda()
 
 
 def _function(text: str) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ from pytest_gpumem.cli.comment import comment
 from pytest_gpumem.cli.compare import compare
 from pytest_gpumem.cli.emulate import emulate
 from pytest_gpumem.cli.export import export
+from pytest_gpumem.cli.fit import fit
 from pytest_gpumem.cli.history import history
 from pytest_gpumem.cli.merge import merge
 from pytest_gpumem.cli.prune import prune
@@ -36,13 +37,14 @@ def main() -> None:
     Is this branch slower:          gpumem ab main
     What fits into this GPU:        gpumem advise MODULE:FACTORY --fits 24GB
     A program's peaks on no GPU:    gpumem emulate l4 -- python train.py
+    Which GPUs a program fits:      gpumem fit train.py --batch 8
 
     Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
     says what that means for it.
     """
 
 
-for command in (ab, advise, comment, compare, emulate, export, history, merge, prune, show):
+for command in (ab, advise, comment, compare, emulate, export, fit, history, merge, prune, show):
     main.add_command(command)
 
 

@@ -1,0 +1,142 @@
+"""``gpumem fit``: which GPUs a program fits into, by running it on emulated ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pytest_gpumem.cli.wrong import WrongInput
+from pytest_gpumem.devices.naming import EMULATED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_gpumem.emulation.gpus import Gpu
+    from pytest_gpumem.fit.outcome import Fit
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--gpu",
+    "words",
+    multiple=True,
+    metavar="GPU",
+    help="One that it has to fit into, as `gpumem emulate` has them: l4, 24GB, h100x8. May be repeated; all if not given.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="End the program when one of its optimizers has made N steps and begins another.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs: everything, in bytes.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
+def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tuple[str, ...]) -> None:
+    """Tell which GPUs a program fits into, by running it on emulated ones.
+
+    COMMAND is run once on each GPU, to its end, one after the other. The CUDA build of torch runs as it is, over stand-ins for
+    CUDA's libraries: PyTorch's own allocator runs out of memory, or does not. Where it does, the program is run once more
+    with expandable segments. A COMMAND that begins with a file (train.py) or with -m is run with this Python.
+
+    \b
+    Examples:
+      gpumem fit train.py --batch 8
+      gpumem fit --gpu l4 --gpu a100-40gb --steps 3 -- python train.py
+
+    Exit status: 0 when the program fits into all GPUs that were asked for, or into one where none was, 1 when memory ran out, 2
+    for wrong usage, and when it cannot be told: a GPU cannot be emulated here, or the program fails by itself or uses no GPU
+    memory, 130 when interrupted.
+    """
+    from pytest_gpumem.fit.outcome import Outcome, exit_status
+
+    arguments = _with_python(command)
+    gpus = _gpus(words)
+    found: list[Fit] = []
+    try:
+        _try_all(found, gpus, arguments, steps, every=bool(words))
+    except KeyboardInterrupt:
+        click.echo(f"interrupted: {len(found)} of {len(gpus)} GPUs were tried", err=True)
+        if found:
+            _say(found, arguments, INTERRUPTED, as_json=as_json)
+        sys.exit(INTERRUPTED)
+    if found[0].plain.outcome is Outcome.UNUSED:
+        raise WrongInput("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
+    status = exit_status(found, every=bool(words))
+    _say(found, arguments, status, as_json=as_json)
+    sys.exit(status)
+
+
+def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
+    first = command[0]
+    if first == "-m" or (first.endswith(".py") and not first.startswith("-")):
+        return (sys.executable, *command)
+    if first.startswith("-"):
+        raise click.UsageError(f"no such option: {first}")
+    return command
+
+
+def _gpus(words: Sequence[str]) -> dict[str, Gpu]:
+    """What is to be emulated, by the word for it: what was asked for, or all, of which the first is the usual one."""
+    from pytest_gpumem.emulation.gpus import DEFAULT, emulated_gpu, known_gpus
+    from pytest_gpumem.emulation.load import prepare
+    from pytest_gpumem.emulation.torch_build import EmulationError
+
+    asked = [word if word.startswith(EMULATED) else EMULATED + word for word in words]
+    known = sorted((gpu.word for gpu in known_gpus()), key=lambda word: word != DEFAULT)
+    try:
+        gpus = {word: emulated_gpu(word) for word in asked or [EMULATED + word for word in known]}
+        for word in gpus:
+            prepare(word)
+    except (EmulationError, ValueError) as error:
+        raise WrongInput(str(error)) from None
+    return gpus
+
+
+def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], steps: int | None, *, every: bool) -> None:
+    """Append to ``found`` what comes of the program on each GPU."""
+    from pytest_gpumem.emulation.load import CONTEXT_BYTES
+    from pytest_gpumem.fit import outcome
+    from pytest_gpumem.fit.run import run_on, with_expandable_segments
+    from pytest_gpumem.fit.summary import name_of, progress
+
+    def tried(word: str, gpu: Gpu, more: dict[str, str]) -> outcome.Found:
+        how = " with expandable segments" if more else ""
+        click.echo(f"[{len(found) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... ", nl=False, err=True)
+        try:
+            run = run_on(word, command, {**os.environ, **more}, steps)
+        except OSError as error:
+            raise WrongInput(f"{command[0]}: {error.strerror}") from None
+        one = outcome.found(run, gpu.total_bytes, CONTEXT_BYTES)
+        click.echo(progress(one, str(Path.cwd())), err=True)
+        return one
+
+    expandable = with_expandable_segments(os.environ)
+    for word, gpu in gpus.items():
+        plain = tried(word, gpu, {})
+        again = plain.outcome in outcome.NOT_ENOUGH and not plain.expandable and expandable is not None
+        found.append(outcome.Fit(gpu, plain, tried(word, gpu, expandable or {}) if again else None))
+        if outcome.ends_it(found[0], every=every):
+            return
+
+
+def _say(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
+    from pytest_gpumem.cli.telling import screen, tell
+    from pytest_gpumem.emulation.load import CONTEXT_BYTES
+    from pytest_gpumem.fit.summary import conclusion, details, table, to_json
+    from pytest_gpumem.reports.layout import laid_out
+
+    if as_json:
+        click.echo(to_json(found, command, status), nl=False)
+        return
+    click.echo(err=True)
+    tell([*laid_out(table(found, CONTEXT_BYTES), screen()), ""])
+    more = details(found, str(Path.cwd()))
+    tell([*more, ""] if more else [])
+    tell([conclusion(found)])

@@ -1,0 +1,184 @@
+"""What came of running a program on an emulated GPU: whether it fits, and what it took. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.emulation.usage import DeviceUsage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.emulation.gpus import Gpu
+    from pytest_gpumem.emulation.usage import ProcessUsage, RanOut
+
+_RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
+_ADVICE = re.compile(r" If reserved but unallocated memory is large.*| See documentation for.*", re.DOTALL)
+_MOST_LINES = 20
+
+
+class Outcome(Enum):
+    """What came of a run. The value is a phrase for people and for programs."""
+
+    FITS = "fits"
+    WENT_ON = "ran out of memory and went on"
+    OUT_OF_MEMORY = "out of memory"
+    TOO_MUCH_TOGETHER = "out of memory together"
+    """Each process alone had room, but not those that used a device at the same time."""
+    FAILED = "failed by itself"
+    UNUSED = "no GPU memory used"
+
+
+NOT_ENOUGH = (Outcome.WENT_ON, Outcome.OUT_OF_MEMORY, Outcome.TOO_MUCH_TOGETHER)
+"""With more memory it would have gone otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a program ended, and what its processes took."""
+
+    status: int
+    """Its exit status; negative for the signal that killed it."""
+    said: str
+    """The end of its standard error; of its output where it wrote none."""
+    processes: tuple[ProcessUsage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a run on one GPU says. Bytes are of the device that took most."""
+
+    outcome: Outcome
+    status: int
+    allocated: int = 0
+    reserved: int = 0
+    devices: int = 0
+    """How many of them were used."""
+    together: int = 1
+    """How many processes used a device at the same time: their peaks are added up."""
+    retries: int = 0
+    """Allocations that succeeded only after cached memory had been given back, which is slow. 0 where memory ran out."""
+    times_out_of_memory: int = 0
+    ran_out: RanOut | None = None
+    message: str = ""
+    """PyTorch's own, where it was an error that nobody caught."""
+    last_lines: tuple[str, ...] = ()
+    """Of what it said, where the program failed with another error."""
+    expandable: bool = False
+    unknown: str | None = None
+    killed: int = 0
+    """Processes that used CUDA and were killed before they could tell what they took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A GPU, what came of the program on it, and what came of it with expandable segments where that was tried."""
+
+    gpu: Gpu
+    plain: Found
+    expanded: Found | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.plain.outcome is Outcome.FITS
+
+    @property
+    def fits_expanded(self) -> bool:
+        return not self.fits and self.expanded is not None and self.expanded.outcome is Outcome.FITS
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    usage: DeviceUsage
+    processes: int
+
+
+def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
+    """Return what a run says.
+
+    Args:
+        run: How the program ended.
+        total_bytes: The memory of each of the GPUs.
+        context_bytes: What the context of each process takes of it. For one process the emulated GPU has taken it off; it
+            counts here only for further processes on a device, since each has a GPU to itself when it is emulated.
+    """
+    devices = [_on_device(run.processes, number) for number in _numbers(run.processes)]
+    most = max(devices, key=lambda one: one.usage.reserved, default=None)
+    together = any(
+        one.processes > 1 and one.usage.reserved + one.processes * context_bytes > total_bytes for one in devices
+    )
+    times = sum(one.times_out_of_memory for one in run.processes)
+    raised = _RAISED.search(run.said)
+    failed = run.status != 0
+    if failed and (times or raised):
+        outcome = Outcome.OUT_OF_MEMORY
+    elif failed:
+        outcome = Outcome.FAILED
+    elif times:
+        outcome = Outcome.WENT_ON
+    elif together:
+        outcome = Outcome.TOO_MUCH_TOGETHER
+    else:
+        outcome = Outcome.UNUSED if most is None else Outcome.FITS
+    lines = [line for line in run.said.splitlines() if line.strip()]
+    return Found(
+        outcome=outcome,
+        status=run.status,
+        allocated=most.usage.allocated if most else 0,
+        reserved=most.usage.reserved if most else 0,
+        devices=len(devices),
+        together=max((one.processes for one in devices), default=1),
+        retries=0 if times else sum(device.retries for one in run.processes for device in one.devices),
+        times_out_of_memory=times,
+        ran_out=next((one.ran_out for one in run.processes if one.ran_out is not None), None),
+        message=_ADVICE.sub("", raised["message"]).strip() if raised else "",
+        last_lines=tuple(lines[-_MOST_LINES:]) if failed and not raised else (),
+        expandable=any(one.expandable for one in run.processes),
+        unknown=next((one.unknown for one in run.processes if one.unknown), None),
+        killed=sum(one.ended is None for one in run.processes),
+    )
+
+
+def _numbers(processes: Iterable[ProcessUsage]) -> list[int]:
+    return sorted({device.device for one in processes for device in one.devices})
+
+
+def _on_device(processes: Sequence[ProcessUsage], number: int) -> _OnDevice:
+    """The peaks on a device of those processes together that used it at the same time: the largest such sum."""
+    users = [(one, device) for one in processes for device in one.devices if device.device == number]
+    sums = []
+    # As many as ever are alive at once are so when one of them begins.
+    for at, _ in users:
+        there = [
+            device
+            for one, device in users
+            if one is at or (one.began <= at.began and (one.ended is None or one.ended > at.began))
+        ]
+        allocated, reserved = (sum(getattr(one, of) for one in there) for of in ("allocated", "reserved"))
+        retries = sum(one.retries for one in there)
+        sums.append(_OnDevice(DeviceUsage(number, allocated, reserved, retries), len(there)))
+    return max(sums, key=lambda one: one.usage.reserved)
+
+
+def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
+    """0 where the program fits, 1 where memory ran out, 2 where it cannot be told.
+
+    Args:
+        fits: What was found.
+        every: Whether it has to fit into each of the GPUs, or into one of them.
+    """
+    enough = all if every else any
+    if fits and enough(one.fits for one in fits):
+        return 0
+    return 1 if any(one.plain.outcome in NOT_ENOUGH for one in fits) else 2
+
+
+def ends_it(first: Fit, *, every: bool) -> bool:
+    """Whether no other GPU needs to be tried after the first: the program uses none, or does not run at all.
+
+    Where GPUs were asked for (``every``), a program that fails on one may run on the others.
+    """
+    return first.plain.outcome is Outcome.UNUSED or (first.plain.outcome is Outcome.FAILED and not every)

@@ -1,0 +1,68 @@
+"""Runs a program on an emulated GPU, and gathers what its processes took."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.emulation.before_torch import PEAKS, STEPS, USAGE
+from pytest_gpumem.emulation.load import environment_for
+from pytest_gpumem.emulation.usage import read_usages
+from pytest_gpumem.fit.outcome import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables with settings of PyTorch's allocator; the second in newer releases, beside the first."""
+_EXPANDABLE = "expandable_segments"
+_TAIL = 64 * 1024
+
+
+def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """The variables to add so that PyTorch's segments can grow; ``None`` where the environment says whether they can."""
+    said = {name: environment[name] for name in SETTINGS if environment.get(name)}
+    if any(_EXPANDABLE in value for value in said.values()):
+        return None
+    return {
+        name: ",".join(filter(None, (value, f"{_EXPANDABLE}:True")))
+        for name, value in (said or {SETTINGS[0]: ""}).items()
+    }
+
+
+def run_on(word: str, command: Sequence[str], environment: Mapping[str, str], steps: int | None = None) -> Run:
+    """Run ``command`` to its end on an emulated GPU.
+
+    Args:
+        word: ``"emulated:l4"``.
+        command: The program and its arguments.
+        environment: Its environment, but for what concerns the emulated GPU.
+        steps: After how many steps of an optimizer to end it; ``None`` for not before it ends.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpumem-fit-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        theirs = {key: value for key, value in environment.items() if key not in (PEAKS, STEPS)}
+        ours = {USAGE: name, **({} if steps is None else {STEPS: str(steps)})}
+        output, errors = folder / "output", folder / "errors"
+        with output.open("wb") as stdout, errors.open("wb") as stderr:
+            done = subprocess.run(
+                command,
+                env={**theirs, **environment_for(word, theirs), **ours},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                check=False,
+            )
+        return Run(done.returncode, _tail(errors) or _tail(output), read_usages(folder))
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL), os.SEEK_SET)
+        return file.read().decode("utf-8", errors="replace").strip()

@@ -1,0 +1,234 @@
+"""What `gpumem fit` says: a line for each run, a table, and which GPUs the program fits into. Pure."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.fit.outcome import NOT_ENOUGH, Outcome
+from pytest_gpumem.reports.layout import Column, Span, Table
+from pytest_gpumem.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_gpumem.emulation.gpus import Gpu
+    from pytest_gpumem.fit.outcome import Fit, Found
+    from pytest_gpumem.reports.layout import Style
+
+_STYLES: dict[Outcome, Style] = {Outcome.FITS: "good", Outcome.OUT_OF_MEMORY: "bad", Outcome.TOO_MUCH_TOGETHER: "bad"}
+
+
+def name_of(gpu: Gpu) -> str:
+    """A GPU's name for people: ``"A100 40GB"``, ``"H100 80GB x8"``."""
+    return gpu.title if gpu.count == 1 else f"{gpu.title} x{gpu.count}"
+
+
+def progress(one: Found, cwd: str) -> str:
+    """A phrase on what a run says."""
+    if one.outcome is Outcome.FITS:
+        return f"fits, {_needed(one)}"
+    if one.outcome is Outcome.TOO_MUCH_TOGETHER:
+        return f"{one.outcome.value}, {_needed(one)} by {one.together} processes"
+    if one.outcome is Outcome.WENT_ON:
+        return f"{one.outcome.value}, {_needed(one)}; {_first_time(one, cwd)}"
+    if one.outcome is Outcome.OUT_OF_MEMORY:
+        return f"{one.outcome.value}{_where(one, cwd)}"
+    return f"{one.outcome.value} ({_status(one)})" if one.outcome is Outcome.FAILED else one.outcome.value
+
+
+def table(fits: Sequence[Fit], context_bytes: int) -> Table:
+    """A row a GPU, the smallest first: its memory, the peaks where the program ran to its end, and what came of it."""
+    columns = [
+        Column("GPU", left=True),
+        *map(Column, ("memory", "reserved", "allocated", "left")),
+        Column("", left=True),
+    ]
+    rows = []
+    for fit in _by_memory(fits):
+        one = fit.plain
+        ended = one.outcome in (Outcome.FITS, Outcome.WENT_ON, Outcome.TOO_MUCH_TOGETHER)
+        left = fit.gpu.total_bytes - one.together * context_bytes - one.reserved
+        figures = [
+            format_bytes(one.reserved) if ended else "-",
+            format_bytes(one.allocated) if ended else "-",
+            format_bytes(left) if fit.fits else "-",
+        ]
+        said = one.outcome.value
+        if fit.fits_expanded and fit.expanded is not None:
+            said += f"; with expandable segments fits, {_needed(fit.expanded)}"
+        cells = [name_of(fit.gpu), format_bytes(fit.gpu.total_bytes), *figures]
+        rows.append((*map(Span, cells), Span(said, _STYLES.get(one.outcome, "doubtful"))))
+    return Table(tuple(columns), tuple(rows))
+
+
+def details(fits: Sequence[Fit], cwd: str) -> list[str]:
+    """Lines: where memory ran out and with which message, how the program failed, and what else has to be known.
+
+    Args:
+        fits: What was found.
+        cwd: Paths are told from here.
+    """
+    lines: list[str] = []
+    for fit in _by_memory(fits):
+        one, name = fit.plain, name_of(fit.gpu)
+        if one.outcome is Outcome.OUT_OF_MEMORY:
+            lines.append(f"{name}: {one.outcome.value}{_where(one, cwd)}")
+            lines += [f"  {one.message}"] if one.message else []
+        if one.outcome is Outcome.WENT_ON:
+            lines.append(f"{name}: {one.outcome.value}, {_first_time(one, cwd)}")
+        if one.outcome is Outcome.FAILED:
+            lines.append(f"{name}: failed by itself ({_status(one)})")
+        lines += [f"  {line}" for line in one.last_lines]
+    for say in _NOTES:
+        said: dict[str, list[str]] = {}
+        for fit in _by_memory(fits):
+            if note := say(fit):
+                said.setdefault(note, []).append(name_of(fit.gpu))
+        lines += [f"note: {', '.join(names)}: {note}" for note, names in said.items()]
+    return lines
+
+
+def conclusion(fits: Sequence[Fit]) -> str:
+    """One line: what the program needs, which GPUs it fits into and which not, and what expandable segments change."""
+    named = {
+        "fits": [fit for fit in fits if fit.fits],
+        "expanded": [fit for fit in fits if fit.fits_expanded],
+        "not": [fit for fit in fits if fit.plain.outcome in (Outcome.OUT_OF_MEMORY, Outcome.TOO_MUCH_TOGETHER)],
+        "went on": [fit for fit in fits if fit.plain.outcome is Outcome.WENT_ON],
+        "failed": [fit for fit in fits if fit.plain.outcome is Outcome.FAILED],
+    }
+    needs = f"needs {_span([fit.plain for fit in named['fits']])} reserved (emulated): " if named["fits"] else ""
+    parts = [f"fits {_names(named['fits'])}" if named["fits"] else "fits none (emulated)"]
+    parts += [f"not {_names(named['not'])}"] if named["not"] else []
+    parts += [f"ran out of memory and went on: {_names(named['went on'])}"] if named["went on"] else []
+    if named["expanded"]:
+        span = _span([fit.expanded for fit in named["expanded"] if fit.expanded is not None])
+        parts.append(f"with expandable segments {span}: fits {_names(named['expanded'])}")
+    parts += [f"failed by itself: {_names(named['failed'])}"] if named["failed"] else []
+    return needs + "; ".join(parts)
+
+
+def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
+    """Everything, for programs: bytes, in the order of the runs."""
+    plain = {
+        "format": 1,
+        "emulated": True,
+        "exit_status": status,
+        "command": list(command),
+        "conclusion": conclusion(fits),
+        "gpus": [
+            {
+                "gpu": fit.gpu.word,
+                "count": fit.gpu.count,
+                "name": name_of(fit.gpu),
+                "total_bytes": fit.gpu.total_bytes,
+                **_plain(fit.plain),
+                "with_expandable_segments": None if fit.expanded is None else _plain(fit.expanded),
+            }
+            for fit in fits
+        ],
+    }
+    return json.dumps(plain, indent=2) + "\n"
+
+
+def _plain(one: Found) -> dict[str, Any]:
+    return {**asdict(one), "outcome": one.outcome.value}
+
+
+def _by_memory(fits: Sequence[Fit]) -> list[Fit]:
+    return sorted(fits, key=lambda fit: (fit.gpu.total_bytes, fit.gpu.word))
+
+
+def _names(fits: Sequence[Fit]) -> str:
+    return ", ".join(name_of(fit.gpu) for fit in _by_memory(fits))
+
+
+def _span(found: Sequence[Found]) -> str:
+    """The memory that was reserved: one figure, or from the least to the most where GPUs differ."""
+    least, most = (format_bytes(bound(one.reserved for one in found)) for bound in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
+def _needed(one: Found) -> str:
+    return f"{format_bytes(one.reserved)} reserved"
+
+
+def _first_time(one: Found, cwd: str) -> str:
+    times = "once" if one.times_out_of_memory == 1 else f"{one.times_out_of_memory} times, first"
+    return f"{times}{_where(one, cwd)}"
+
+
+def _where(one: Found, cwd: str) -> str:
+    if one.ran_out is None:
+        return ""
+    file, _, rest = one.ran_out.line.rpartition(":")
+    path = PurePath(file)
+    at = f" at {path.relative_to(cwd) if path.is_relative_to(cwd) else path}:{rest}" if rest else ""
+    return (
+        f"{at}: {format_bytes(one.ran_out.wanted)} wanted, {format_bytes(one.ran_out.allocated)} allocated and "
+        f"{format_bytes(one.ran_out.reserved)} reserved"
+    )
+
+
+def _status(one: Found) -> str:
+    if one.status >= 0:
+        return f"exit status {one.status}"
+    try:
+        return f"killed by {signal.Signals(-one.status).name}"
+    except ValueError:
+        return f"killed by signal {-one.status}"
+
+
+def _notes_of_retries(fit: Fit) -> str:
+    if not (fit.fits and fit.plain.retries):
+        return ""
+    return (
+        f"only just: cached memory was given back to the GPU before an allocation succeeded ({fit.plain.retries} x), "
+        "which is slow"
+    )
+
+
+def _note_of_unknown(fit: Fit) -> str:
+    return f"{fit.plain.unknown}: what comes after it may need other memory on a GPU" if fit.plain.unknown else ""
+
+
+def _note_of_processes(fit: Fit) -> str:
+    if fit.plain.together == 1:
+        return ""
+    return f"{fit.plain.together} processes used one device at the same time; their peaks are added up"
+
+
+def _note_of_devices(fit: Fit) -> str:
+    return (
+        f"{fit.plain.devices} devices were used; figures are of the one that took most" if fit.plain.devices > 1 else ""
+    )
+
+
+def _note_of_killed(fit: Fit) -> str:
+    killed = fit.plain.killed
+    whose = "a process that used CUDA was" if killed == 1 else f"{killed} processes that used CUDA were"
+    return f"{whose} killed before telling what was taken, which is not counted" if killed else ""
+
+
+def _note_of_expandable(fit: Fit) -> str:
+    if fit.plain.outcome not in NOT_ENOUGH:
+        return ""
+    if fit.plain.expandable:
+        return "segments were expandable already"
+    if fit.expanded is not None and not fit.expanded.expandable and fit.expanded.devices:
+        return "expandable segments were not tried: the program has settings of its own for PyTorch's allocator"
+    return ""
+
+
+_NOTES: tuple[Callable[[Fit], str], ...] = (
+    _notes_of_retries,
+    _note_of_unknown,
+    _note_of_processes,
+    _note_of_devices,
+    _note_of_killed,
+    _note_of_expandable,
+)

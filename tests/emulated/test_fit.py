@@ -1,0 +1,250 @@
+"""Which GPUs a program fits into, by running out of memory in PyTorch's own allocator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.emulated.conftest import REPOSITORY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 2**20
+BLOCK = "import torch\n\n\ndef block(mib):\n    return torch.empty(mib * 2**20, dtype=torch.uint8, device='cuda')\n\n\n"
+NEEDS_TWO_GIB = BLOCK + "kept = block(2000)\ntorch.cuda.reset_peak_memory_stats()\ndel kept\ntorch.cuda.empty_cache()\n"
+NEEDS_TWO_GIB += "torch.cuda.reset_peak_memory_stats()\nblock(10)\n"
+IN_BACKWARD = """
+import torch
+
+
+def train():
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(10))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(100):
+        loss = model(torch.ones(1, 2048, device="cuda")).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    raise SystemExit("should have been ended before")
+
+
+train()
+"""
+# Four segments of 200 MiB, of each of which 80 MiB stay unused: 250 MiB more are 1,050 in all, or 730 where a segment can give
+# back what is unused of it. 910 MiB are there.
+IN_PIECES = (
+    BLOCK
+    + "large = [block(200) for _ in range(4)]\nkept = []\nwhile large:\n    large.pop()\n    kept.append(block(120))\nblock(250)\n"
+)
+SMALLER_BATCH = (
+    BLOCK
+    + "batch = 64\nwhile True:\n    try:\n        block(50 * batch)\n        break\n"
+    + "    except torch.OutOfMemoryError:\n        batch //= 2\n"
+)
+CHILDREN = """
+import subprocess, sys, time
+code = '''
+import os, sys, time, torch
+x = torch.empty(500 * 2**20, dtype=torch.uint8, device="cuda")
+open(sys.argv[1], "w").close()
+while not all(os.path.exists(name) for name in sys.argv[1:]): time.sleep(0.01)
+os._exit(0)
+'''
+def child(*names):
+    return subprocess.Popen([sys.executable, "-c", code, *names])
+if sys.argv[1] == "together":
+    assert [one.wait() for one in (child("a", "b"), child("b", "a"))] == [0, 0]
+else:
+    assert [child("a").wait(), child("b").wait()] == [0, 0]
+"""
+RANKS = """
+import os
+import torch
+import torch.distributed as dist
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4096, 4096, bias=False).cuda())
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.ones(4, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if rank == 1:
+    torch.empty(1000 * 2**20, dtype=torch.uint8, device="cuda")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def fit(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(source: str, *arguments: str, program: tuple[str, ...] = ("program.py",), **more: str):
+        (tmp_path / "program.py").write_text(source, encoding="utf-8")
+        return subprocess.run(
+            [sys.executable, "-m", "pytest_gpumem.cli.main", "fit", *arguments, *program],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **more},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    return run
+
+
+@pytest.fixture
+def found(fit) -> Callable[..., list[dict[str, Any]]]:
+    """What is found for each of the GPUs, checked against the exit status."""
+
+    def run(*given: str, status: int, **more: Any) -> list[dict[str, Any]]:
+        # Nothing is run again but where the test is about that.
+        more = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", **more}
+        done = fit(given[0], "--json", *given[1:], **more)
+        assert done.returncode == status, done.stdout + done.stderr
+        return json.loads(done.stdout)["gpus"]
+
+    return run
+
+
+def test_it_fits_where_there_is_room_and_not_where_there_is_not(fit):
+    done = fit(NEEDS_TWO_GIB, "--gpu", "1GB", "--gpu", "4GB")
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "needs 2.10 GB reserved (emulated): fits H100 with 4GB; not H100 with 1GB"
+    assert "H100 with 1GB: out of memory at program.py:5 block: 2.10 GB wanted, 0 B allocated and 0 B reserved" in lines
+    message = next(line for line in lines if line.startswith("  "))
+    assert message.startswith(
+        "  CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 953.67 MiB"
+    )
+    assert "[2/2] H100 with 4GB (emulated) ... fits, 2.10 GB reserved" in done.stderr
+    assert fit(NEEDS_TWO_GIB, "--gpu", "4GB").returncode == 0
+
+
+def test_the_context_is_taken_off_once(found):
+    room = 1000 - 520
+    assert found(BLOCK + f"block({room})", "--gpu", "1000MiB", status=0)[0]["reserved"] == room * MIB
+    assert found(BLOCK + f"block({room + 2})", "--gpu", "1000MiB", status=1)[0]["outcome"] == "out of memory"
+
+
+def test_memory_in_pieces_fits_with_expandable_segments_only(fit, found):
+    done = fit(IN_PIECES, "--gpu", "1500MB")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == (
+        "fits none (emulated); not H100 with 1500MB; with expandable segments 838.86 MB: fits H100 with 1500MB"
+    )
+    (set_by_user,) = found(IN_PIECES, "--gpu", "1500MB", status=0, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    assert set_by_user["expandable"]
+    own_settings = "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = ''\n" + IN_PIECES
+    (own,) = found(own_settings, "--gpu", "1500MB", status=1, PYTORCH_CUDA_ALLOC_CONF="")
+    assert not own["with_expandable_segments"]["expandable"]
+
+
+def test_backward_is_told_by_the_line_that_calls_it(found):
+    # Ten matrices of 16 MiB twice, and a workspace of 32 MiB for each thread, do not fit into 315 MiB.
+    (one,) = found(IN_BACKWARD, "--gpu", "835MiB", status=1)
+    assert one["ran_out"]["line"].endswith("program.py:10 train")
+    assert one["ran_out"]["wanted"] in (16 * MIB, 32 * MIB)
+
+
+def test_a_program_is_ended_after_so_many_steps(found):
+    (one,) = found(IN_BACKWARD, "--gpu", "2GB", "--steps", "2", status=0)
+    assert one["allocated"] >= 20 * 16 * MIB + 2 * 32 * MIB
+
+
+def test_a_program_that_goes_on_with_a_smaller_batch_is_told_as_such(found):
+    (one,) = found(SMALLER_BATCH, "--gpu", "2GB", status=1)
+    assert (one["outcome"], one["times_out_of_memory"]) == ("ran out of memory and went on", 2)
+    assert (one["reserved"], one["ran_out"]["wanted"]) == (800 * MIB, 3200 * MIB)
+
+
+def test_a_program_that_fails_by_itself_is_an_error_with_what_it_said(fit):
+    done = fit(BLOCK + "block(1)\nraise ValueError('no data')\n", "--gpu", "2GB", "--gpu", "3GB")
+    assert done.returncode == 2
+    assert done.stdout.count("failed by itself (exit status 1)") == 2
+    assert "  ValueError: no data" in done.stdout.splitlines()
+
+
+def test_a_program_without_gpu_memory_is_an_error(fit):
+    done = fit("import torch\ntorch.ones(3)\n", "--gpu", "2GB")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Error: the program uses no GPU memory" in done.stderr
+
+
+def test_a_value_that_is_not_computed_is_told(found):
+    (one,) = found("import torch\nx = torch.randn(1000, 1000, device='cuda')\nx[x > 0]\n", "--gpu", "2GB", status=0)
+    assert one["unknown"].startswith("a boolean index reads values that an emulated GPU does not compute, at ")
+    assert one["unknown"].endswith("program.py:3")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "how", "status", "together"),
+    [("3GB", "together", 0, 2), ("2GB", "together", 1, 2), ("2GB", "one by one", 0, 1)],
+)
+def test_processes_that_use_a_gpu_at_the_same_time_are_added_up(found, gpu, how, status, together):
+    (one,) = found(CHILDREN, "--gpu", gpu, status=status, program=("program.py", how))
+    assert (one["together"], one["reserved"]) == (together, together * 500 * MIB)
+    assert one["outcome"] == ("out of memory together" if status else "fits")
+
+
+def test_ranks_have_a_gpu_each(found):
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py")
+    (one,) = found(RANKS, "--gpu", "4GBx2", status=0, program=ranks)
+    assert (one["devices"], one["together"], one["count"]) == (2, 1, 2)
+    assert one["reserved"] >= 1000 * MIB
+    (one,) = found(RANKS, "--gpu", "1500MBx2", status=1, program=ranks)
+    assert (one["outcome"], one["ran_out"]["device"]) == ("out of memory", 1)
+
+
+def test_the_drivers_allocator_runs_out_as_well(found):
+    conf = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    small, large = found(BLOCK + "block(2000)", "--gpu", "1GB", "--gpu", "4GB", status=1, **conf)
+    assert (small["outcome"], large["outcome"]) == ("out of memory", "fits")
+
+
+MODEL = """
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(1024, 4096)
+        self.down = torch.nn.Linear(4096, 1024)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def make():
+    model = torch.nn.Sequential(*(Block() for _ in range(4)))
+    return model, torch.randn(8192, 1024), lambda output, batch: output.square().mean()
+"""
+
+
+def test_advice_for_a_gpu_that_is_not_there(tmp_path):
+    (tmp_path / "models.py").write_text(MODEL, encoding="utf-8")
+    advise = [sys.executable, "-m", "pytest_gpumem.cli.main", "advise", "models:make"]
+    done = subprocess.run(
+        [*advise, "--fits", "1.5GB", "--device", "emulated:l4"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "NVIDIA L4 (emulated): memory as of PyTorch's own allocator, no times"
+    assert lines[2].split() == ["config", "peak", "saving"]
+    fp32, bf16 = (float(line.split()[1]) for line in lines[3:5])
+    assert bf16 <= 1.5 < fp32
+    assert f"recommended: amp-bf16: {bf16:.2f} GB of 1.50 GB" in lines
+    assert 'with torch.autocast("cuda", dtype=torch.bfloat16):' in done.stdout

@@ -1,0 +1,161 @@
+"""What is said of a program on several GPUs."""
+
+from __future__ import annotations
+
+import json
+
+from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulation.usage import RanOut
+from pytest_gpumem.fit.outcome import Fit, Found, Outcome
+from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
+from pytest_gpumem.reports.columns import plain_lines
+
+GB = 10**9
+CWD = "/mine"
+RAN_OUT = RanOut(0, 3 * GB, 18 * GB, 22 * GB, "/mine/models/train.py:7 step")
+
+
+def fit(word: str, outcome: Outcome, reserved: int = 0, expanded: Found | None = None, **more) -> Fit:
+    return Fit(
+        emulated_gpu(f"emulated:{word}"),
+        Found(outcome, 0, reserved - GB if reserved else 0, reserved, **more),
+        expanded,
+    )
+
+
+def taken(reserved: int, outcome: Outcome = Outcome.FITS) -> Found:
+    return Found(outcome, 0, reserved - GB, reserved, devices=1, expandable=True)
+
+
+WANTED = ": 3.00 GB wanted, 18.00 GB allocated and 22.00 GB reserved"
+OUT = {"ran_out": RAN_OUT, "times_out_of_memory": 1, "message": "CUDA out of memory. Tried to allocate 2.79 GiB."}
+ISSUE = [
+    fit("a100-40gb", Outcome.FITS, 25_100_000_000),
+    fit("l40s", Outcome.FITS, 25_100_000_000),
+    fit("l4", Outcome.OUT_OF_MEMORY, 23 * GB, taken(23_400_000_000), **OUT),
+    fit("rtx4090", Outcome.OUT_OF_MEMORY, 24 * GB, taken(24 * GB, Outcome.OUT_OF_MEMORY), **OUT),
+]
+
+
+def test_the_conclusion_says_what_it_needs_and_what_it_fits_with_and_without_expandable_segments():
+    assert conclusion(ISSUE) == (
+        "needs 25.10 GB reserved (emulated): fits A100 40GB, L40S; not L4, RTX 4090; "
+        "with expandable segments 23.40 GB: fits L4"
+    )
+
+
+def test_where_gpus_differ_the_conclusion_says_from_how_much_to_how_much():
+    found = [fit("h100", Outcome.FITS, 25 * GB), fit("a100", Outcome.FITS, 24 * GB)]
+    assert conclusion(found).startswith("needs 24.00 GB to 25.00 GB reserved (emulated): fits ")
+
+
+def test_a_conclusion_without_a_fit_says_what_came_instead():
+    found = [
+        fit("h100", Outcome.FAILED),
+        fit("a100x8", Outcome.TOO_MUCH_TOGETHER, 90 * GB),
+        fit("l4", Outcome.WENT_ON, 20 * GB),
+    ]
+    assert conclusion(found) == (
+        "fits none (emulated); not A100 80GB x8; ran out of memory and went on: L4; failed by itself: H100 80GB"
+    )
+
+
+def test_the_table_has_a_row_for_each_gpu_the_smallest_first_with_what_is_left_beside_the_context():
+    lines = plain_lines(table(ISSUE, GB))
+    assert [line.split()[0] for line in lines] == ["GPU", "L4", "RTX", "A100", "L40S"]
+    assert lines[1].split("  ")[0] == "L4"
+    assert "out of memory; with expandable segments fits, 23.40 GB reserved" in lines[1]
+    assert "25.10 GB" not in lines[1]
+    a100 = next(line for line in lines if line.startswith("A100"))
+    left = emulated_gpu("emulated:a100-40gb").total_bytes - GB - 25_100_000_000
+    assert a100.split() == [
+        "A100",
+        "40GB",
+        "42.30",
+        "GB",
+        "25.10",
+        "GB",
+        "24.10",
+        "GB",
+        f"{left / GB:.2f}",
+        "GB",
+        "fits",
+    ]
+
+
+def test_the_details_say_where_memory_ran_out_and_what_pytorch_said():
+    lines = details(ISSUE, CWD)
+    assert lines[:2] == [
+        "L4: out of memory at models/train.py:7 step: 3.00 GB wanted, 18.00 GB allocated and 22.00 GB reserved",
+        "  CUDA out of memory. Tried to allocate 2.79 GiB.",
+    ]
+    assert details(ISSUE, "/elsewhere")[0].startswith("L4: out of memory at /mine/models/train.py:7 step: ")
+
+
+def test_the_details_say_why_a_program_failed_and_how_often_it_went_on():
+    failed = fit("l4", Outcome.FAILED, last_lines=("Traceback", "ValueError: no data"))
+    went_on = fit("h100", Outcome.WENT_ON, 9 * GB, ran_out=RAN_OUT, times_out_of_memory=3)
+    assert details([failed, went_on], CWD) == [
+        "L4: failed by itself (exit status 0)",
+        "  Traceback",
+        "  ValueError: no data",
+        "H100 80GB: ran out of memory and went on, 3 times, first at models/train.py:7 step" + WANTED,
+    ]
+
+
+def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
+    more = {"unknown": "nonzero reads values, at train.py:3", "together": 2, "devices": 8, "killed": 1, "retries": 4}
+    lines = details([fit("h100", Outcome.FITS, GB, **more), fit("l4", Outcome.FITS, GB, **more)], CWD)
+    assert [line.split(": ")[1] for line in lines] == ["L4, H100 80GB"] * 5
+    for text, said in zip(
+        ("only just", "nonzero reads values", "2 processes", "8 devices", "a process that used CUDA was killed"),
+        lines,
+        strict=True,
+    ):
+        assert text in said
+
+
+def test_segments_that_could_grow_already_or_not_at_all_are_noted():
+    already = fit("l4", Outcome.OUT_OF_MEMORY, GB, expandable=True)
+    assert "note: L4: segments were expandable already" in details([already], CWD)
+    own = fit("l4", Outcome.OUT_OF_MEMORY, GB, Found(Outcome.OUT_OF_MEMORY, 1, devices=1))
+    (note,) = details([own], CWD)[1:]
+    assert note.startswith("note: L4: expandable segments were not tried: the program has settings of its own")
+
+
+def test_progress_is_a_phrase():
+    said = [
+        progress(fit(word, outcome, 2 * GB, **more).plain, CWD)
+        for word, outcome, more in [
+            ("l4", Outcome.FITS, {}),
+            ("l4", Outcome.OUT_OF_MEMORY, OUT),
+            ("l4", Outcome.WENT_ON, OUT),
+            ("l4", Outcome.TOO_MUCH_TOGETHER, {"together": 2}),
+            ("l4", Outcome.FAILED, {}),
+            ("l4", Outcome.UNUSED, {}),
+        ]
+    ]
+    where = " at models/train.py:7 step" + WANTED
+    assert said == [
+        "fits, 2.00 GB reserved",
+        f"out of memory{where}",
+        f"ran out of memory and went on, 2.00 GB reserved; once{where}",
+        "out of memory together, 2.00 GB reserved by 2 processes",
+        "failed by itself (exit status 0)",
+        "no GPU memory used",
+    ]
+
+
+def test_a_program_killed_by_a_signal_is_told_with_its_name():
+    assert progress(Found(Outcome.FAILED, -9), CWD) == "failed by itself (killed by SIGKILL)"
+
+
+def test_programs_get_everything_in_bytes():
+    plain = json.loads(to_json(ISSUE, ["python", "train.py"], 1))
+    assert (plain["format"], plain["emulated"], plain["exit_status"]) == (1, True, 1)
+    assert plain["command"] == ["python", "train.py"]
+    assert plain["conclusion"] == conclusion(ISSUE)
+    l4 = plain["gpus"][2]
+    assert (l4["gpu"], l4["outcome"], l4["ran_out"]["wanted"]) == ("l4", "out of memory", 3 * GB)
+    assert l4["with_expandable_segments"]["reserved"] == 23_400_000_000
+    assert plain["gpus"][0]["with_expandable_segments"] is None

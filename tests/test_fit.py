@@ -1,0 +1,210 @@
+"""``gpumem fit`` as a command; what it runs is made up here, and real in tests/emulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pytest_gpumem.cli.main import main
+from pytest_gpumem.emulation import load
+from pytest_gpumem.emulation.before_torch import PEAKS, STEPS, USAGE
+from pytest_gpumem.emulation.gpus import known_gpus
+from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut
+from pytest_gpumem.fit import run
+from pytest_gpumem.fit.outcome import Run
+from pytest_gpumem.fit.run import run_on, with_expandable_segments
+
+GB = 10**9
+OUT_OF_MEMORY = Run(1, "", (ProcessUsage(0, 1, (), 1, RanOut(0, GB, 0, 0, "t.py:1 f")),))
+
+
+def fitting(reserved: int) -> Run:
+    return Run(0, "", (ProcessUsage(0, 1, (DeviceUsage(0, reserved, reserved, 0),)),))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What was run, and by word what comes of it."""
+    called: list[tuple] = []
+    comes: dict[str, Run | BaseException] = {}
+
+    def run_one(word, command, environment, steps):
+        expandable = "expandable_segments:True" in environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        called.append((word.removeprefix("emulated:") + ("+" if expandable else ""), tuple(command), steps))
+        one = comes.get(called[-1][0], fitting(GB))
+        if isinstance(one, BaseException):
+            raise one
+        return one
+
+    for name in run.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
+    monkeypatch.setattr(load, "installed_torch", lambda: None)
+    monkeypatch.setattr(run, "run_on", run_one)
+    return called, comes
+
+
+def fit(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["fit", *arguments])
+
+
+def test_all_gpus_are_tried_the_usual_one_first(ran):
+    called, _ = ran
+    result = fit("train.py")
+    assert result.exit_code == 0, result.output
+    words = [word for word, _, _ in called]
+    assert words[0] == "h100"
+    assert sorted(words) == sorted(gpu.word for gpu in known_gpus())
+
+
+@pytest.mark.parametrize(
+    ("given", "run_as"),
+    [
+        (("train.py", "--gpu", "9"), (sys.executable, "train.py", "--gpu", "9")),
+        (("-m", "my.train", "--json"), (sys.executable, "-m", "my.train", "--json")),
+        (("--", "python", "train.py"), ("python", "train.py")),
+        (("torchrun", "--nproc", "2"), ("torchrun", "--nproc", "2")),
+    ],
+)
+def test_a_file_or_a_module_is_run_with_this_python_and_keeps_its_arguments(ran, given, run_as):
+    called, _ = ran
+    assert fit("--gpu", "l4", "--steps", "3", *given).exit_code == 0
+    assert called == [("l4", run_as, 3)]
+
+
+def test_what_runs_out_is_run_again_with_expandable_segments_and_what_fits_is_not(ran):
+    called, comes = ran
+    comes["l4"] = OUT_OF_MEMORY
+    result = fit("--gpu", "l4", "--gpu", "a100", "train.py")
+    assert [word for word, _, _ in called] == ["l4", "l4+", "a100"]
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == (
+        "needs 1.00 GB reserved (emulated): fits A100 80GB; not L4; with expandable segments 1.00 GB: fits L4"
+    )
+    assert "[1/2] L4 (emulated) with expandable segments ... fits, 1.00 GB reserved" in result.stderr
+
+
+def test_who_says_whether_segments_are_expandable_is_not_asked_again(ran, monkeypatch):
+    called, comes = ran
+    comes["l4"] = OUT_OF_MEMORY
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert fit("--gpu", "l4", "train.py").exit_code == 1
+    assert [word for word, _, _ in called] == ["l4"]
+
+
+def test_a_program_that_fails_on_the_usual_gpu_is_tried_on_no_other(ran):
+    called, comes = ran
+    comes["h100"] = Run(3, "ValueError: no data", ())
+    result = fit("train.py")
+    assert (result.exit_code, len(called)) == (2, 1)
+    assert "H100 80GB: failed by itself (exit status 3)\n  ValueError: no data\n" in result.stdout
+    called.clear()
+    result = fit("--gpu", "h100", "--gpu", "l4", "train.py")
+    assert (result.exit_code, len(called)) == (2, 2)
+
+
+def test_a_program_without_gpu_memory_is_an_error(ran):
+    called, comes = ran
+    comes["h100"] = Run(0, "", ())
+    result = fit("train.py")
+    assert (result.exit_code, len(called), result.stdout) == (2, 1, "")
+    assert "Error: the program uses no GPU memory" in result.stderr
+
+
+def test_after_ctrl_c_what_was_found_is_told(ran):
+    _, comes = ran
+    comes["l4"] = KeyboardInterrupt()
+    result = fit("--gpu", "h100", "--gpu", "l4", "train.py")
+    assert result.exit_code == 130
+    assert "interrupted: 1 of 2 GPUs were tried" in result.stderr
+    assert result.stdout.splitlines()[-1] == "needs 1.00 GB reserved (emulated): fits H100 80GB"
+    comes["h100"] = KeyboardInterrupt()
+    result = fit("--gpu", "h100", "train.py")
+    assert (result.exit_code, result.stdout) == (130, "")
+
+
+def test_programs_get_json_alone_on_standard_output(ran):
+    _, comes = ran
+    comes["l4"] = OUT_OF_MEMORY
+    result = fit("--gpu", "l4", "--json", "train.py")
+    plain = json.loads(result.stdout)
+    assert (plain["exit_status"], result.exit_code) == (1, 1)
+    assert plain["command"] == [sys.executable, "train.py"]
+    assert [gpu["gpu"] for gpu in plain["gpus"]] == ["l4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "Missing argument"),
+        (("--gpus", "l4", "train.py"), "no such option: --gpus"),
+        (("--gpu", "l5", "train.py"), "did you mean 'emulated:l4'?"),
+        (("--steps", "0", "train.py"), "0 is not in the range"),
+    ],
+)
+def test_wrong_usage_is_told(ran, arguments, said):
+    called, _ = ran
+    result = fit(*arguments)
+    assert (result.exit_code, called) == (2, [])
+    assert said in result.stderr
+
+
+def test_a_program_that_there_is_not_is_named(ran):
+    _, comes = ran
+    comes["l4"] = FileNotFoundError(2, "No such file or directory")
+    result = fit("--gpu", "l4", "--", "/nowhere/python")
+    assert result.exit_code == 2
+    assert "Error: /nowhere/python: No such file or directory" in result.stderr
+
+
+def test_a_gpu_that_cannot_be_emulated_here_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    result = fit("train.py")
+    assert result.exit_code == 2
+    assert "a GPU can be emulated on Linux on x86-64 only" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": "a:1,expandable_segments:True"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:2"},
+            {
+                "PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments:True",
+                "PYTORCH_ALLOC_CONF": "b:2,expandable_segments:True",
+            },
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments:False"}, None),
+    ],
+)
+def test_expandable_segments_are_added_to_what_is_set(given, added):
+    assert with_expandable_segments(given) == added
+
+
+SHOW = f"""
+import os, sys
+print("out"); print(sorted(os.environ[name] for name in ("{USAGE}", "{STEPS}")), file=sys.stderr)
+print(os.environ["GPUMEM_EMULATED"], os.environ.get("{PEAKS}"), sys.stdin.read() == "", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_the_program_finds_the_gpu_and_a_folder_to_leave_its_usage_in():
+    done = run_on("emulated:l4", [sys.executable, "-c", SHOW], {**os.environ, PEAKS: "1"}, steps=2)
+    folder, told = done.said.splitlines()
+    assert (done.status, done.processes) == (3, ())
+    assert folder.endswith(", '2']") or folder.startswith("['2', ")
+    assert told == "emulated:l4 None True"
+
+
+def test_what_a_program_says_on_standard_output_is_kept_where_it_says_nothing_else():
+    assert run_on("emulated:l4", [sys.executable, "-c", "print('lost')"], os.environ).said == "lost"
+    with pytest.raises(FileNotFoundError):
+        run_on("emulated:l4", ["/nowhere/python"], os.environ)
