@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.entry import Entry, Key, entry_of
+from pytest_gpumem.devices.naming import EMULATED_SLUG
 from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.emulated import tolerances_of_emulated
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import COMPARED, Outcome, worst
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS, WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict
     from pytest_gpumem.metrics import Tolerance
@@ -95,12 +97,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A measurement that both sides have. ``reason`` is a sentence where they cannot be compared."""
+    """A measurement that both sides have. ``reason`` is a sentence where they cannot be compared.
+
+    ``slug`` is the new side's device, ``old_slug`` the old one's where one of the two is emulated and the other is not.
+    """
 
     key: Key
     slug: str
     changes: tuple[Change, ...]
     reason: str | None = None
+    old_slug: str | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -155,16 +161,34 @@ class Compared:
 
 
 def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compared:
-    """``new`` judged as the gate judges a session, with ``old`` for its baselines."""
-    both = sorted(old.figures.keys() & new.figures.keys())
+    """``new`` judged as the gate judges a session, with ``old`` for its baselines.
+
+    What one side has of an emulated GPU and the other of a real one is a pair, too.
+    """
+    pairs = _pairs(old.figures.keys(), new.figures.keys())
     return Compared(
         old.name,
         new.name,
-        tuple(_row(place, old.figures[place], new.figures[place], tolerances) for place in both),
-        tuple(_one_sided(place, new, old) for place in sorted(new.figures.keys() - old.figures.keys())),
-        tuple(_one_sided(place, old, new) for place in sorted(old.figures.keys() - new.figures.keys())),
+        tuple(_row(earlier, place, old, new, tolerances) for earlier, place in pairs),
+        tuple(_one_sided(place, new, old) for place in sorted(new.figures.keys() - {place for _, place in pairs})),
+        tuple(_one_sided(place, old, new) for place in sorted(old.figures.keys() - {place for place, _ in pairs})),
         tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures)),
     )
+
+
+def _pairs(old: Collection[Place], new: Collection[Place]) -> list[tuple[Place, Place]]:
+    """The places that are held against each other, sorted: of the same device, or the only ones left, one of them emulated."""
+    pairs = [(place, place) for place in old if place in new]
+    left = [{place for place in side if (place, place) not in pairs} for side in (old, new)]
+    for key in {key for key, _ in left[0]}:
+        earlier, later = ([place for place in side if place[0] == key] for side in left)
+        if len(earlier) == len(later) == 1 and _is_emulated(earlier[0]) != _is_emulated(later[0]):
+            pairs.append((earlier[0], later[0]))
+    return sorted(pairs)
+
+
+def _is_emulated(place: Place) -> bool:
+    return place[1].startswith(EMULATED_SLUG)
 
 
 def side_of_report(name: str, report: SessionReport) -> Side:
@@ -202,20 +226,23 @@ def _why_failed(test: TestVerdict) -> str:
     return "it failed by itself" if test.failed_by_itself else "its tear-down failed"
 
 
-def _row(place: Place, old: Measurement | Entry, new: Measurement | Entry, tolerances: Mapping[str, Tolerance]) -> Row:
+def _row(earlier: Place, place: Place, old_side: Side, new_side: Side, tolerances: Mapping[str, Tolerance]) -> Row:
+    old, new = old_side.figures[earlier], new_side.figures[place]
     baseline = old if isinstance(old, Entry) else entry_of(old, "", None)
     # A baseline has medians of runs and no rounds, so that its times are not judged but told.
     measurement = (
         new if isinstance(new, Measurement) else Measurement(place[0].name, new.workload, new.environment, new.metrics)
     )
-    verdict = judge(measurement, Budget(), baseline, tolerances)
+    old_slug = earlier[1] if earlier != place else None
+    allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
+    verdict = judge(measurement, Budget(), baseline, allowed)
     judged = {metric.metric: metric for metric in verdict.metrics}
     changes = tuple(
         _change(name, _value(name, old), _value(name, measurement), judged.get(name))
         for name in METRICS
         if name in old.metrics or name in measurement.metrics
     )
-    return Row(place[0], place[1], changes, verdict.reason)
+    return Row(place[0], place[1], changes, verdict.reason, old_slug)
 
 
 def _value(name: str, of: Measurement | Entry) -> float | None:

@@ -19,6 +19,7 @@ from pytest_gpumem.baselines.provenance import commit_of, this_second, today
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused, unused_line
 from pytest_gpumem.baselines.update import entries_to_write, times_left_out
+from pytest_gpumem.options import is_measured
 from pytest_gpumem.report_files import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
 from pytest_gpumem.reports.screen import Screen
@@ -28,7 +29,7 @@ from pytest_gpumem.selection import Selection
 from pytest_gpumem.session_report import SessionReport, Stored, Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.settings import Settings
@@ -69,8 +70,10 @@ class Controller:
         else:
             self._complete = False
 
-    def pytest_deselected(self) -> None:
-        self._complete = False
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        # Whether others run is nothing to the store.
+        if any(map(is_measured, items)):
+            self._complete = False
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -182,7 +185,7 @@ class Controller:
         """What a merged report needs to know of the store: a shard alone cannot tell what is unused."""
         if not (self._settings.baseline or self._settings.update):
             return Stored()
-        slugs = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        slugs = self._compared_slugs(results)
         try:
             keys = [entry for slug in sorted(slugs) for entry in self._store.keys(slug)]
         except (StoreError, PlaceError) as error:
@@ -190,6 +193,11 @@ class Controller:
             return Stored()
         root = self._config.rootpath
         return Stored(tuple(keys), frozenset(key.file for _, key in keys if not (root / key.file).exists()))
+
+    def _compared_slugs(self, results: list[TestResult]) -> set[str]:
+        """The devices with whose baselines the results were compared."""
+        measured = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        return {self._settings.compared_slug(slug) for slug in measured}
 
     def _update(self, results: list[TestResult]) -> None:
         mode = self._settings.update
@@ -237,7 +245,7 @@ class Controller:
     def _tell_unused(self, results: list[TestResult]) -> None:
         if self._selection is None or not (self._settings.baseline or self._settings.update):
             return
-        slugs = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        slugs = self._compared_slugs(results)
         gone = unused(
             [entry for slug in sorted(slugs) for entry in self._store.keys(slug)],
             measured=self._selection.measured,

@@ -92,7 +92,13 @@ class Gpumem:
         region = Region()
         with self._run.tracked() as figures:
             yield region
-        region.end(self._run.keep(self._run.draft(Workload("region"), figures().memory_metrics(), name=name)))
+        region.end(
+            self._run.keep(
+                self._run.draft(
+                    Workload("region"), figures().memory_metrics(), name=name, workspaces=figures().workspaces
+                )
+            )
+        )
 
     def train_step(
         self,
@@ -244,6 +250,7 @@ class Gpumem:
             times=step.figures.times,
             work=step.work,
             lowest_peak=step.figures.lowest_peak,
+            workspaces=step.figures.memory.workspaces,
             by_operator=step.figures.counted.by_operator,
         )
 

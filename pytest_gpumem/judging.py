@@ -13,8 +13,9 @@ from pytest_gpumem.baselines.entry import Entry, entry_of
 from pytest_gpumem.baselines.place import PlaceError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
+from pytest_gpumem.gate.emulated import tolerances_of_emulated
 from pytest_gpumem.gate.judge import failing_outcomes, judge
-from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
+from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, is_undecided
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.hook_results import HookError, checked_tolerance
 from pytest_gpumem.marker import sets_itself
@@ -24,7 +25,6 @@ from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.results import PROPERTY
 from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
-from pytest_gpumem.timing.samples import Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Unit
     from pytest_gpumem.selection import Measured
     from pytest_gpumem.settings import Settings
+    from pytest_gpumem.timing.samples import Times
 
 
 _T = TypeVar("_T")
@@ -101,7 +102,7 @@ class Judging:
         )
 
     def with_missing(self, measured: Measured, verdict: TestVerdict, slug: str) -> TestVerdict:
-        """``verdict`` with the measurements that have baselines on the device called ``slug`` and were not taken.
+        """``verdict`` with the measurements that have baselines and were not taken, on the device called ``slug``.
 
         Of a test that came to the end of its call.
         """
@@ -117,8 +118,11 @@ class Judging:
         return replace(verdict, missing=tuple(missing))
 
     def stored_names(self, measured: Measured, slug: str) -> list[str]:
-        """Return the names of the measurements of a test that have a baseline on the device called ``slug``."""
-        return self._stored(lambda: self._store.names(slug, measured.file, measured.test)) if self._compares else []
+        """Return the names of the measurements of a test that have a baseline for the device called ``slug``."""
+        if not self._compares:
+            return []
+        compared = self._settings.compared_slug(slug)
+        return self._stored(lambda: self._store.names(compared, measured.file, measured.test))
 
     def _uncounted(self, measured: Measured, measurement: Measurement) -> list[str]:
         """The titles of the counts that the baseline of the same work has and the measurement has not."""
@@ -189,15 +193,14 @@ class Judging:
         return bool(changed) or (self._settings.update is not None and times.best.invalid is not None)
 
     def _is_undecided(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
-        """Whether a sample of a step's time is a slowdown by itself, and all of them together are uncertain."""
+        """Whether one more sample of a step's time may tell."""
 
         def outcome(times: Times) -> Outcome | None:
             verdict = self.verdict(item, measured, [replace(measurement, times=times)]).verdicts[0].of("step_time")
             return None if verdict is None else verdict.outcome
 
         assert measurement.times is not None, "only asked for what was timed"
-        alone = (outcome(Times((sample,))) for sample in measurement.times.samples)
-        return outcome(measurement.times) is Outcome.UNCERTAIN and Outcome.REGRESSED in alone
+        return is_undecided(measurement.times, outcome)
 
     def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
         return failing_outcomes(
@@ -242,7 +245,8 @@ class Judging:
     def _baseline(self, measured: Measured, measurement: Measurement) -> Entry | Absent | None:
         if not self._compares:
             return None
-        return self._stored(lambda: self._store.find(measured.key(measurement.name), measurement.environment.slug))
+        slug = self._settings.compared_slug(measurement.environment.slug)
+        return self._stored(lambda: self._store.find(measured.key(measurement.name), slug))
 
     @property
     def _compares(self) -> bool:
@@ -264,6 +268,8 @@ class Judging:
             tolerances["step_time"] = Tolerance(relative=budget.max_slowdown)
         if budget.max_growth is not None:
             tolerances["peak_allocated"] = Tolerance(relative=budget.max_growth)
+        if self._settings.against is not None:
+            tolerances = tolerances_of_emulated(tolerances)
         hook = item.ihook.pytest_gpumem_tolerance
         try:
             return {

@@ -113,6 +113,8 @@ class Measurement:
     """The smallest `peak_allocated` of the later half of the steps, in bytes, where they did not settle."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     """What ``operators``, ``flops``, ``syncs`` and ``launches`` are made of: operators, at lines where those are known."""
+    workspaces: int = 0
+    """Bytes of the peaks that the backend's libraries keep for themselves (cuBLAS, on CUDA), whatever the code's size is."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
@@ -281,6 +283,7 @@ class Measurement:
             "work": list(self.work.items()),
             "lowest_peak": self.lowest_peak,
             "by_operator": {name: to_texts(kept(tallies)) for name, tallies in self.by_operator.items()},
+            "workspaces": self.workspaces,
         }
 
 
@@ -299,4 +302,5 @@ def from_plain(plain: Mapping[str, Any]) -> Measurement:
         work=dict(plain["work"]),
         lowest_peak=plain["lowest_peak"],
         by_operator={name: from_texts(texts) for name, texts in plain["by_operator"].items()},
+        workspaces=plain["workspaces"],
     )

@@ -137,7 +137,9 @@ class Measuring:
         try:
             self._residency(device).clear_left_gradients(item)
             self._heap.begin(device)
-            allowance = None if self._settings.no_time else TimeAllowance(self._settings.time_budget)
+            allowance = (
+                None if self._settings.no_time or not device.tells_time else TimeAllowance(self._settings.time_budget)
+            )
             run = TestRun(
                 item,
                 device,
@@ -238,9 +240,12 @@ class Measuring:
             run.failed(error)
             self._explaining.explain_out_of_memory(item, run, error)
             tell(item, _not_measured(measured, error))
+            _tell_of_values(item, run, error)
             if run.measurements:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
             raise
+        if run.lost is None:
+            run.lost = run.device.lost()
         if run.lost is None and not run.measurements and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is not None:
@@ -319,6 +324,13 @@ def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
     return measured.not_measured("it failed by itself", failed_by_itself=True)
 
 
+def _tell_of_values(item: pytest.Item, run: TestRun, error: BaseException) -> None:
+    """Say of a failed assertion that its values may not have been computed."""
+    no_values = run.device.lacks("values")
+    if no_values is not None and isinstance(error, AssertionError):
+        item.add_report_section("call", "gpumem values", f"{no_values}: an assertion on others says nothing here")
+
+
 def _call_measured(run: TestRun) -> Generator[None, object, object]:
     """Measure the call of a test as a whole. Returns its result."""
     ended = False
@@ -327,7 +339,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
             result = yield
             ended = True
         if not run.measures_itself:
-            run.keep(run.draft(Workload("call"), figures().memory_metrics()))
+            run.keep(run.draft(Workload("call"), figures().memory_metrics(), workspaces=figures().workspaces))
     except MeasuringError as error:
         if not ended:
             raise

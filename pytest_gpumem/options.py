@@ -35,6 +35,7 @@ OPTIONS = tuple(
         "reason",
         "store",
         "device",
+        "against",
         "strict",
         "no_time",
         "explain",
@@ -82,7 +83,14 @@ def add_options(parser: pytest.Parser) -> None:
         "--gpumem-device",
         metavar="DEVICE",
         default=None,
-        help="where steps run: cuda (default), cpu, or auto for CUDA where there is one and the CPU otherwise",
+        help="where steps run: cuda (default), cpu, auto for CUDA where there is one and the CPU otherwise, or a GPU that is "
+        "emulated: emulated:h100, emulated:24GB",
+    )
+    group.addoption(
+        "--gpumem-against",
+        metavar="SLUG",
+        default=None,
+        help="on an emulated GPU: compare with the baselines of a real one, by the name of their folder in the store",
     )
     group.addoption(
         "--gpumem-strict",

@@ -41,6 +41,27 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
+    # Before any conftest.py, which may import torch.
+    if is_emulated(early_config):
+        from pytest_gpumem.emulation.begin import begin
+
+        begin(early_config)
+    return (yield)
+
+
+def is_emulated(config: pytest.Config) -> bool:
+    """Whether an emulated GPU may be asked for: by the option, or in the settings."""
+    option = getattr(config.known_args_namespace, "gpumem_device", None)
+    if option is not None:
+        return str(option).startswith("emulated:")
+    try:
+        return b"emulated:" in (config.rootpath / "pyproject.toml").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, int | None]:
     # Around the whole process: the exit status is what comes out of here, whatever hooks and tests have made of it.
     try:
@@ -98,6 +119,9 @@ class Collecting:
             self._config.stash[SESSION] = GpumemSession(self._config, self._files)
         return self._config.stash[SESSION]
 
+    def pytest_report_header(self) -> str | None:
+        return self.session().header() if SESSION in self._config.stash else None
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.passed and "::" not in report.nodeid:
             self._files.add(report.nodeid)
@@ -109,7 +133,9 @@ class Collecting:
         self._collected = list(items)
         if SESSION in self._config.stash:
             self.session().mark(items)
-        return (yield)
+        yield
+        if SESSION in self._config.stash:
+            self.session().keep_measured(items)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.devices.naming import EMULATED
 from pytest_gpumem.marker import BudgetError, remember_markers
+from pytest_gpumem.options import is_measured
 from pytest_gpumem.selection import Measured, Selection, idle_patterns, mark, measured_of
 from pytest_gpumem.settings import SettingsError, check_device, settings_of
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
@@ -62,6 +65,24 @@ class GpumemSession:
         """Give the marker to the tests that the settings name."""
         mark(items, self.settings.measure)
 
+    def keep_measured(self, items: list[pytest.Item]) -> None:
+        """Deselect the tests that are not measured where only measuring means something: on an emulated GPU."""
+        if not self.settings.device.startswith(EMULATED):
+            return
+        others = [item for item in items if not is_measured(item)]
+        if others:
+            items[:] = [item for item in items if is_measured(item)]
+            self._config.hook.pytest_deselected(items=others)
+
+    def header(self) -> str | None:
+        """What a person has to know before the tests run."""
+        if not self.settings.device.startswith(EMULATED):
+            return None
+        return (
+            f"gpumem: {self.settings.device}: bytes are those of torch's own allocator, values of large tensors are not "
+            "computed, times are not taken; tests that are not measured are deselected"
+        )
+
     def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:
         """Prepare for the measured ones of the tests that are ``selected`` of all that were collected.
 
@@ -96,7 +117,7 @@ class GpumemSession:
         kept = {item: self._measured[item] for item in items if item in self._measured}
         self.selection = Selection(
             measured=frozenset((measured.file, measured.test) for measured in kept.values()),
-            files=self._whole_files() if set(everything) == set(items) else frozenset(),
+            files=self._whole_files() if len(kept) == len(self._measured) else frozenset(),
             idle_budgets=idle,
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=self._whole_files(),
@@ -146,9 +167,11 @@ class GpumemSession:
         return any(folder.is_relative_to(Path(argument).resolve()) for argument in self._config.args)
 
     def _device_factories(self) -> dict[str, DeviceFactory]:
-        from pytest_gpumem.devices.registry import BUILT_IN
+        from pytest_gpumem.devices.registry import BUILT_IN, make_cuda
 
         factories = dict(BUILT_IN)
+        if self.settings.device.startswith(EMULATED):
+            factories[self.settings.device] = make_cuda
         for added in self._config.hook.pytest_gpumem_devices(config=self._config):
             factories.update(added)
         return factories
@@ -198,8 +221,19 @@ class GpumemSession:
 
         try:
             self.store().check()
+            self._check_against()
         except (StoreError, PlaceError) as error:
             raise pytest.UsageError(str(error)) from None
+
+    def _check_against(self) -> None:
+        against = self.settings.against
+        if against is None:
+            return
+        keys = self.store().keys()
+        slugs = sorted({slug for slug, _ in keys})
+        if against not in slugs:
+            there = nearest(against, slugs) if slugs else "it is empty"
+            raise pytest.UsageError(f"--gpumem-against={against}: the store has no baseline of that device; {there}")
 
 
 def _distributes(config: pytest.Config) -> bool:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES, UpdateMode
-from pytest_gpumem.devices.naming import nearest_device
+from pytest_gpumem.devices.naming import EMULATED, EMULATED_SLUG, nearest_device
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.metrics import METRICS, Tolerance
@@ -69,6 +69,8 @@ class Settings:
     store: str = DEFAULT_STORE
     store_base: Path = field(default_factory=Path)
     device: str = "cuda"
+    against: str | None = None
+    """The slug of the real GPU whose baselines an emulated one's figures are compared with."""
     strict: bool = False
     no_time: bool = False
     explain: ExplainMode = "on-failure"
@@ -87,6 +89,10 @@ class Settings:
     """Patterns of the tests that are measured as if they had the marker."""
     explicit: bool = False
     """Whether anything at all was said: an option, or a ``[tool.gpumem]`` table."""
+
+    def compared_slug(self, slug: str) -> str:
+        """Return the slug of the device with whose baselines the figures of the one called ``slug`` are compared."""
+        return self.against or slug
 
     @property
     def gates(self) -> bool:
@@ -112,13 +118,14 @@ _OPTIONS: dict[str, type] = {
     "reason": str,
     "store": str,
     "device": str,
+    "against": str,
     "strict": bool,
     "no_time": bool,
     "explain": str,
     "artifacts": str,
     "report": list,
 }
-_ONLY_TYPED = frozenset({"reason"})
+_ONLY_TYPED = frozenset({"reason", "against"})
 """What is said of one session, and so is no key of the table."""
 _KEYS: dict[str, type] = {
     **{name: kind for name, kind in _OPTIONS.items() if name not in _ONLY_TYPED},
@@ -164,7 +171,30 @@ def settings_of(config: pytest.Config) -> Settings:
     settings = replace(settings, explicit=True, **said)
     if settings.reason is not None and settings.update is None:
         raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
+    _check_against(settings)
     return settings
+
+
+def _check_against(settings: Settings) -> None:
+    if settings.against is None:
+        return
+    said = f"--gpumem-against={settings.against}"
+    if not settings.device.startswith(EMULATED):
+        raise SettingsError(
+            f"{said} compares the figures of an emulated GPU with the baselines of a real one, and this session measures on "
+            f"{settings.device}: add --gpumem-device=emulated:h100, say"
+        )
+    if settings.against.startswith(EMULATED_SLUG):
+        raise SettingsError(
+            f"{said} is no real GPU; an emulated one's own baselines are compared with without this option"
+        )
+    if settings.update is not None:
+        raise SettingsError(
+            f"{said} compares only: a real GPU's baselines are not written on an emulated one. Leave "
+            f"--gpumem-update={settings.update} out"
+        )
+    if not settings.baseline:
+        raise SettingsError(f"{said} is what to compare with, and nothing is compared: add --gpumem-baseline")
 
 
 def _check_reports(files: tuple[str, ...], where: str) -> None:
@@ -292,12 +322,17 @@ def check_device(settings: Settings, valid: list[str]) -> None:
 
 
 def options_given(config: pytest.Config) -> list[str]:
-    """The options that decide what is measured, as they were typed, for a command that repeats this session's."""
+    """The options that decide what is measured, as they were typed, for a command that writes what this session compared with.
+
+    A real GPU's baselines (``--gpumem-against``) are written on that GPU.
+    """
     from pytest_gpumem.baselines.url_errors import without_credentials
 
     given: list[str] = []
     for name in ("device", "store", "explain"):
         value = cast("str | None", config.getoption(f"gpumem_{name}"))
+        if name == "device" and config.getoption("gpumem_against") is not None:
+            value = "cuda"
         if value is not None:
             given.append(f"--gpumem-{name}={without_credentials(value)}")
     return given

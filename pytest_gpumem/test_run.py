@@ -15,7 +15,7 @@ from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, 
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.runner import live_at_rest
+from pytest_gpumem.steps.runner import live_at_rest, released_workspaces
 from pytest_gpumem.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class TestRun:
                 raise
             peak = self.windows.close(window)
             turnover = device.turnover() - turnover
-            device.release_workspaces()
+            workspaces = released_workspaces(device)
             live_run = device.live()
             held_change = self._residency.own(self.item).total - held_before
             live_after = live_at_rest(device, live_before + held_change)
@@ -141,6 +141,7 @@ class TestRun:
                 live_after=live_after,
                 turnover=turnover,
                 held_change=held_change,
+                workspaces=workspaces,
             )
         )
 
@@ -168,6 +169,7 @@ class TestRun:
         work: Mapping[str, float] | None = None,
         lowest_peak: int | None = None,
         by_operator: Mapping[str, tuple[Tally, ...]] | None = None,
+        workspaces: int = 0,
     ) -> Measurement:
         """A measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         taken = {measurement.name for measurement in self.measurements}
@@ -186,6 +188,7 @@ class TestRun:
             work or {},
             lowest_peak,
             by_operator or {},
+            workspaces,
         )
 
     def explain_call(self, call: Callable[[], object]) -> None:

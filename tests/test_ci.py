@@ -53,12 +53,12 @@ def keeps_no_token(job: dict) -> bool:
 
 
 def names_the_gpu(step: dict) -> bool:
-    """Whether a step measures on the GPU or fails, whatever settings say and the machine has; or measures nothing."""
+    """Whether a step measures on the GPU, real or emulated, or fails, whatever settings say; or measures nothing."""
     script = step.get("run", "")
     measures = "--gpumem-baseline" in script or "--gpumem-update" in script
     if step.get("uses", "").partition("@")[0].endswith("/actions/gpumem"):
         measures, script = True, step.get("with", {}).get("arguments", "")
-    return not measures or "--gpumem-device=cuda" in script.split()
+    return not measures or not {"--gpumem-device=cuda", "--gpumem-device=emulated:h100"}.isdisjoint(script.split())
 
 
 STEPS = [step for file in [*WORKFLOWS, ACTION] for step in steps_of(file)]
@@ -407,8 +407,8 @@ def test_the_action_runs_in_the_folder_that_it_is_given(machine):
     assert outputs["report"] == f"{machine.folder}/work/sub folder/gpumem-report"
 
 
-@pytest.mark.parametrize("failing", ["", "browser", "lint"])
-def test_ci_waits_for_the_browser_and_tests_nothing_without_it(tmp_path, failing):
+@pytest.mark.parametrize("failing", ["", "browser", ".venv-emulated/.installed", "lint", "emulated"])
+def test_ci_waits_for_what_is_fetched_and_tests_nothing_without_it(tmp_path, failing):
     for folder in (".ci", "bin"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
@@ -423,9 +423,10 @@ def test_ci_waits_for_the_browser_and_tests_nothing_without_it(tmp_path, failing
         check=False,
     )
     assert (done.returncode == 0) == (not failing)
-    ran = {"": ["lint", "browser", "test"], "browser": ["lint", "browser"], "lint": ["lint"]}
-    assert (tmp_path / "log").read_text().split() == ran[failing]
-    assert ("browser says" in done.stdout) == (failing == "browser")
+    fetched = ["lint", "browser", ".venv-emulated/.installed"]
+    ran = {"browser": fetched[:2], ".venv-emulated/.installed": fetched, "lint": ["lint"]}
+    assert (tmp_path / "log").read_text().split() == ran.get(failing, [*fetched, "test", "emulated"])
+    assert ("browser says" in done.stdout) == (failing in fetched[1:])
 
 
 BROWSER = {

@@ -95,6 +95,26 @@ def test_a_device_is_compared_with_itself_only():
         assert (found.rows, found.anything) == ((), False)
 
 
+def test_an_emulated_gpu_is_compared_with_a_real_one_by_what_emulation_can_be_held_to():
+    emulated = Environment("emulated-h100-80gb", "NVIDIA H100 (emulated)", {"torch": "2.11.0"})
+    old = side_of_store("old", [("h100", KEY, entry(100 * MB, metrics={"launches": 7}))])
+
+    def against(peak, *more):
+        one = entry(peak, device=emulated, metrics={"launches": 9})
+        new = side_of_store("new", [("emulated-h100-80gb", KEY, one), *more])
+        return compared(old, new, {**DEFAULT_TOLERANCES, "peak_allocated": Tolerance(0.0)})
+
+    within, beyond = against(100 * MB + MB // 2), against(100 * MB + MB // 2 + 1)
+    assert (outcomes(within), outcomes(beyond)) == ({"test_a": Outcome.OK}, {"test_a": Outcome.REGRESSED})
+    assert (within.rows[0].old_slug, within.rows[0].slug) == ("h100", "emulated-h100-80gb")
+    assert remarks(within)[0] == "devices: h100 and emulated-h100-80gb, of which one is emulated"
+    assert json.loads(comparison_json(within, 0))["tests"][0]["old_slug"] == "h100"
+    # What the new side has of the real one is nearer.
+    both = against(100 * MB, ("h100", KEY, entry(100 * MB)))
+    assert [(row.old_slug, row.slug) for row in both.rows] == [(None, "h100")]
+    assert [one.slug for one in both.added] == ["emulated-h100-80gb"]
+
+
 def test_a_report_is_judged_against_a_store_and_against_a_report():
     report = side_of_report("new", shard(measured(peak=20 * MB)))
     assert outcomes(judged(stored(test_a=entry(10 * MB)), report)) == {"test_a": Outcome.REGRESSED}
@@ -291,6 +311,14 @@ def test_a_revision_is_compared_with_the_store_as_it_lies_here(repository):
     repository.store({"test_a": entry(15 * MB), "test_c": entry(4 * MB)})
     assert "1 unchanged" in compare("HEAD").output
     assert compare("v1").exit_code == 1
+
+
+def test_devices_of_the_store_are_compared_by_their_folders(repository):
+    emulated = Environment("emulated-h100-80gb", "NVIDIA H100 (emulated)", {"torch": "2.11.0"})
+    repository.store({"test_a": entry(10 * MB, device=emulated)}, slug="emulated-h100-80gb")
+    result = compare("h100", "emulated-h100-80gb")
+    assert (result.exit_code, "improved" in result.output, "1 gone" in result.output) == (0, True, True)
+    assert compare("h10", "emulated-h100-80gb").exit_code == 2
 
 
 def test_the_store_is_found_where_the_settings_say_in_every_revision(repository, monkeypatch):

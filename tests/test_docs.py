@@ -21,6 +21,7 @@ from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
+from pytest_gpumem.cli.fit import fit
 from pytest_gpumem.composition import CATEGORIES, CompositionError, row_from_text
 from pytest_gpumem.estimate import Estimate
 from pytest_gpumem.explain.difference import difference
@@ -389,7 +390,7 @@ def test_the_matrices_in_the_pages_make_configs():
         assert len(combinations(given, [skip] if isinstance(skip, str) else skip)) > 1
 
 
-@pytest.mark.parametrize("command", [ab, advise], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [ab, advise, fit], ids=lambda command: command.name)
 def test_the_reference_has_every_option_of_a_command_with_its_default(command):
     table = named_rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = {name: cells[0] for name, cells in table.items() if name.startswith("--")}
@@ -402,7 +403,7 @@ def test_the_reference_has_every_option_of_a_command_with_its_default(command):
     assert told == expected
 
 
-@pytest.mark.parametrize("command", [ab, advise], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [ab, advise, fit], ids=lambda command: command.name)
 def test_the_reference_has_the_exit_codes_that_a_command_tells_of(command):
     table = rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = [cells[0] for cells in table if cells[0].isdigit()]

@@ -284,6 +284,9 @@ def test_baselines_of_tests_that_are_gone_are_listed_on_complete_runs_only(proje
     project.run("--gpumem-baseline").stdout.fnmatch_lines([line])
     project.run("--gpumem-baseline", "-k", "simple").stdout.fnmatch_lines([line])
     project.write(SIMPLE.format(count=1000) + "\n\ndef test_more(): ...\n")
+    # A test that is not measured has no baseline that this could be.
+    project.run("--gpumem-baseline", "-k", "simple").stdout.fnmatch_lines([line])
+    project.write(SIMPLE.format(count=1000) + SIMPLE.format(count=1000).replace("test_simple", "test_more"))
     project.run("--gpumem-baseline", "-k", "simple").stdout.no_fnmatch_line(line)
     project.run("--gpumem-baseline", "test_it.py::test_simple").stdout.no_fnmatch_line(line)
 

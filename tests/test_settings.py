@@ -385,6 +385,27 @@ def test_a_reason_needs_something_that_it_is_the_reason_of(tmp_path):
         settings_of(config_of(tmp_path, update="all", reason=" "))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "cuda"}, "this session measures on cuda: add --gpumem-device=emulated:h100"),
+        ({}, "this session measures on cuda"),
+        ({"device": "emulated:h100"}, "nothing is compared: add --gpumem-baseline"),
+        ({"device": "emulated:h100", "baseline": True, "update": "all"}, "Leave --gpumem-update=all out"),
+        ({"device": "emulated:h100", "against": "emulated-h100-80gb"}, "is no real GPU"),
+    ],
+)
+def test_what_cannot_be_held_against_a_real_gpu_is_a_mistake(tmp_path, options, said):
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        settings_of(config_of(tmp_path, **{"against": "nvidia-h100", **options}))
+
+
+def test_figures_of_an_emulated_gpu_are_compared_with_those_of_a_real_one_where_it_is_named(tmp_path):
+    made = settings_of(config_of(tmp_path, device="emulated:h100", baseline=True, against="nvidia-h100"))
+    assert made.compared_slug("emulated-h100-80gb") == "nvidia-h100"
+    assert Settings().compared_slug("emulated-h100-80gb") == "emulated-h100-80gb"
+
+
 def test_how_steps_are_explained_is_a_matter_of_the_option_before_the_table(tmp_path):
     write_table(tmp_path, 'explain = "never"\n')
     assert settings_of(config_of(tmp_path)).explain == "never"
@@ -412,6 +433,8 @@ def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
     )
     assert given_options == ["--gpumem-device=cpu", "--gpumem-store=a b", "--gpumem-explain=never"]
     assert options_given(config_of(tmp_path)) == []
+    # A real GPU's baselines are written there.
+    assert options_given(config_of(tmp_path, device="emulated:h100", against="nvidia-h100")) == ["--gpumem-device=cuda"]
 
 
 # Budgets by pattern

@@ -14,6 +14,8 @@ def device(pytestconfig: pytest.Config) -> torch.device:
     name = pytestconfig.getoption("--gpumem-device") or "auto"
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    elif name.startswith("emulated:"):
+        name = "cuda"
     return torch.device(name)
 
 

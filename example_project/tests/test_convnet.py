@@ -44,7 +44,7 @@ def test_accumulating_gradients_saves_memory(gpumem, convnet, images):
 
     whole = gpumem.measure(lambda: step(1), items=len(pixels), name="whole")
     halves = gpumem.measure(lambda: step(2), items=len(pixels), name="halves")
-    assert halves.peak_allocated < 0.7 * whole.peak_allocated
+    assert halves.saves(whole) > 0.3
 
 
 # A region that runs once, within a test that does more than what is to be measured.

@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 def compare(*, old: str, new: str | None, store: str | None, form: str | None) -> None:
     """Tell what changed from OLD to NEW, metric by metric, and what is worse.
 
-    Each is a JSON report of a session (pytest --gpumem-report=FILE.json), or a git revision of the store: a branch, a tag,
-    HEAD~3. Without NEW it is the store as it lies here. Figures are judged as the gate would, with OLD for its baselines and
-    the tolerances of the project's settings. Step times are judged where NEW is a report: baselines keep medians, which are
-    shown and not judged.
+    Each is a JSON report of a session (pytest --gpumem-report=FILE.json), a git revision of the store (a branch, a tag,
+    HEAD~3), or a device's folder in it (emulated-h100-80gb). Without NEW it is the store as it lies here. Figures are judged as
+    the gate would, with OLD for its baselines and the tolerances of the project's settings. Step times are judged where NEW is
+    a report: baselines keep medians, which are shown and not judged. Where one side has figures of an emulated GPU and the
+    other of a real one, these are compared.
 
     \b
     Examples:
       gpumem compare main HEAD
       gpumem compare v1.0
       gpumem compare last-week.json today.json --markdown
+      gpumem compare nvidia-h100-80gb-hbm3 emulated-h100-80gb
 
     A test that failed in NEW only is worse, whatever its figures say: by itself, by its budget or a relation, or because it did
     not run to its end.
@@ -69,6 +71,7 @@ def _side(name: str | None, settings: Settings) -> Side:
     from pytest_gpumem.baselines.url_errors import without_credentials
     from pytest_gpumem.cli.project import committed, place_of_store, read_baselines
     from pytest_gpumem.cli.reading import read_report
+    from pytest_gpumem.cli.wrong import WrongInput
     from pytest_gpumem.comparing import side_of_report, side_of_store
 
     if name is not None and (name.endswith(".json") or Path(name).is_file()):
@@ -78,5 +81,12 @@ def _side(name: str | None, settings: Settings) -> Side:
         return side_of_store(
             without_credentials(settings.store), ((one.slug, one.key, one.entry) for one in read_baselines(place))
         )
-    called, place = committed(name, place, "; a JSON report is a file that ends with .json")
+    try:
+        called, place = committed(name, place, "; a JSON report is a file that ends with .json")
+    except WrongInput as no_revision:
+        try:
+            here = read_baselines(place, name)
+        except WrongInput:
+            raise no_revision from None
+        return side_of_store(name, ((one.slug, one.key, one.entry) for one in here))
     return side_of_store(called, ((one.slug, one.key, one.entry) for one in read_baselines(place)))

@@ -61,11 +61,19 @@ class Device(Protocol):
     def lacks(self, feature: str) -> str | None:
         """Why no step can use ``feature`` here, as a clause; ``None`` when it can.
 
-        A precision (``"tf32"``), or a kind of checkpointing (``"offload"``).
+        A precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile (``"max-autotune"``), or
+        ``"values"``: that tensors are computed at all.
         """
 
     def random_devices(self) -> Sequence[int]:
         """Indices of the accelerators that have random numbers of their own (``torch.random.fork_rng``)."""
+
+    @property
+    def tells_time(self) -> bool:
+        """Whether seconds on this device mean something."""
+
+    def lost(self) -> str | None:
+        """Why what was read since `open` means nothing, as a clause; ``None`` where it is good."""
 
     def open(self) -> None:
         """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated."""

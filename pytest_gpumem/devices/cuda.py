@@ -54,6 +54,7 @@ class CudaDevice:
     """
 
     name = "cuda"
+    tells_time = True
     seconds_between_readings = 0.0
     """NVML is asked by the host."""
 
@@ -94,6 +95,9 @@ class CudaDevice:
     def random_devices(self) -> tuple[int, ...]:
         index = self.torch_device.index
         return () if index is None else (index,)
+
+    def lost(self) -> str | None:
+        return None
 
     def open(self) -> None:
         if self._leases is not None:

@@ -7,10 +7,13 @@ from pytest_gpumem.units import nearest
 CPU_SLUG = "cpu-"
 EMULATED = "emulated:"
 """How the words of emulated GPUs begin."""
+EMULATED_SLUG = "emulated-"
 
 
 def memory_title(slug: str) -> str:
     """What a failure calls the memory of the device with this slug: ``"GPU memory"``, or ``"Memory"`` of the CPU."""
+    if slug.startswith(EMULATED_SLUG):
+        return "Emulated GPU memory"
     return "Memory" if slug.startswith(CPU_SLUG) else "GPU memory"
 
 

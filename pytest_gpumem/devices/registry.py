@@ -13,6 +13,14 @@ AUTO = "auto"
 
 
 def make_cuda() -> Device:
+    from pytest_gpumem.emulation.load import current_emulation
+
+    emulation = current_emulation()
+    if emulation is not None:
+        # Whoever asks for CUDA in this process gets what is there, and is told.
+        from pytest_gpumem.devices.emulated import EmulatedDevice
+
+        return EmulatedDevice(emulation)
     from pytest_gpumem.devices.cuda import CudaDevice
     from pytest_gpumem.devices.cuda_runtime import TorchCuda
     from pytest_gpumem.devices.device_lock import DeviceLock

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
@@ -70,6 +71,9 @@ def assert_same_gradients(
     for config in configs:
         config.only_for("train_step")
         can_run(device, config)
+    no_values = device.lacks("values")
+    if no_values is not None:
+        raise CannotRun(no_values)
     batch = on_device(batch, device.torch_device)
     weights: dict[str, Any] = {}
     first, second = (_gradients(device, model_factory, batch, config, loss, weights) for config in configs)

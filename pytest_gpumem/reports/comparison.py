@@ -51,7 +51,9 @@ def table(report: Compared, units: UnitSystem) -> Table | None:
 def remarks(report: Compared) -> list[str]:
     """What is to be said about single tests, each as a sentence."""
     several = _has_several_devices(report)
-    said = [f"stale: {_title(row, several=several)}: {row.reason}" for row in report.rows if row.reason]
+    pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
+    said = [f"devices: {old} and {new}, of which one is emulated" for old, new in pairs]
+    said += [f"stale: {_title(row, several=several)}: {row.reason}" for row in report.rows if row.reason]
     said += [
         f"{change.outcome.words}: {_title(row, several=several)}: {METRICS[change.metric].title}: {change.reason}"
         for row in report.rows
@@ -110,6 +112,7 @@ def to_json(report: Compared, exit_status: int) -> str:
         "tests": [
             {
                 **_plain_place(row),
+                **({} if row.old_slug is None else {"old_slug": row.old_slug}),
                 "outcome": row.outcome.value,
                 "reason": row.reason,
                 "metrics": [

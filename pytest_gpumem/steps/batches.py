@@ -70,12 +70,14 @@ def _like(container: object, members: dict[Any, Any]) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; what is there already is not copied. A function that makes it is called."""
+    """The batch with its tensors on ``device``; what is there already is not copied. A function that makes it is called.
+
+    It is called as it is: within ``torch.device(device)`` one that draws with a generator of the CPU would fail.
+    """
     import torch
 
     if callable(batch) and not is_a(batch, torch.Tensor):
-        with torch.device(device):
-            batch = batch()
+        batch = batch()
     return mapped(batch, lambda tensor: tensor.to(device))
 
 

@@ -30,6 +30,8 @@ class Figures:
     """Bytes that were allocated in all, whether freed or not."""
     held_change: int = 0
     """How much more the test's fixtures hold than before: kept on purpose, not retained."""
+    workspaces: int = 0
+    """Bytes that the backend's libraries still held for themselves when the stretch ended; the peak has them, too."""
 
     def memory_metrics(self) -> dict[str, int]:
         """The memory metrics of the stretch, in bytes."""

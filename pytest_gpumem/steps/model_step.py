@@ -41,11 +41,31 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
         return given
     if not callable(model_or_factory):
         raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {_name(model_or_factory)}")
-    with torch.device(device):
-        model = model_or_factory()
+    model = built_on(device, model_or_factory, _name(model_or_factory))
     if not is_a(model, torch.nn.Module):
         raise TypeError(f"{_name(model_or_factory)} returned {class_name(type(model))}, not a torch.nn.Module")
     return model.to(device)
+
+
+def built_on(device: torch.device, factory: Callable[[], Any], name: str) -> Any:
+    """What ``factory`` makes where tensors are on ``device`` unless it says otherwise.
+
+    Raises:
+        NotAStep: It draws with a generator of another device, which torch refuses.
+    """
+    import torch
+
+    try:
+        with torch.device(device):
+            return factory()
+    except RuntimeError as error:
+        if "device type for generator" not in str(error):
+            raise
+        raise NotAStep(
+            f"{name} draws random numbers with a generator of another device than {device}, which new tensors are on: "
+            f"{error}. Say in it where such a tensor is to be, torch.randn(..., generator=generator, device=generator.device), "
+            "or build the model in a fixture and give the model"
+        ) from error
 
 
 def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:

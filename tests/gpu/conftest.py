@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pytest_gpumem.devices.registry import make_cuda
+from pytest_gpumem.emulation.load import current_emulation
 from tests.gpu.figures import Figures
 from tests.gpu.gpt2 import GIBIBYTE, NEEDED
 from tests.gpu.project import REPOSITORY, GpuProject
@@ -26,6 +27,10 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 FIGURES: pytest.StashKey[Figures] = pytest.StashKey()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "hardware(reason): what an emulated GPU does not have, as a clause")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     # torch itself warns once when a backward pass is the first to use cuBLAS on its thread.
     item.add_marker(pytest.mark.filterwarnings("default:Attempting to run cuBLAS"))
@@ -37,12 +42,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
     if not has_cuda():
         pytest.skip("needs a CUDA device")
+    hardware = item.get_closest_marker("hardware")
+    if hardware is not None and current_emulation() is not None:
+        pytest.skip(f"needs a real GPU: {hardware.args[0]}")
     return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_gpumem_measurement(item: pytest.Item, measurement: Measurement) -> None:
-    if HERE in item.path.parents and "cuda" in measurement.environment.details:
+    if HERE in item.path.parents and "cuda" in measurement.environment.details and current_emulation() is None:
         figures_of(item.config).add(item.nodeid, measurement.name, measurement.metrics)
 
 

@@ -124,7 +124,7 @@ def test_inference_and_a_function_are_explained_to_the_byte(gpumem: Gpumem) -> N
 
 @pytest.mark.parametrize(
     ("checkpoint", "modules"),
-    [("none", {"Gpt"}), ("blocks", {"head", "blocks.*.heads", "blocks.*.up", "blocks.*.down"})],
+    [("none", {"head"}), ("blocks", {"head", "blocks.*.heads", "blocks.*.up", "blocks.*.down"})],
 )
 def test_what_backward_allocates_has_the_lines_of_the_model(gpumem: Gpumem, checkpoint: str, modules: set[str]) -> None:
     config = f"fp32,optimizer=none,checkpoint={checkpoint}"

@@ -11,6 +11,7 @@ import torch
 
 from pytest_gpumem.devices.cuda import cuda_slug
 from pytest_gpumem.devices.registry import BUILT_IN, Devices
+from pytest_gpumem.emulation.load import current_emulation
 
 if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
@@ -117,7 +118,10 @@ def test_times_are_the_devices_own(device: Device) -> None:
 def test_the_environment_says_which_gpu_and_software_gave_the_figures(device: Device) -> None:
     environment = device.environment()
     name = torch.cuda.get_device_name()
-    assert (environment.device, environment.slug) == (name, cuda_slug(name))
+    emulation = current_emulation()
+    slug = cuda_slug(name) if emulation is None else f"emulated-{cuda_slug(emulation.gpu.title)}"
+    assert (environment.device, environment.slug) == (name, slug)
+    assert ("emulated" in name) == (emulation is not None)
     assert environment.details["torch"] == torch.__version__
     assert environment.details["cuda"] == torch.version.cuda
     assert environment.details["total_memory"] == torch.cuda.get_device_properties().total_memory

@@ -137,6 +137,7 @@ def test_the_allocator_takes_at_least_what_tensors_hold(gpumem: Gpumem) -> None:
     assert measured.peak_reserved >= measured.peak_allocated
 
 
+@pytest.mark.hardware("no time passes on an emulated one")
 def test_a_step_is_timed(gpumem: Gpumem) -> None:
     matrix = torch.ones(2048, 2048, device=gpumem.device)
     measured = gpumem.measure(lambda: matrix @ matrix, items=2048)

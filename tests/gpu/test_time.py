@@ -37,6 +37,7 @@ def products(device: Device) -> Callable[[int], Callable[[], object]]:
     return of
 
 
+@pytest.mark.hardware("no time passes on an emulated one")
 def test_a_time_by_events_is_within_the_hosts_and_not_much_shorter(
     device: Device, products: Callable[[int], Callable[[], object]]
 ) -> None:
@@ -47,6 +48,7 @@ def test_a_time_by_events_is_within_the_hosts_and_not_much_shorter(
     assert 0.5 * by_host < by_events <= by_host * 1.001
 
 
+@pytest.mark.hardware("no time passes on an emulated one")
 def test_laps_add_up_to_the_whole_and_each_is_that_of_its_own_work(
     device: Device, products: Callable[[int], Callable[[], object]]
 ) -> None:
@@ -58,6 +60,7 @@ def test_laps_add_up_to_the_whole_and_each_is_that_of_its_own_work(
     assert one + three == pytest.approx(device.time(products(80)), rel=0.2)
 
 
+@pytest.mark.hardware("no time passes on an emulated one")
 def test_the_host_does_not_wait_between_laps(device: Device, products: Callable[[int], Callable[[], object]]) -> None:
     launched: list[float] = []
 
@@ -121,6 +124,7 @@ def wait_until(is_so: Callable[[], bool]) -> bool:
     return True
 
 
+@pytest.mark.hardware("no process is seen on an emulated one")
 def test_nvml_sees_no_stranger_and_then_one_that_computes_and_then_none(
     device: Device, products: Callable[[int], Callable[[], object]], flag: Path
 ) -> None:
@@ -172,6 +176,7 @@ def test_it(gpumem, number):
 """
 
 
+@pytest.mark.hardware("no time passes on an emulated one")
 def test_two_workers_on_one_gpu_never_time_at_once(gpu_project: GpuProject, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xdist", reason="needs pytest-xdist: these are two of its workers")
     # With several GPUs each worker would have one of its own.
@@ -198,6 +203,7 @@ def test_it(gpumem):
 """
 
 
+@pytest.mark.hardware("no time passes on an emulated one")
 def test_a_step_that_does_thrice_the_work_is_slower_than_its_baseline_and_launches_thrice_as_many_kernels(
     gpu_project: GpuProject,
 ) -> None:

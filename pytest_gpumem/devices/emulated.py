@@ -1,0 +1,92 @@
+"""An emulated GPU as a device: bytes as of CUDA, kernels by the stand-ins' count, no times."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
+from pytest_gpumem.devices.cuda_runtime import TorchCuda
+from pytest_gpumem.devices.launches import kernel_name
+from pytest_gpumem.devices.naming import EMULATED_SLUG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pytest_gpumem.emulation.load import Emulation
+    from pytest_gpumem.emulation.values import HostValues
+    from pytest_gpumem.measurement import Environment
+
+
+class EmulatedDevice(CudaDevice):
+    """torch's own allocator, operators and choice of kernels, over memory that nobody touches and kernels that do nothing."""
+
+    tells_time = False
+
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__(_EmulatedCuda(emulation))
+        self._emulation = emulation
+
+    def environment(self) -> Environment:
+        """Never that of the GPU itself: its figures are not measured, and its baselines are its own."""
+        real = super().environment()
+        return replace(real, slug=EMULATED_SLUG + cuda_slug(self._emulation.gpu.title))
+
+    def lacks(self, feature: str) -> str | None:
+        if feature == "values":
+            return "an emulated GPU does not compute the values of tensors, but of small ones"
+        if feature.startswith("max-autotune"):
+            return f"compile={feature} takes the kernels that are fastest, and an emulated GPU does not know which"
+        return super().lacks(feature)
+
+    def open(self) -> None:
+        super().open()
+        values = _values()
+        if values is not None:
+            values.trouble = None
+
+    def lost(self) -> str | None:
+        values = _values()
+        return None if values is None else values.trouble
+
+
+class _EmulatedCuda(TorchCuda):
+    """torch.cuda over the stand-ins, which know each launch themselves: there is no CUPTI."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__()
+        self._emulation = emulation
+
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
+        self._emulation.forget_launches()
+        run()
+        self.synchronize()
+        found: Counter[str] = Counter()
+        for symbol, times in self._emulation.launches().items():
+            found[kernel_name(_demangled(symbol))] += times
+        return found
+
+
+def _values() -> HostValues | None:
+    from pytest_gpumem.emulation.values import current
+
+    return current()
+
+
+def _demangled(symbol: str) -> str:
+    """A C++ symbol as its source has it; any other text as it is."""
+    if not symbol.startswith("_Z"):
+        return symbol
+    status = ctypes.c_int()
+    library = ctypes.CDLL("libstdc++.so.6")  # torch has loaded it
+    demangle = getattr(library, "__cxa_demangle")
+    demangle.restype = ctypes.c_void_p
+    at = demangle(symbol.encode(), None, None, ctypes.byref(status))
+    if not at:
+        return symbol
+    try:
+        return ctypes.string_at(at).decode("utf-8", "replace")
+    finally:
+        library.free(ctypes.c_void_p(at))

@@ -1,0 +1,145 @@
+"""Sessions of pytest on an emulated GPU: gated, explained, in workers, and never taken for a measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.emulated.conftest import REPOSITORY
+
+MODEL = """
+import os
+import torch
+from torch import nn
+
+HELD = []
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(256, 768)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        if os.environ.get("PLANTED") == "scores":
+            return ((q @ k.transpose(1, 2) / 16).softmax(-1)) @ v
+        if os.environ.get("PLANTED") == "leak":
+            HELD.append(q)
+        return nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+
+
+def make():
+    return nn.Sequential(*(Attention() for _ in range(4)))
+
+
+def batch():
+    return torch.randn(8, 512, 256)
+
+
+def loss(out, _):
+    return out.square().mean()
+
+
+def test_train(gpumem):
+    gpumem.train_step(make, batch, loss=loss)
+
+
+def test_reads(gpumem):
+    def step():
+        x = torch.randn(2000, 2000, device="cuda")
+        return x[x > 0] if os.environ.get("PLANTED") == "read" else x * 2
+
+    gpumem.measure(step)
+
+
+def test_asserts():
+    raise AssertionError("not measured")
+"""
+
+
+@pytest.fixture
+def session(tmp_path):
+    (tmp_path / "test_it.py").write_text(MODEL, encoding="utf-8")
+
+    def run(*arguments: str, planted: str = "") -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--gpumem-device=emulated:h100",
+            *arguments,
+        ]
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PLANTED": planted, "PYTHONPATH": path}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+def test_what_is_planted_is_red_and_told_and_what_is_not_is_green(session, tmp_path, workers):
+    recorded = session("--gpumem-update=new", *workers)
+    assert recorded.returncode == 0, recorded.stdout
+    store = tmp_path / "gpumem-baselines"
+    assert [path.name for path in store.iterdir() if path.is_dir()] == ["emulated-h100-80gb"]
+    clean = session("--gpumem-baseline", "--gpumem-report=report.json", "--gpumem-report=report.html", *workers)
+    assert clean.returncode == 0, clean.stdout
+    assert "gpumem: emulated:h100: bytes are those of torch's own allocator" in clean.stdout
+    assert "gpumem: 2 gated" in clean.stdout
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert "(emulated)" in json.dumps(report)
+    assert "(emulated)" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    scores = session("--gpumem-baseline", *workers, planted="scores")
+    assert scores.returncode == 1
+    assert "Emulated GPU memory regressed: peak " in scores.stdout
+    assert "4 x float32[8, 512, 512]" in scores.stdout
+    assert "test_it.py:17" in scores.stdout
+
+    leak = session("--gpumem-baseline", *workers, planted="leak")
+    assert leak.returncode == 1
+    assert "growth per step" in leak.stdout
+
+    read = session("--gpumem-baseline", *workers, planted="read")
+    assert read.returncode == 1
+    assert "a boolean index reads values that an emulated GPU does not compute, at " in read.stdout
+    assert "test_it.py:42" in read.stdout
+
+
+def test_figures_are_held_against_a_real_gpus_baselines_where_these_are_named(session, tmp_path):
+    assert session("--gpumem-update=new").returncode == 0
+    emulated, real = (tmp_path / "gpumem-baselines" / slug for slug in ("emulated-h100-80gb", "nvidia-h100-80gb-hbm3"))
+    emulated.rename(real)
+    for path in real.rglob("*.toml"):
+        text = path.read_text(encoding="utf-8").replace("emulated-h100-80gb", real.name).replace(" (emulated)", "")
+        path.write_text(text, encoding="utf-8")
+    against = ("--gpumem-baseline", f"--gpumem-against={real.name}")
+    alone = session("--gpumem-baseline")
+    assert "there are baselines for nvidia-h100-80gb-hbm3" in alone.stdout
+    clean = session(*against)
+    assert (clean.returncode, "gpumem: 2 gated" in clean.stdout) == (0, True), clean.stdout
+    scores = session(*against, planted="scores")
+    assert scores.returncode == 1
+    assert "baseline: " in scores.stdout
+    assert "NVIDIA H100 80GB HBM3, torch" in scores.stdout
+    assert "--gpumem-update=all --gpumem-device=cuda" in scores.stdout
+    nowhere = session("--gpumem-baseline", "--gpumem-against=nvidia-h10")
+    assert nowhere.returncode == 4
+    assert "--gpumem-against=nvidia-h10: the store has no baseline of that device" in nowhere.stderr
+    assert [path.name for path in real.parent.iterdir() if path.is_dir()] == [real.name]
+
+
+def test_tests_that_are_not_measured_are_deselected_and_times_are_not_taken(session):
+    done = session("-rA")
+    assert done.returncode == 0
+    assert "2 passed, 1 deselected" in done.stdout
+    assert "step time" not in done.stdout
