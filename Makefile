@@ -9,22 +9,25 @@ EMULATED_VENV ?= .venv-emulated
 EMULATED_READY := $(EMULATED_VENV)/.installed
 # The CUDA build of torch needs none of NVIDIA's libraries where these are stood in for. Three signs: no other build will do.
 EMULATED_TORCH ?= torch===2.13.0
+# The release that it requires, for torch.compile.
+EMULATED_TRITON ?= triton==3.7.1
 EMULATED_NEEDS := 'pytest>=8.2' 'pluggy>=1.5' 'tomli>=2.0' 'tomli-w>=1.0' 'filelock>=3.13' 'fsspec>=2024.2' \
 	'nvidia-ml-py>=12.535' 'rich>=13.0' 'click>=8.1' typing-extensions sympy networkx jinja2 numpy 'transformers>=4.50' \
 	'pytest-xdist>=3.8' 'plotly>=5.24'
 SUITE = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help example test explore emulated gpu gpu-tests truth cuda lint browser screenshots clean
+.PHONY: help example test explore emulated gpu gpu-tests truth cuda lint browser compiler screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines, and show the table"
-	@echo "make test      run the whole suite"
-	@echo "make explore   run the whole suite with random examples, ten times as many, and in a random order"
-	@echo "make emulated  run the tests that need an emulated GPU, and none (Linux on x86-64, a C compiler)"
+	@echo "make test      run the suite"
+	@echo "make explore   run the suite for more models, with random examples, ten times as many, and in a random order"
+	@echo "make emulated  run the tests on an emulated GPU, and gate the example project there (Linux on x86-64, a C compiler)"
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make lint      check format, style and types"
+	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"
 	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
 	@echo "make screenshots  take the pictures of the HTML report in the docs anew (needs Chromium)"
 	@echo "make clean     remove the virtual environment, caches and builds"
@@ -38,14 +41,16 @@ example: $(TEST_READY)
 # ARGS='-n 0' runs them in this one.
 # The same order and the same examples of property tests each time: tests/chance.py.
 test: $(TEST_READY)
-	$(SUITE) $(ARGS)
+	$(SUITE) -m "not thorough" $(ARGS)
 
 # What it finds becomes an @example. The header shows the seed; ARGS='-m hypothesis' runs property tests only.
 explore: $(TEST_READY)
 	$(SUITE) --hypothesis-profile=explore --randomly-seed=$$(date +%s) $(ARGS)
 
+# torch can only be imported on an emulated GPU there. The example's baselines are those of this release of torch.
 emulated: $(EMULATED_READY)
-	$(EMULATED_VENV)/bin/gpumem emulate h100 -- $(EMULATED_VENV)/bin/python -m pytest tests/emulated -n auto --dist loadfile $(ARGS)
+	$(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- $(EMULATED_VENV)/bin/python -m pytest tests/emulated tests/gpu -n auto --dist loadfile $(ARGS)
+	cd example_project && ../$(EMULATED_VENV)/bin/python -m pytest --gpumem-baseline --gpumem-device=emulated:h100
 
 # They install nothing. The table is made of what runs, also when a test has failed.
 gpu: cuda
@@ -72,17 +77,25 @@ lint: $(DEV_READY)
 
 # The tests look for `chromium`, and are skipped without it. apt-get waits for another one to end.
 browser:
-	@if command -v chromium >/dev/null; then echo "there is a chromium: $$(command -v chromium)"; \
+	$(call install_command,chromium,chromium,the tests of the HTML report need it)
+
+compiler:
+	$(call install_command,cc,gcc libc6-dev,an emulated GPU needs it)
+
+# $(1) is the command, $(2) the packages that have it, $(3) what it is for.
+define install_command
+	@if command -v $(1) >/dev/null; then echo "there is a $(1): $$(command -v $(1))"; \
 	elif ! command -v apt-get >/dev/null; then \
-		echo "chromium is missing, and there is no apt-get to install it: install it with this system's package manager" >&2; exit 1; \
+		echo "$(1) is missing, and there is no apt-get to install it: install it with this system's package manager" >&2; exit 1; \
 	elif [ "$$(id -u)" != 0 ]; then \
-		echo "chromium is missing: run as root, 'apt-get install --no-install-recommends chromium'" >&2; exit 1; \
+		echo "$(1) is missing: run as root, 'apt-get install --no-install-recommends $(2)'" >&2; exit 1; \
 	else \
 		export DEBIAN_FRONTEND=noninteractive; \
 		apt-get -o Acquire::Retries=3 update -q && \
-		apt-get -o Acquire::Retries=3 -o DPkg::Lock::Timeout=120 install -q -y --no-install-recommends chromium || { \
-			echo "chromium could not be installed (see above); the tests of the HTML report need it" >&2; exit 1; }; \
+		apt-get -o Acquire::Retries=3 -o DPkg::Lock::Timeout=120 install -q -y --no-install-recommends $(2) || { \
+			echo "$(1) could not be installed (see above); $(3)" >&2; exit 1; }; \
 	fi
+endef
 
 screenshots: $(TEST_READY)
 	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py
@@ -103,7 +116,7 @@ $(TEST_READY): pyproject.toml
 
 $(EMULATED_READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(EMULATED_VENV)
-	$(EMULATED_VENV)/bin/python -m pip install --no-deps '$(EMULATED_TORCH)'
+	$(EMULATED_VENV)/bin/python -m pip install --no-deps '$(EMULATED_TORCH)' $(EMULATED_TRITON)
 	$(EMULATED_VENV)/bin/python -m pip install $(EMULATED_NEEDS)
 	$(EMULATED_VENV)/bin/python -m pip install --no-deps --editable .
 	touch $@
