@@ -15,7 +15,7 @@ from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
 from pytest_gpumem.gate.emulated import tolerances_of_emulated
 from pytest_gpumem.gate.judge import failing_outcomes, judge
-from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, is_undecided
+from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.hook_results import HookError, checked_tolerance
 from pytest_gpumem.marker import sets_itself
@@ -25,6 +25,7 @@ from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.results import PROPERTY
 from pytest_gpumem.settings import DEFAULT_TOLERANCES, options_given
+from pytest_gpumem.timing.comparison import is_undecided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Unit
     from pytest_gpumem.selection import Measured
     from pytest_gpumem.settings import Settings
-    from pytest_gpumem.timing.samples import Times
 
 
 _T = TypeVar("_T")
@@ -194,13 +194,13 @@ class Judging:
 
     def _is_undecided(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
         """Whether one more sample of a step's time may tell."""
-
-        def outcome(times: Times) -> Outcome | None:
-            verdict = self.verdict(item, measured, [replace(measurement, times=times)]).verdicts[0].of("step_time")
-            return None if verdict is None else verdict.outcome
-
+        verdict = self.verdict(item, measured, [measurement]).verdicts[0].of("step_time")
+        baseline = self._baseline(measured, measurement)
+        if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Entry):
+            return False
         assert measurement.times is not None, "only asked for what was timed"
-        return is_undecided(measurement.times, outcome)
+        assert baseline.runs is not None, "times are judged by those of the baseline"
+        return is_undecided(measurement.times.samples, baseline.runs, verdict.allowed / verdict.baseline)
 
     def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
         return failing_outcomes(

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import ITEMS
 from pytest_gpumem.timing.comparison import LEVEL, SpeedOutcome, compare
-from pytest_gpumem.timing.samples import Times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pytest_gpumem.baselines.entry import Entry
     from pytest_gpumem.gate.budget import Budget
     from pytest_gpumem.measurement import Measurement
@@ -64,17 +61,6 @@ def judge_step_time(
         reason=comparison.reason,
         interval=(comparison.low, comparison.high),
     )
-
-
-def is_undecided(times: Times, outcome: Callable[[Times], Outcome | None]) -> bool:
-    """Whether a slowdown that one sample shows can be neither confirmed nor contradicted by the others: one more may tell.
-
-    Args:
-        times: The samples of a step's time.
-        outcome: Of some of them, as `judge_step_time` has it.
-    """
-    alone = (outcome(Times((sample,))) for sample in times.samples)
-    return outcome(times) is Outcome.UNCERTAIN and Outcome.REGRESSED in alone
 
 
 def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVerdict | None:

@@ -149,6 +149,12 @@ def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparis
     return said
 
 
+def is_undecided(now: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
+    """Whether one of the samples shows a slowdown that another can neither confirm nor contradict: one more may tell."""
+    outcomes = {_compared(sample, baseline, tolerance).outcome for sample in now}
+    return outcomes == {"slower", "uncertain"} and compare(now, baseline, tolerance).outcome == "uncertain"
+
+
 def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> Comparison:
     """Two revisions that ran in turns, as pairs (base, head) of neighbouring runs; at least one pair.
 

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpumem.baselines.entry import Entry
 from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, is_undecided, judge_step_time, judge_throughput
+from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import Tolerance
@@ -64,28 +64,6 @@ def test_a_step_time_is_judged_by_all_samples_against_all_runs(now, outcome):
     assert (verdict.value, verdict.baseline, verdict.allowed) == (min(now), 1.0, 0.05)
     assert verdict.interval[0] < min(now) < verdict.interval[1]
     assert verdict.gated
-
-
-SLOWER, AS_FAST = sample_of(*[1.2] * 12), sample_of(*[1.0] * 12)
-CANNOT_TELL = sample_of(*[1.2] * 12, invalid=THROTTLED, slowed=Slowed(1e6))
-
-
-@pytest.mark.parametrize(
-    ("samples", "undecided"),
-    [
-        ([SLOWER, CANNOT_TELL], True),
-        ([CANNOT_TELL, SLOWER], True),
-        ([SLOWER, SLOWER], False),
-        ([CANNOT_TELL, CANNOT_TELL], False),
-        ([SLOWER, AS_FAST], False),
-        ([SLOWER, CANNOT_TELL, SLOWER], False),
-    ],
-)
-def test_a_slowdown_that_the_other_sample_can_neither_confirm_nor_contradict_is_undecided(samples, undecided):
-    def outcome(times):
-        return judge_step_time(measured(*times.samples), Budget(), stored(*[1.0] * 10), TOLERANCE).outcome
-
-    assert is_undecided(Times(tuple(samples)), outcome) == undecided
 
 
 def test_the_value_is_of_the_sample_that_decides_and_not_of_a_slower_valid_one():

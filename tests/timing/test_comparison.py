@@ -24,6 +24,7 @@ from pytest_gpumem.timing.comparison import (
     Runs,
     compare,
     compare_pairs,
+    is_undecided,
     run_of,
     spread_of_runs,
 )
@@ -256,6 +257,21 @@ def test_two_samples_that_show_a_slowdown_are_enough_beside_one_that_cannot_tell
     for samples in ([SLOWER, CANNOT_TELL, SLOWER], [CANNOT_TELL, SLOWER, SLOWER]):
         assert compare(samples, runs, TOLERANCE).outcome == "slower"
     assert compare([SLOWER, SLOWER, AS_FAST], runs, TOLERANCE).outcome == "not slower"
+
+
+@pytest.mark.parametrize(
+    ("samples", "undecided"),
+    [
+        ([SLOWER, CANNOT_TELL], True),
+        ([CANNOT_TELL, SLOWER], True),
+        ([SLOWER, SLOWER], False),
+        ([CANNOT_TELL, CANNOT_TELL], False),
+        ([SLOWER, AS_FAST], False),
+        ([SLOWER, CANNOT_TELL, SLOWER], False),
+    ],
+)
+def test_a_slowdown_that_the_other_sample_can_neither_confirm_nor_contradict_is_undecided(samples, undecided):
+    assert is_undecided(samples, stable(cycles=1.0), TOLERANCE) == undecided
 
 
 def test_what_else_is_at_work_only_adds_time_so_a_disturbed_sample_can_show_that_nothing_is_slower():
