@@ -178,4 +178,5 @@ def _wanted(torch: TorchBuild) -> dict[str, _Wanted]:
         library = library_of(soname)
         assert library is not None, "only these are wanted"
         of.names.update(name for name in unversioned if library.symbols.match(name))
+        of.names.update(library.by_name)
     return wanted

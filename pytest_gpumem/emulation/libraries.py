@@ -21,6 +21,8 @@ class Library:
     """Files in ``native``."""
     launched: re.Pattern[str] = _NOTHING
     """Functions that only launch kernels: they succeed, and are counted."""
+    by_name: tuple[str, ...] = ()
+    """Functions that are asked for while torch runs, all at once, by which torch 2.6 asserts that each is there."""
     quiet: bool = False
     """It is asked, and told that there is nothing, in the course of nature."""
 
@@ -42,7 +44,19 @@ LIBRARIES = (
     ),
     Library("libcudnn", re.compile("cudnn"), 3000, ("cudnn.c",)),
     Library("libnccl", re.compile("nccl"), 3, ("nccl.c",)),
-    Library("libcuda", re.compile("cu[A-EG-Z]|cuF(?!ile)"), 801, ("driver.c",)),
+    Library(
+        "libcuda",
+        re.compile("cu[A-EG-Z]|cuF(?!ile)"),
+        801,
+        ("driver.c",),
+        by_name=(
+            "cuMemExportToShareableHandle",
+            "cuMemImportFromShareableHandle",
+            "cuMulticastAddDevice",
+            "cuMulticastBindMem",
+            "cuMulticastCreate",
+        ),
+    ),
     Library("libnvidia-ml", re.compile("nvml"), 3, ("nvml.c",)),
     Library("libcupti", re.compile("cupti"), 15, ("cupti.c",), quiet=True),
     Library("libcufft", re.compile("cufft"), 16),
@@ -51,7 +65,7 @@ LIBRARIES = (
     Library("libcusparse", re.compile("cusparse(?!Lt)"), 10),
     Library("libcusolver", re.compile("cusolver"), 9),
     Library("libcufile", re.compile("cuFile"), 5011),
-    Library("libnvrtc", re.compile("nvrtc"), 11),
+    Library("libnvrtc", re.compile("nvrtc"), 11, ("nvrtc.c",)),
     Library("libnvJitLink", re.compile("nvJitLink"), 1),
     Library("libnvToolsExt", re.compile("nvtx"), 1, quiet=True),
     Library("libnvshmem_host", re.compile("nvshmem"), 1),

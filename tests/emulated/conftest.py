@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 PLANTED_PROJECT = Path(__file__).parent / "planted_project"
 collect_ignore = [PLANTED_PROJECT.name]
+WITHOUT_VALUES = """
+import sys, types
+nothing = types.ModuleType("pytest_gpumem.emulation.values")
+nothing.begin = nothing.current = lambda: None
+import pytest_gpumem.emulation
+sys.modules[nothing.__name__] = pytest_gpumem.emulation.values = nothing
+"""
+"""Run before torch is imported: it is as if values of small tensors were not computed."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

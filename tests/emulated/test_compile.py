@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.emulated.conftest import REPOSITORY
+from tests.emulated.conftest import REPOSITORY, WITHOUT_VALUES
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -69,14 +69,6 @@ def step(x):
 torch.compile(step, backend="eager")(torch.ones(10, device="cuda"))
 print((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
 """
-WITHOUT_VALUES = """
-import sys, types
-nothing = types.ModuleType("pytest_gpumem.emulation.values")
-nothing.begin = nothing.current = lambda: None
-import pytest_gpumem.emulation
-sys.modules[nothing.__name__] = pytest_gpumem.emulation.values = nothing
-"""
-
 TEST = """
 import os
 import pytest

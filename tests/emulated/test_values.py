@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.emulated.conftest import WITHOUT_VALUES
+
 SEEN = """
 from pytest_gpumem.emulation.values import current
 def seen():
@@ -43,8 +45,8 @@ torch.cuda.reset_peak_memory_stats()
 weight[i, :].sum().backward()
 print(torch.cuda.memory_stats()["requested_bytes.all.peak"] // 10**6)
 """
-    # The weight and its gradient, and hardly more.
-    assert on_gpu(source) == "327\n"
+    # The weight and its gradient, and with torch 2.13 hardly more: 327.
+    assert on_gpu(source) == on_gpu(source, before=WITHOUT_VALUES)
 
 
 def test_an_initialisation_that_draws_again_ends_and_is_no_read(on_gpu):

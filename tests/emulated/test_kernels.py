@@ -1,4 +1,4 @@
-"""CUDA graphs and times on an emulated GPU."""
+"""Kernels that are compiled at run time or launched as a graph, and the times that they take, on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def test_everything_takes_the_same_time_so_that_what_is_chosen_by_time_is_the_sa
         "print(taken(10), taken(10**8))\n"
     )
     assert told == "1.0 1.0\n"
+
+
+def test_a_kernel_that_torch_compiles_at_run_time_is_launched(on_gpu):
+    told = on_gpu(
+        "from pytest_gpumem.emulation.load import current_emulation\n"
+        "twice = torch.cuda.jiterator._create_jit_fn('template <typename T> T twice(T x) { return 2 * x; }')\n"
+        "current_emulation().forget_launches()\n"
+        "print(twice(torch.empty(10, device='cuda')).shape, [n for n in current_emulation().launches() if 'twice' in n])\n"
+    )
+    assert told.startswith("torch.Size([10]) [")
+    assert "twice" in told
