@@ -125,15 +125,12 @@ def test_a_mapping_of_a_library_becomes_keyword_arguments():
     assert moved["ids"].device == META
 
 
-def test_a_function_makes_the_batch_on_the_device():
-    seen = []
-
+def test_what_a_function_makes_is_moved_to_the_device_and_it_may_draw_with_a_generator_of_the_host():
     def make():
-        seen.append(torch.empty(1).device)
-        return {"ids": ids(), "elsewhere": torch.ones(1, device="cpu")}
+        drawn = torch.randn(2, generator=torch.Generator().manual_seed(0))
+        return {"ids": ids(), "drawn": drawn, "there": torch.ones(1, device=META)}
 
     moved = on_device(make, META)
-    assert seen == [META]
     assert {tensor.device for tensor in tensors_in(moved)} == {META}
 
 
