@@ -116,6 +116,13 @@ def load_compiler() -> None:
         importlib.import_module("torch._inductor.compile_fx")
 
 
+def compiles_within_modes() -> bool:
+    """Whether torch.compile compiles within a dispatch mode that allows it: older releases (2.6) then run all as it is."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function`` as one that torch.compile runs as it is, with all that it calls.
 

@@ -103,11 +103,6 @@ class HostValues(TorchDispatchMode):
         return True
 
     @classmethod
-    def is_infra_mode(cls) -> bool:
-        """The same to releases that do not ask for it (2.6)."""
-        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
-
-    @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Whether torch is to keep torch.compile from it, by a wrapper that loads the compiler into every process."""
         return False

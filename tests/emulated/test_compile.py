@@ -11,11 +11,14 @@ import sys
 
 import pytest
 
+from pytest_gpumem.devices.torch_internals import compiles_within_modes
 from tests.emulated.conftest import REPOSITORY, WITHOUT_VALUES
 
+old = not compiles_within_modes()
+compiles = pytest.mark.skipif(old, reason="needs a torch that compiles within a dispatch mode (2.11)")
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="needs Triton: pip install --no-deps, the release that torch requires",
+    old or importlib.util.find_spec("triton") is None,
+    reason="needs Triton (pip install --no-deps, the release that torch requires), and torch 2.11 or so",
 )
 
 STEP = """
@@ -104,6 +107,7 @@ def cache(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("compiled"))
 
 
+@compiles
 def test_values_are_no_part_of_what_is_compiled(on_gpu):
     # Between graphs, operators are run by themselves while torch.compile looks at every function that is called.
     plain = on_gpu(BESIDE_GRAPHS, before=WITHOUT_VALUES)
@@ -189,3 +193,24 @@ def test_triton_refuses_a_tensor_of_the_host_and_takes_one_of_the_gpu(on_gpu, tm
     assert on_gpu(launch.format("cuda"), TRITON_CACHE_DIR=cache) == "launched\n"
     told = on_gpu(launch.format("cpu"), fails=True, TRITON_CACHE_DIR=cache)
     assert "cannot be accessed from Triton (cpu tensor?)" in told
+
+
+@pytest.mark.skipif(not old, reason="compiles")
+def test_a_torch_that_does_not_compile_within_a_mode_says_so(tmp_path):
+    (tmp_path / "test_it.py").write_text(TEST, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--gpumem-device=emulated:h100",
+        "-k",
+        "default",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "does not compile on an emulated GPU" in done.stdout
