@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.devices import torch_internals
 from pytest_gpumem.devices.torch_internals import (
@@ -20,7 +21,9 @@ from pytest_gpumem.devices.torch_internals import (
     beneath_modes,
     clear_cublas_workspaces,
     compiled_graphs,
+    compiles_within_modes,
     load_compiler,
+    never_compiled,
     next_node_number,
     parts_of_coo,
     running_node_number,
@@ -170,6 +173,52 @@ def compiled():
     torch.compiler.reset()
     yield torch.compile(lambda x: x.sin() + 1, backend="eager")
     torch.compiler.reset()
+
+
+class Breaks:
+    """Nothing can be compiled across its borders, so what is called within is called while torch.compile looks on."""
+
+    def __enter__(self):
+        torch._dynamo.graph_break()
+
+    def __exit__(self, *raised: object):
+        torch._dynamo.graph_break()
+
+
+def inner(x):
+    return x.cos()
+
+
+def outer(x):
+    return inner(x.sin())
+
+
+@pytest.mark.parametrize(("called", "graphs"), [(outer, 1), (never_compiled(outer), 0)])
+def test_a_function_that_is_never_compiled_is_not_and_nothing_that_it_calls(compiled, called, graphs):
+    def step(x):
+        with Breaks():
+            x = called(x)
+        return [x for _ in range(2) if not torch._dynamo.graph_break()]
+
+    before = compiled_graphs()
+    (result, _) = torch.compile(step, backend="eager")(torch.ones(3))
+    assert compiled_graphs() - before == graphs
+    assert torch.equal(result, torch.ones(3).sin().cos())
+
+
+def test_whether_modes_keep_a_release_from_compiling_is_known(compiled):
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    before = compiled_graphs()
+    with Mode():
+        compiled(torch.ones(3))
+    assert (compiled_graphs() > before) == compiles_within_modes()
 
 
 def test_compiled_graphs_are_counted_and_so_is_every_recompilation(compiled):
