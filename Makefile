@@ -17,10 +17,10 @@ EMULATED_NEEDS := 'pytest>=8.2' 'pluggy>=1.5' 'tomli>=2.0' 'tomli-w>=1.0' 'filel
 SUITE = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help example test explore emulated gpu gpu-tests truth cuda lint browser compiler screenshots clean
+.PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda lint browser compiler screenshots clean
 
 help:
-	@echo "make example   gate the example project against its committed baselines, and show the table"
+	@echo "make example   gate the example project against its committed baselines, on the CPU and, where it can be, on an emulated GPU"
 	@echo "make test      run the suite"
 	@echo "make explore   run the suite for more models, with random examples, ten times as many, and in a random order"
 	@echo "make emulated  run the tests on an emulated GPU, and gate the example project there (Linux on x86-64, a C compiler)"
@@ -33,8 +33,16 @@ help:
 	@echo "make clean     remove the virtual environment, caches and builds"
 	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest"
 
-example: $(TEST_READY)
+example: example-cpu
+	@if [ "$$(uname -sm)" = "Linux x86_64" ] && command -v cc >/dev/null && ! [ -e /dev/nvidiactl ]; then $(MAKE) example-emulated; \
+	else echo "no GPU is emulated here: that needs Linux on x86-64, a C compiler (make compiler), and no GPU of this machine"; fi
+
+example-cpu: $(TEST_READY)
 	$(BIN)/python -m pytest example_project --gpumem-baseline --gpumem-device=cpu -v $(ARGS)
+
+# The emulated GPU's baselines are those of this release of torch.
+example-emulated: $(EMULATED_READY)
+	cd example_project && ../$(EMULATED_VENV)/bin/python -m pytest --gpumem-baseline --gpumem-device=emulated:h100 -v $(ARGS)
 
 # The suite gates a copy of the example project, too: tests/test_example_project.py. On every core; a file's tests share
 # one process, as their fixtures are dear. In order: slow files have few tests, and would otherwise all come last.
@@ -47,10 +55,10 @@ test: $(TEST_READY)
 explore: $(TEST_READY)
 	$(SUITE) --hypothesis-profile=explore --randomly-seed=$$(date +%s) $(ARGS)
 
-# torch can only be imported on an emulated GPU there. The example's baselines are those of this release of torch.
+# torch can only be imported on an emulated GPU there.
 emulated: $(EMULATED_READY)
 	$(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- $(EMULATED_VENV)/bin/python -m pytest tests/emulated tests/gpu -n auto --dist loadfile $(ARGS)
-	cd example_project && ../$(EMULATED_VENV)/bin/python -m pytest --gpumem-baseline --gpumem-device=emulated:h100
+	$(MAKE) example-emulated ARGS=
 
 # They install nothing. The table is made of what runs, also when a test has failed.
 gpu: cuda
