@@ -12,6 +12,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from pytest_gpumem.baselines.folder import Folder
@@ -55,7 +56,7 @@ def test_what_cannot_be_written_behind_a_url_is_named_and_the_old_text_stays(mem
     place = Url(memory_url)
     place.write(PATH, "old\n")
     with monkeypatch.context() as patch:
-        patch.setattr("fsspec.implementations.memory.MemoryFileSystem.pipe_file", full_disk)
+        patch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", full_disk)
         with pytest.raises(PlaceError, match="No space left on device") as caught:
             place.write(PATH, "new\n")
     assert str(caught.value).startswith(f"{memory_url}/{PATH}: cannot be written: ")
@@ -66,20 +67,19 @@ def test_a_url_that_can_only_be_read_says_so(memory_url, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise NotImplementedError
 
-    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.pipe_file", refuse)
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", refuse)
     with pytest.raises(PlaceError, match="cannot be written: it can only be read"):
         Url(memory_url).write(PATH, "new\n")
 
 
 def test_what_cannot_be_read_behind_a_url_is_named(memory_url, monkeypatch):
-    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.cat_file", full_disk)
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_file", full_disk)
     with pytest.raises(PlaceError, match="cannot be read") as caught:
         Url(memory_url).read(PATH)
     assert f"{memory_url}/{PATH}" in str(caught.value)
 
 
 def test_a_file_that_is_no_text_is_named_and_left(memory_url):
-    import fsspec
 
     Url(memory_url).write(PATH, "old\n")
     files = fsspec.filesystem("memory")
@@ -94,7 +94,6 @@ def test_a_file_that_is_no_text_is_named_and_left(memory_url):
 
 def lock_of(url: str) -> dict[str, object]:
     """What the one object of a store's lock says."""
-    import fsspec
 
     files, root = fsspec.core.url_to_fs(url)
     files.invalidate_cache()
@@ -110,7 +109,6 @@ def test_a_lock_says_who_holds_it_and_that_it_was_released(url):
 
 
 def test_the_lock_of_a_holder_that_died_is_taken_over(url, monkeypatch):
-    import fsspec
 
     place = Url(url)
     place.write(PATH, "old\n")

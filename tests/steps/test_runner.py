@@ -47,6 +47,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def frozen():
     """As while a test is measured: what was there before is not looked through again and again."""
+    gc.unfreeze()  # a measured test of this process may have left it so
     heap = FrozenHeap()
     heap.freeze()
     yield heap
