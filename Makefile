@@ -57,7 +57,7 @@ explore: $(TEST_READY)
 
 # torch can only be imported on an emulated GPU there.
 emulated: $(EMULATED_READY)
-	$(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- $(EMULATED_VENV)/bin/python -m pytest tests/emulated tests/gpu -n auto --dist loadfile $(ARGS)
+	$(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- $(EMULATED_VENV)/bin/python -m pytest tests/emulated tests/gpu -m "not thorough" -n auto --dist loadfile $(ARGS)
 	$(MAKE) example-emulated ARGS=
 
 # They install nothing. The table is made of what runs, also when a test has failed.

@@ -115,6 +115,7 @@ def test_values_are_no_part_of_what_is_compiled(on_gpu):
 
 
 @needs_triton
+@pytest.mark.thorough
 def test_values_leave_a_compiled_step_its_graphs_its_kernels_and_its_peak(on_gpu, cache):
     def run(before: str) -> tuple[int, int, dict[str, int]]:
         told = on_gpu(STEP, before=before, timeout=500, TORCHINDUCTOR_CACHE_DIR=cache)
