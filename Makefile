@@ -31,7 +31,8 @@ help:
 	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
 	@echo "make screenshots  take the pictures of the HTML report in the docs anew (needs Chromium)"
 	@echo "make clean     remove the virtual environment, caches and builds"
-	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest"
+	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest,"
+	@echo "ARGS='-m thorough' runs what test and emulated leave out: it shows in another way what another test shows"
 
 example: example-cpu
 	@if [ "$$(uname -sm)" = "Linux x86_64" ] && command -v cc >/dev/null && ! [ -e /dev/nvidiactl ]; then $(MAKE) example-emulated; \
