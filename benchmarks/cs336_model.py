@@ -239,7 +239,7 @@ class LoopedAdamW(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Run:
-    """What is run: ``mode`` is ``"forward"``, ``"backward"`` or ``"train"``, ``precision`` ``"fp32"`` or ``"bf16"``."""
+    """Settings of a run: ``mode`` is ``"forward"``, ``"backward"`` or ``"train"``, ``precision`` ``"fp32"`` or ``"bf16"``."""
 
     size: str
     precision: str

@@ -1,4 +1,4 @@
-"""What an emulated GPU takes of a machine without one: seconds a training step, memory, and whole sessions of pytest.
+"""Measure what an emulated GPU takes of a machine without one: seconds a training step, memory, and whole sessions of pytest.
 
 - A training step of GPT-2 small (8 x 1024 tokens, AMP bf16, checkpointed) on an emulated H100.
 - A training step of Llama 3 8B's shapes (1 x 4096 tokens, bf16, AdamW) on an emulated B200.
@@ -40,7 +40,7 @@ LONGEST = 580
 
 @dataclass(frozen=True)
 class Taken:
-    """What one process took, in seconds of the clock and of the CPU; ``load`` is the machine's average when it began."""
+    """Cost of one process, in seconds of the clock and of the CPU; ``load`` is the machine's average when it began."""
 
     wall: float
     cpu: float

@@ -26,7 +26,7 @@ VOCABULARIES = {
     "deepseek_v2_lite": 102_400,
     "deepseek_v3": 129_280,
 }
-"""What the names of models in the published rows stand for."""
+"""Meaning of the names of models in the published rows."""
 
 
 class RootMeanSquareNorm(nn.Module):

@@ -43,7 +43,7 @@ EMULATED_BY = {
 STEPS_BEFORE = 15
 """Five to warm up and ten timed, as the publisher did."""
 WORKSPACE = ":4096:2:16:8"
-"""What cuBLAS is given in the published runs, 8,519,680 bytes a thread. torch 2.13 gives a B200 more of itself."""
+"""Workspace of cuBLAS in the published runs, 8,519,680 bytes a thread. torch 2.13 gives a B200 more of itself."""
 WANDERING = range(2, 41)
 CASE_SECONDS = 600
 
@@ -66,7 +66,7 @@ class Figure:
         return self.value * UNITS[self.unit]
 
     def is_that_of(self, emulated: float) -> bool:
-        """Whether as many bytes would have been published so. In bytes none may be missing; Liger's MB are rounded to fp32."""
+        """Tell whether so many bytes would have been published so: in bytes to the last, in Liger's MB rounded to fp32."""
         if self.unit == "MB":
             return _as_fp32(emulated / UNITS["MB"]) == self.value
         return round(emulated / UNITS[self.unit], self.digits) == self.value

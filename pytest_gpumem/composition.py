@@ -173,18 +173,19 @@ class Composition:
         )
 
     def kept(self) -> Composition:
-        """The largest rows that make up 95 % of the bytes, at most 30, and modules that are unlike those around them.
+        """Return what a baseline keeps: the largest rows, at most 30, and modules that are unlike those around them.
 
-        It is what a baseline keeps.
+        The rows make up 95 % of the bytes beside workspaces, which on a GPU are more than a small model.
         """
         # What is missing from the others stays, or those that are kept could hold more than there is.
         kept = [row for row in self.rows if row.nbytes < 0]
         covered = sum(row.nbytes for row in kept)
+        beside_workspaces = self.total - sum(row.nbytes for row in self.rows if row.category == "workspace")
         for row in self.rows:
-            if row.nbytes < 0 or len(kept) >= MOST_KEPT or covered >= KEPT_SHARE * self.total:
+            if row.nbytes < 0 or len(kept) >= MOST_KEPT or covered >= KEPT_SHARE * beside_workspaces:
                 break
             kept.append(row)
-            covered += row.nbytes
+            covered += row.nbytes if row.category != "workspace" else 0
         return replace(self, rows=tuple(kept), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward))
 
     def to_plain(self) -> dict[str, Any]:

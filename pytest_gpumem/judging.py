@@ -102,7 +102,7 @@ class Judging:
         )
 
     def with_missing(self, measured: Measured, verdict: TestVerdict, slug: str) -> TestVerdict:
-        """``verdict`` with the measurements that have baselines and were not taken, on the device called ``slug``.
+        """Return ``verdict`` with the measurements that were not taken and have baselines for the device called ``slug``.
 
         Of a test that came to the end of its call.
         """

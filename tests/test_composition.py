@@ -209,6 +209,11 @@ def test_what_is_kept_makes_up_95_percent_with_as_few_rows_as_do():
     assert (kept.total, kept.rest) == (100, 5)
 
 
+def test_workspaces_do_not_stand_for_the_rows_of_a_small_model():
+    rows = [Row("workspace", 1000), *(Row("activation", 10 - number, module=f"m{number}") for number in range(4))]
+    assert [row.nbytes for row in composition_of(*rows).kept().rows] == [1000, 10, 9, 8, 7]
+
+
 def test_what_is_missing_from_the_other_rows_is_kept_with_them():
     # Somebody else's block that was freed meanwhile: the others hold more than the total.
     whole = composition_of(Row("activation", 60), Row("gradient", 50), Row("unattributed", -10))

@@ -30,7 +30,7 @@ class EmulatedDevice(CudaDevice):
         self._emulation = emulation
 
     def environment(self) -> Environment:
-        """Never that of the GPU itself: its figures are not measured, and its baselines are its own."""
+        """Return the environment under a slug of its own: figures are not measured ones, and have baselines of their own."""
         real = super().environment()
         return replace(real, slug=EMULATED_SLUG + cuda_slug(self._emulation.gpu.title))
 

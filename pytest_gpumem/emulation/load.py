@@ -109,7 +109,7 @@ def emulate(word: str) -> Emulation:
 
 
 def environment_for(word: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What has to be in the environment of processes that are to find an emulated GPU, besides what is there."""
+    """Return the variables for processes that are to find an emulated GPU, to be added to ``environment``."""
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path and path != str(STARTUP)]
     return {VARIABLE: word, "PYTHONPATH": os.pathsep.join([str(STARTUP), *others])}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What has to be in the environment for torch.compile, besides what is there.
+    """Return the variables that torch.compile needs, without those that are there.
 
     Which of several kernels is fastest is not known on an emulated GPU, and torch keeps what it found: so it keeps it apart
     from what is found on a real one.
@@ -32,7 +32,7 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
-    """A sentence that says what is missing for torch.compile, and how to install it; ``None`` where all is there."""
+    """Return a sentence that says what torch.compile lacks and how to install it; ``None`` where all is there."""
     if importlib.util.find_spec("triton") is None:
         return (
             f"torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps {_triton()}"

@@ -131,6 +131,32 @@ def test_a_leak_beside_a_list_that_is_emptied_now_and_then_is_exact(device):
     assert measured(device, run).growth == 8 * KB
 
 
+def test_garbage_that_only_a_collection_of_all_objects_finds_is_no_growth():
+    class Old:
+        def __init__(self):
+            self.me = self
+            self.held = None
+
+    old = [Old() for _ in range(100)]
+    heap, device = FrozenHeap(), CpuDevice()
+    heap.freeze()
+    device.open()
+
+    filling: list[torch.Tensor] = []
+
+    def run():
+        if len(filling) < MOST_WARM_UPS + SETTLING_STEPS:
+            filling.append(tensor(12 * KB))
+        # A cycle of before, which is garbage now.
+        old.pop().held = tensor(12 * KB)
+
+    try:
+        assert measured(device, run).growth == 0
+    finally:
+        device.close()
+        heap.thaw()
+
+
 def test_a_step_that_repeats_runs_no_more_often_for_it(device):
     run, calls = keeping(1, deque(maxlen=1))
     measured(device, run)
