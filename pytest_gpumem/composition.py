@@ -175,17 +175,20 @@ class Composition:
     def kept(self) -> Composition:
         """Return what a baseline keeps: the largest rows, at most 30, and modules that are unlike those around them.
 
-        The rows make up 95 % of the bytes beside workspaces, which on a GPU are more than a small model.
+        The rows make up 95 % of all bytes, and 95 % of those beside workspaces, which on a GPU are more than a small model.
         """
+        workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
         # What is missing from the others stays, or those that are kept could hold more than there is.
         kept = [row for row in self.rows if row.nbytes < 0]
-        covered = sum(row.nbytes for row in kept)
-        beside_workspaces = self.total - sum(row.nbytes for row in self.rows if row.category == "workspace")
+        missing = self.total - sum(row.nbytes for row in kept)
+        missing_beside = missing - workspaces
         for row in self.rows:
-            if row.nbytes < 0 or len(kept) >= MOST_KEPT or covered >= KEPT_SHARE * beside_workspaces:
+            enough = missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (self.total - workspaces)
+            if row.nbytes < 0 or len(kept) >= MOST_KEPT or enough:
                 break
             kept.append(row)
-            covered += row.nbytes if row.category != "workspace" else 0
+            missing -= row.nbytes
+            missing_beside -= row.nbytes if row.category != "workspace" else 0
         return replace(self, rows=tuple(kept), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward))
 
     def to_plain(self) -> dict[str, Any]:
