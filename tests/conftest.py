@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import pkgutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +19,10 @@ import pytest
 import pytest_gpumem
 from pytest_gpumem.devices.cpu import CpuDevice
 from tests.heap import own_objects_out_of_sight
+from tests.warm import Commands
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytest_plugins = ["pytester", "tests.chance"]
 
@@ -107,8 +110,9 @@ def _no_job_of_github() -> Iterator[None]:
 class Project:
     """A project with tests, in a folder of its own, and the plugin to run them."""
 
-    def __init__(self, pytester: pytest.Pytester) -> None:
+    def __init__(self, pytester: pytest.Pytester, python: Callable[[], str]) -> None:
         self._pytester = pytester
+        self._python = python
         self.path: Path = pytester.path
 
     def write(self, source: str, name: str = "test_it.py") -> None:
@@ -121,9 +125,9 @@ class Project:
         (self.path / "pyproject.toml").write_text(text, encoding="utf-8")
 
     def run(
-        self, *args: str, device: str | None = "cpu", separate: bool = False, timed: bool = False
+        self, *args: str, device: str | None = "cpu", separate: bool = False, new: bool = False, timed: bool = False
     ) -> pytest.RunResult:
-        """Run pytest: in this process, or in one of its own.
+        """Run pytest: in this process, or in one of its own, which is a ``new`` one where what was loaded before would show.
 
         Steps are ``timed`` only where a test says so: what the suite's machine does meanwhile would be in every verdict.
         """
@@ -132,10 +136,20 @@ class Project:
             command.append("--gpumem-no-time")
         if device is not None:
             command.append(f"--gpumem-device={device}")
-        if separate:
+        if new:
             return self._pytester.runpytest_subprocess(*command)
-        with own_objects_out_of_sight():
-            return self._pytester.runpytest_inprocess(*command)
+        with pytest.MonkeyPatch.context() as patch:
+            if separate or any(word.startswith("-n") for word in args):
+                patch.setattr(sys, "executable", self._python())
+            if separate:
+                return self._pytester.runpytest_subprocess(*command)
+            with own_objects_out_of_sight():
+                return self._pytester.runpytest_inprocess(*command)
+
+    def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run the command, in the project's folder if not in another."""
+        command = [self._python(), "-m", "pytest_gpumem.cli.main", *args]
+        return subprocess.run(command, cwd=folder or self.path, capture_output=True, text=True, check=False)
 
     def figures(self, *args: str, separate: bool = False) -> dict[str, dict[str, int]]:
         """Bytes of every measurement, by test: ``{"test_a": {"call.peak_allocated": 4096}}``."""
@@ -179,6 +193,22 @@ def verdicts_of(report: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """Return the path of a `python` that has loaded torch, which begins when it is first asked for."""
+    begun: list[Commands] = []
+    environment = dict(os.environ)  # a test may have another when it asks
+
+    def python() -> str:
+        if not begun:
+            begun.append(Commands(tmp_path_factory.mktemp("bin"), environment))
+        return begun[0].python
+
+    yield python
+    for commands in begun:
+        commands.close()
+
+
 @pytest.fixture
-def project(pytester: pytest.Pytester) -> Project:
-    return Project(pytester)
+def project(pytester: pytest.Pytester, warm_python: Callable[[], str]) -> Project:
+    return Project(pytester, warm_python)

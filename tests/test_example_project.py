@@ -8,8 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -121,11 +120,12 @@ class Example:
     """A copy of the example project. ``folder`` is called as the original is, and pytest starts in the one above."""
 
     folder: Path
+    python: str
 
     def run(self, *arguments: str, tests: str = "example_project") -> Run:
         report = self.folder.parent / "report.xml"
         report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", *arguments]
+        command = [self.python, "-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", *arguments]
         ours = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "COLUMNS")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         # Where a plugin of a test's own lies.
@@ -147,7 +147,7 @@ class Example:
 
     def copy(self, folder: Path) -> Example:
         kept_out = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".lock")
-        return Example(Path(shutil.copytree(self.folder, folder / "example_project", ignore=kept_out)))
+        return replace(self, folder=Path(shutil.copytree(self.folder, folder / "example_project", ignore=kept_out)))
 
     def plant(self, line: str, fault: str) -> None:
         """Replace a line of the GPT."""
@@ -180,18 +180,25 @@ class Example:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> tuple[Example, Run]:
+def committed(warm_python) -> Example:
+    """The example project as it is: to be copied, and not to be run in."""
+    return Example(EXAMPLE, warm_python())
+
+
+@pytest.fixture(scope="module")
+def recorded(committed, tmp_path_factory) -> tuple[Example, Run]:
     """A copy whose baselines were recorded here, in the order of the files, and the run that did it."""
-    example = Example(EXAMPLE).copy(tmp_path_factory.mktemp("recorded"))
+    example = committed.copy(tmp_path_factory.mktemp("recorded"))
     shutil.rmtree(example.store, ignore_errors=True)
     return example, example.run("--gpumem-update=new", "--gpumem-no-time", "-p", "no:randomly")
 
 
 @pytest.fixture(scope="module")
-def reversed_run(recorded, tmp_path_factory) -> Run:
+def reversed_run(committed, recorded, tmp_path_factory) -> Run:
     """A copy gated in one process in the reversed order, timed: against the committed baselines where they are for this machine."""
-    committed = platform.machine() == COMMITTED_FOR
-    example = (Example(EXAMPLE) if committed else recorded[0]).copy(tmp_path_factory.mktemp("reversed"))
+    example = (committed if platform.machine() == COMMITTED_FOR else recorded[0]).copy(
+        tmp_path_factory.mktemp("reversed")
+    )
     (example.folder.parent / "reversed_order.py").write_text(REVERSES, encoding="utf-8")
     example.time_for("100 ms")
     return example.run("--gpumem-baseline", "-v", "-p", "no:randomly", "-p", "reversed_order")
@@ -225,8 +232,8 @@ def test_recording_writes_what_was_measured(recorded):
     ("which", "device", "number"),
     [("committed", "cpu-", 21), ("recorded", "cpu-", 21), ("committed", "emulated-h100-80gb", 19)],
 )
-def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(recorded, which, device, number):
-    example = Example(EXAMPLE) if which == "committed" else recorded[0]
+def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(committed, recorded, which, device, number):
+    example = committed if which == "committed" else recorded[0]
     entries = [
         entry
         for file in sorted(example.store.glob(f"{device}*/**/*.toml"))
@@ -350,9 +357,9 @@ def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(recorded):
         assert f"+{(1 - peaks[config] / peaks['fp32']) * 100:.1f} %" in line
 
 
-def test_advise_finds_what_fits_and_shows_the_code_for_it(tmp_path):
-    example = Example(EXAMPLE).copy(tmp_path)
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "advise", "tiny_models.advice:make_gpt"]
+def test_advise_finds_what_fits_and_shows_the_code_for_it(committed, tmp_path):
+    example = committed.copy(tmp_path)
+    command = [example.python, "-m", "pytest_gpumem.cli.main", "advise", "tiny_models.advice:make_gpt"]
     done = subprocess.run(
         [*command, "--device=cpu", "--fits=60MB"],
         cwd=example.folder,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -106,14 +105,14 @@ class Controller:
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "worker"])
-def test_ctrl_c_keeps_what_was_measured(project, workers):
+def test_ctrl_c_keeps_what_was_measured(project, workers, warm_python):
     project.write(
         GOOD.format(name="first")
         + "def test_endless():\n    import pathlib, time\n    pathlib.Path('running').touch()\n    time.sleep(600)\n"
     )
     (project.path / "conftest.py").write_text(TELLS)
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers],
+        [warm_python(), "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers],
         cwd=project.path,
         stdout=subprocess.PIPE,
         text=True,
@@ -163,13 +162,13 @@ def test_a_store_that_cannot_be_written_ends_red_and_keeps_the_old_text(project)
     assert not list(project.store.rglob(".*.toml.*"))
 
 
-def test_two_sessions_that_update_one_store_at_once_lose_nothing(project):
+def test_two_sessions_that_update_one_store_at_once_lose_nothing(project, warm_python):
     for name in ("one", "two"):
         project.write("".join(GOOD.format(name=f"{name}_{number}") for number in range(5)), "test_it.py")
         (project.path / name).mkdir()
         (project.path / "test_it.py").rename(project.path / name / "test_it.py")
     store = project.path / "shared"
-    command = [sys.executable, "-m", "pytest", "--gpumem-device=cpu", "--gpumem-update=new", f"--gpumem-store={store}"]
+    command = [warm_python(), "-m", "pytest", "--gpumem-device=cpu", "--gpumem-update=new", f"--gpumem-store={store}"]
     sessions = [subprocess.Popen([*command, "--rootdir=."], cwd=project.path / name) for name in ("one", "two")]
     assert [session.wait(timeout=120) for session in sessions] == [0, 0]
     (path,) = store.rglob("*.toml")

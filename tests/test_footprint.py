@@ -18,7 +18,7 @@ def test_nothing_heavy_was_loaded():
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "worker"])
 def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measuring(project, workers):
     (project.path / "test_it.py").write_text(WATCH)
-    result = project.run("-p", "no:anyio", *workers, device=None, separate=True, timed=True)
+    result = project.run("-p", "no:anyio", *workers, device=None, new=True, timed=True)
     result.assert_outcomes(passed=1)
     assert not any("gpumem:" in line for line in result.outlines)
 
@@ -27,13 +27,13 @@ def test_a_gate_without_measured_tests_loads_no_torch_either(project):
     (project.path / "test_it.py").write_text(
         WATCH.replace('    assert "pytest_gpumem.measuring"', '    assert "measuring"')
     )
-    project.run("-p", "no:anyio", "--gpumem-baseline", device=None, separate=True).assert_outcomes(passed=1)
+    project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True).assert_outcomes(passed=1)
 
 
 def test_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
     project.settings("[tool.gpumem]\nmeasure = ['models/**']\n")
     (project.path / "test_it.py").write_text(WATCH)
-    result = project.run("-p", "no:anyio", device=None, separate=True, timed=True)
+    result = project.run("-p", "no:anyio", device=None, new=True, timed=True)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["gpumem: measure = 'models/[*][*]' marks nothing: *"])
 
@@ -65,7 +65,7 @@ def test_after():
     assert gc.isenabled()
 """
     )
-    project.run(separate=True).assert_outcomes(passed=3)
+    project.run(new=True).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize("marker", ["", "@pytest.mark.gpumem\n"], ids=["unmeasured", "measured"])
@@ -99,7 +99,7 @@ def test_measured():
     assert any(one is globals() for one in gc.get_objects())
 """
     )
-    project.run(separate=True).assert_outcomes(passed=2)
+    project.run(new=True).assert_outcomes(passed=2)
 
 
 def test_the_heap_is_as_it_was_when_the_session_ends(project):
@@ -113,6 +113,6 @@ def pytest_configure(config):
 """
     )
     project.write("import gc\n\n\n@pytest.mark.gpumem\ndef test_it():\n    assert gc.get_freeze_count() > 10_000\n")
-    result = project.run("-p", "no:warnings", separate=True)
+    result = project.run("-p", "no:warnings", new=True)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["frozen: 0, callbacks: 0"])

@@ -13,6 +13,7 @@ from tests.gpu.figures import Figures
 from tests.gpu.project import REPOSITORY, GpuProject, without_chance
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SUITE = REPOSITORY / "tests" / "gpu"
@@ -96,10 +97,13 @@ def test_allocates_more():
 """
 
 
-def test_a_project_of_its_own_finds_the_plugin_and_gives_its_figures(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project = GpuProject(pytester, monkeypatch)
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, warm_python: Callable[[], str]) -> GpuProject:
+    monkeypatch.setattr("sys.executable", warm_python())
+    return GpuProject(pytester, monkeypatch)
+
+
+def test_a_project_of_its_own_finds_the_plugin_and_gives_its_figures(project: GpuProject) -> None:
     project.write(ALLOCATES)
     figures = project.figures(arguments=ON_THE_CPU)
     assert figures["test_allocates"]["call.peak_allocated"] == 1_000_001
@@ -108,8 +112,7 @@ def test_a_project_of_its_own_finds_the_plugin_and_gives_its_figures(
     }
 
 
-def test_a_project_whose_tests_fail_has_no_figures(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    project = GpuProject(pytester, monkeypatch)
+def test_a_project_whose_tests_fail_has_no_figures(project: GpuProject) -> None:
     project.write("def test_it():\n    assert torch is pytest\n")
     with pytest.raises(AssertionError, match="assert torch is pytest"):
         project.figures(arguments=ON_THE_CPU)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
@@ -141,9 +140,9 @@ def test_workers_that_time_steps_on_one_device_never_overlap(logged):
     assert overlaps(log) == []
 
 
-def test_two_sessions_that_time_steps_on_one_device_never_overlap(logged, pytester):
+def test_two_sessions_that_time_steps_on_one_device_never_overlap(logged, pytester, warm_python):
     write(logged, STEPS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", "--gpumem-device=cpu"]
+    command = [warm_python(), "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", "--gpumem-device=cpu"]
     sessions = [pytester.popen(command, stdin=subprocess.DEVNULL) for _ in range(2)]
     for session in sessions:
         session.communicate(timeout=120)

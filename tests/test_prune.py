@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 ONE = "@pytest.mark.gpumem\ndef test_{name}():\n    torch.ones(10)\n\n\n"
 
 
 def prune(project, *args):
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "prune", *args]
-    return subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
+    return project.gpumem("prune", *args)
 
 
 def write(project, source, name):
@@ -63,8 +59,7 @@ def test_a_store_none_of_whose_files_is_there_is_taken_for_another_projects(shru
     folder.mkdir()
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n", encoding="utf-8")
     write(shrunk, ONE.format(name="other"), "sub/test_other.py")
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "prune", *options, f"--gpumem-store={shrunk.store}"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    result = shrunk.gpumem("prune", *options, f"--gpumem-store={shrunk.store}", folder=folder)
     assert result.returncode == 1
     assert f"none of its 2 test files is below {folder}; nothing was removed" in result.stderr
     assert "would remove" not in result.stdout

@@ -10,7 +10,6 @@ import fnmatch
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -317,10 +316,11 @@ class Folder:
     """A project that pytest runs in, in processes of its own."""
 
     path: Path
+    python: str
     options: tuple[str, ...]
 
     def run(self, *arguments: str, **environment: str) -> int:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        command = [self.python, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
         command += ["--gpumem-device=cpu", *self.options, *arguments]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PLANTED"))}
         return subprocess.run(
@@ -332,7 +332,7 @@ class Folder:
 
 
 @pytest.fixture(scope="module", params=[pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers")])
-def folder(request, tmp_path_factory) -> Folder:
+def folder(request, tmp_path_factory, warm_python) -> Folder:
     path = tmp_path_factory.mktemp("scenarios")
     (path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
@@ -340,7 +340,7 @@ def folder(request, tmp_path_factory) -> Folder:
         (path / f"test_{number}.py").write_text(MODEL + scenario.source, encoding="utf-8")
     (path / "timed").mkdir()
     (path / "timed/test_slow.py").write_text(MODEL + SLOWER, encoding="utf-8")
-    return Folder(path, request.param)
+    return Folder(path, warm_python(), request.param)
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.git_store import Repository, entry
@@ -42,7 +39,7 @@ def test_a_session_refuses_it_with_file_and_key(moved, option):
     [["show"], ["history", "test_step"], ["compare", "HEAD"], ["prune", "-p", "no:randomly"]],
     ids=lambda command: command[0],
 )
-def test_commands_refuse_it_with_file_and_key(tmp_path, command):
+def test_commands_refuse_it_with_file_and_key(project, tmp_path, command):
     repository = Repository(tmp_path / "project")
     (repository.path / "test_it.py").write_text("def test_step(): ...\n", encoding="utf-8")
     repository.store({"test_step": entry()}, "test_it.py", "h200")
@@ -50,8 +47,7 @@ def test_commands_refuse_it_with_file_and_key(tmp_path, command):
     repository.git("commit", "--quiet", "--message", "some")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.toml")}
     # In a process of its own: collecting leaves modules behind.
-    whole = [sys.executable, "-m", "pytest_gpumem.cli.main", *command]
-    result = subprocess.run(whole, cwd=repository.path, capture_output=True, text=True, check=False)
+    result = project.gpumem(*command, folder=repository.path)
     assert result.returncode in (1, 2)
     assert ".slug is 'h100', and the file lies in the folder of 'h200'" in result.stderr
     assert "h200/test_it.py.toml" in result.stderr

@@ -1,12 +1,14 @@
 """`python`, `pytest` and `gpumem` for scripts, without the seconds that torch takes to load: forks of one process that has it.
 
-`Commands` puts them into a folder for ``PATH``. `pip install` is written down there and not run, and what `python -m venv`
-makes has them, too. Run as a script, this is
-the process that is forked.
+`Commands` puts them into a folder for ``PATH``. `python` stands for sessions of pytest, commands of `gpumem` and workers of
+pytest-xdist, and is the interpreter for everything else; a command that kills itself ends with status 70. `pip install` is
+written down and not run, and what `python -m venv` makes has them, too. Run as a script, this is the process that is forked.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -22,36 +24,47 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 _CLIENT = """\
 #!{python} -SE
-import json, os, shutil, socket, sys
+import json, os, shutil, signal, socket, sys
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
 if name.startswith("python"):
-    isolated = [word for word in arguments[:1] if word == "-I"]
-    arguments = arguments[len(isolated):]
-    if arguments[:2] == ["-m", "venv"]:
+    words = list(arguments)
+    while words[:1] in (["-I"], ["-u"]):
+        del words[0]
+    if words[:1] == ["-mpytest"]:
+        words[:1] = ["-m", "pytest"]
+    if words[:2] == ["-m", "venv"]:
         # One in which all that is here is installed: these commands.
-        shutil.copytree(os.path.dirname(os.path.abspath(sys.argv[0])), os.path.join(arguments[-1], "bin"))
+        shutil.copytree(os.path.dirname(os.path.abspath(sys.argv[0])), os.path.join(words[-1], "bin"))
         sys.exit(0)
-    if arguments[:3] == ["-m", "pip", "install"]:
-        name, arguments = "pip", arguments[2:]
-    elif arguments[:2] in (["-m", "pytest"], ["-m", "pytest_gpumem.cli.main"]):
-        name, arguments = {{"pytest": "-m pytest"}}.get(arguments[1], "gpumem"), arguments[2:]
+    if words[:3] == ["-m", "pip", "install"]:
+        name, arguments = "pip", words[2:]
+    elif words[:2] in (["-m", "pytest"], ["-m", "pytest_gpumem.cli.main"]):
+        name, arguments = {{"pytest": "-m pytest"}}.get(words[1], "gpumem"), words[2:]
+    elif words[:1] == ["-c"] and "sys.stdin.readline" in words[1]:
+        name, arguments = "-c", words[1:]  # a worker of pytest-xdist
     else:
-        os.execv({python!r}, [{python!r}, *isolated, *arguments])
+        os.execv({python!r}, [{python!r}, *arguments])
 if name == "pip":
     with open({log!r}, "a") as log:
         print(json.dumps(arguments), file=log)
     sys.exit(0)
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    what = json.dumps([name, arguments, os.getcwd(), dict(os.environ)]).encode("utf-8", "surrogateescape")
-    socket.send_fds(server, [len(what).to_bytes(8, "big")], [0, 1, 2])
-    server.sendall(what)
+    told = json.dumps([name, arguments, os.getcwd(), dict(os.environ), sys.argv[0]]).encode("utf-8", "surrogateescape")
+    socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(told)
+    for number in (0, 1, 2):
+        os.close(number)  # who reads them waits for the command to close them, not for this
+    process = int(server.recv(8))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os.kill(process, number))
     code = server.recv(8)
-sys.exit(int(code) if code else 70)
+os._exit(int(code) if code else 70)
 """
 _NAMES = ("python", "python3", "pytest", "gpumem", "pip")
 
@@ -59,7 +72,8 @@ _NAMES = ("python", "python3", "pytest", "gpumem", "pip")
 class Commands:
     """The commands in ``folder``, until `close`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] = os.environ) -> None:
+        """``environment`` is that of the process that is forked."""
         self.folder = folder
         self._log = folder / "pip.log"
         # The path of a socket may have about 100 characters, and that of a test's folder may have more.
@@ -70,10 +84,18 @@ class Commands:
             (folder / name).write_text(text, encoding="utf-8")
             (folder / name).chmod(0o755)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, address],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "python")
 
     def installed(self) -> list[list[str]]:
         """The arguments of each ``pip`` so far, without ``install``."""
@@ -95,7 +117,9 @@ def _serve(address: str) -> None:
 
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
         importlib.import_module(module.name)
-    # No command has to go through all of that again in each of its collections.
+    # Or pytest would warn that assertions in it are not rewritten.
+    pytest_gpumem.__doc__ = "PYTEST_DONT_REWRITE"
+    # A collection would write to every object, and each fork have all of them for its own.
     gc.collect()
     gc.freeze()
     # The commands do not find this file's neighbours.
@@ -117,21 +141,31 @@ def _serve(address: str) -> None:
 def _run(client: socket.socket) -> NoReturn:
     """Be the command that ``client`` asks for, with its streams, folder and environment, and tell it the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.unfreeze()  # a session freezes objects itself, and sees whether others did
     size, streams, _, _ = socket.recv_fds(client, 8, 3)
     with client.makefile("rb") as sent:
-        name, arguments, folder, environment = json.loads(sent.read(int.from_bytes(size, "big")))
+        name, arguments, folder, environment, executable = json.loads(sent.read(int.from_bytes(size, "big")))
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
+        os.close(stream)
+    client.sendall(str(os.getpid()).encode())
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = executable
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environment
     sys.argv = [name, *arguments]
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if name == "-m pytest":
         sys.path.insert(0, folder)
     code: object = 1
     try:
-        if "pytest" in name:
+        if name == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            sys.path.insert(0, "")
+            exec(arguments[0], {"__name__": "__main__"})
+            code = 0
+        elif "pytest" in name:
             import pytest
 
             code = pytest.main()
@@ -143,8 +177,12 @@ def _run(client: socket.socket) -> NoReturn:
         code = end.code or 0
     except BaseException:  # noqa: BLE001 -- as the interpreter would
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    for number in (0, 1, 2):
+        os.close(number)
     client.sendall(str(int(code) if isinstance(code, int) else 1).encode())
     os._exit(0)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 MODEL = "@pytest.mark.gpumem\ndef test_{name}():\n    torch.ones({size})\n\n\n"
@@ -23,8 +20,7 @@ def test_a_store_in_a_bucket_is_recorded_gated_and_pruned(project, s3_url):
     grown.assert_outcomes(failed=1)
     grown.stdout.fnmatch_lines(["*  reason:   the first", f"*--gpumem-update=all *{s3_url}*"])
 
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "prune", store]
-    pruned = subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
+    pruned = project.gpumem("prune", store)
     assert "removed cpu-x86_64: test_it.py::test_gone (call)" in pruned.stdout, pruned.stderr
     assert "1 of 2 baselines were unused" in pruned.stdout
     assert not project.store.exists()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ PICTURES = {
 
 
 @pytest.fixture(scope="module")
-def report(browser, tmp_path_factory) -> Path:
+def report(browser, tmp_path_factory, warm_python) -> Path:
     """The report of a few tests of the example project, whose attention keeps float32 scores. Needs a browser: comes after it."""
     folder = tmp_path_factory.mktemp("screenshots")
     kept_out = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".lock")
@@ -50,7 +49,7 @@ def report(browser, tmp_path_factory) -> Path:
     assert text.count(FUSED) == 1
     model.write_text(text.replace(FUSED, KEEPS_FLOAT32_SCORES), encoding="utf-8")
     path = folder / "report.html"
-    command = [sys.executable, "-m", "pytest", *TESTS, f"--gpumem-report={path}"]
+    command = [warm_python(), "-m", "pytest", *TESTS, f"--gpumem-report={path}"]
     options = ["-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-baseline", "--gpumem-explain=always"]
     settings = project / "pyproject.toml"
     quick = '[tool.gpumem]\ntime_budget = "300 ms"\n'

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -91,9 +90,9 @@ PLANTS = (
 )
 
 
-def session(folder: Path, *arguments: str, planted: str = "") -> subprocess.CompletedProcess[str]:
+def session(python: str, folder: Path, *arguments: str, planted: str = "") -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=emulated:h100", *arguments]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=emulated:h100", *arguments]
     environment = {**os.environ, "PLANTED": planted, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
@@ -121,27 +120,27 @@ def first_reasons(failure: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tmp_path_factory: pytest.TempPathFactory, warm_python) -> Path:
     """The planted project, with the baselines of its models as they should be."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("planted") / "project"
     shutil.copytree(PLANTED_PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    done = session(folder, "--gpumem-update=new")
+    done = session(warm_python(), folder, "--gpumem-update=new")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"0 gated, {len(PLANTS)} new" in done.stdout
     return folder
 
 
-def test_models_as_they_should_be_are_green(recorded):
-    done = session(recorded, "--gpumem-baseline", "--gpumem-report=report.html")
+def test_models_as_they_should_be_are_green(recorded, warm_python):
+    done = session(warm_python(), recorded, "--gpumem-baseline", "--gpumem-report=report.html")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"gpumem: {len(PLANTS)} gated\n" in done.stdout
     assert "NVIDIA H100 80GB HBM3 (emulated)" in (recorded / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
-def test_what_is_planted_is_red_with_its_module_and_line(recorded, workers):
-    done = session(recorded, "--gpumem-baseline", "--gpumem-report=report.html", *workers, planted="all")
+def test_what_is_planted_is_red_with_its_module_and_line(recorded, warm_python, workers):
+    done = session(warm_python(), recorded, "--gpumem-baseline", "--gpumem-report=report.html", *workers, planted="all")
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"{len(PLANTS)} gated, {len(PLANTS)} regressed" in done.stdout
     assert "(emulated)" in (recorded / "report.html").read_text(encoding="utf-8")

@@ -63,12 +63,13 @@ def test_asserts():
 
 
 @pytest.fixture
-def session(tmp_path):
+def session(tmp_path, warm_python):
     (tmp_path / "test_it.py").write_text(MODEL, encoding="utf-8")
 
-    def run(*arguments: str, planted: str = "") -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, planted: str = "", new: bool = False) -> subprocess.CompletedProcess[str]:
+        """In a ``new`` process torch was not loaded before."""
         command = [
-            sys.executable,
+            sys.executable if new else warm_python(),
             "-m",
             "pytest",
             "-p",
@@ -89,7 +90,7 @@ def session(tmp_path):
     "workers", [pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers", marks=pytest.mark.thorough)]
 )
 def test_what_is_planted_is_red_and_told_and_what_is_not_is_green(session, tmp_path, workers):
-    recorded = session("--gpumem-update=new", *workers)
+    recorded = session("--gpumem-update=new", *workers, new=True)
     assert recorded.returncode == 0, recorded.stdout
     store = tmp_path / "gpumem-baselines"
     assert [path.name for path in store.iterdir() if path.is_dir()] == ["emulated-h100-80gb"]

@@ -20,7 +20,7 @@ from pytest_gpumem.emulation.torch_build import EmulationError
 def test_where_torch_has_been_imported_who_did_it_is_named(project):
     project.write("def test_it(): ...\n")
     (project.path / "early.py").write_text("import torch\n", encoding="utf-8")
-    result = project.run("-p", "early", device="emulated:h100", separate=True)
+    result = project.run("-p", "early", device="emulated:h100", new=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         [
@@ -70,7 +70,7 @@ def test_a_gpu_that_there_is_not_is_a_usage_error(project, word, said, place):
     project.write("def test_it(): ...\n")
     if place == "settings":
         project.settings(f'[tool.gpumem]\ndevice = "{word}"\n')
-    result = project.run(device=word if place == "option" else None, separate=True)
+    result = project.run(device=word if place == "option" else None, new=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --gpumem-device={word}: {said}"])
 
@@ -81,7 +81,7 @@ def test_a_torch_without_cuda_is_an_error(project):
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA: tests/emulated runs on it")
     project.write("def test_it(): ...\n")
-    result = project.run(device="emulated:h100", separate=True)
+    result = project.run(device="emulated:h100", new=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["ERROR: --gpumem-device=emulated:h100: torch * has no CUDA: a GPU is emulated beneath*"]
@@ -135,7 +135,7 @@ def test_a_session_without_the_word_loads_nothing_of_it(project):
         "def test_it(gpumem):\n    import sys\n    gpumem.measure(lambda: torch.ones(10))\n"
         "    assert 'pytest_gpumem.emulation.values' not in sys.modules\n"
     )
-    project.run(separate=True).assert_outcomes(passed=1)
+    project.run(new=True).assert_outcomes(passed=1)
 
 
 def test_the_sitecustomize_that_it_hides_is_run_as_well(tmp_path):
