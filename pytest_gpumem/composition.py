@@ -183,7 +183,9 @@ class Composition:
         missing = self.total - sum(row.nbytes for row in kept)
         missing_beside = missing - workspaces
         for row in self.rows:
-            enough = missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (self.total - workspaces)
+            enough = missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
+                self.total - workspaces
+            )
             if row.nbytes < 0 or len(kept) >= MOST_KEPT or enough:
                 break
             kept.append(row)

@@ -16,6 +16,7 @@ from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.residency import Residency
 from pytest_gpumem.results import PROPERTY
+from pytest_gpumem.spoiled_fixtures import SpoiledFixtures
 from pytest_gpumem.test_run import TestRun
 from pytest_gpumem.timing.allowance import TimeAllowance
 
@@ -100,6 +101,7 @@ class Measuring:
         self._residencies: dict[str, Residency] = {}
         self._environments: dict[str, Environment] = {}
         self._heap = SessionHeap()
+        self._spoiled = SpoiledFixtures()
         self._open: TestRun | None = None
         self._opened: Device | None = None
         """The device while a shared fixture is set up outside of any measured test."""
@@ -137,6 +139,7 @@ class Measuring:
         try:
             self._residency(device).clear_left_gradients(item)
             self._heap.begin(device)
+            self._spoiled.begin()
             allowance = (
                 None if self._settings.no_time or not device.tells_time else TimeAllowance(self._settings.time_budget)
             )
@@ -168,17 +171,17 @@ class Measuring:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        if fixturedef.scope != "function":
+        shared = fixturedef.scope != "function"
+        if shared:
             self._heap.fixture_is_set_up(fixturedef)
-        if fixturedef.argname not in self._fixture_names or fixturedef.argname == "gpumem":
+        of_a_measured_test = fixturedef.argname in self._fixture_names and fixturedef.argname != "gpumem"
+        device = self._opened if self._open is None else self._open.device
+        if device is not None:
+            node = request.node if self._open is None else self._open.item
+            return (yield from self._set_up(device, fixturedef, node if of_a_measured_test else None))
+        if not (shared and of_a_measured_test):
             return (yield)
-        if self._open is not None:
-            return (yield from self._noted(self._open.device, fixturedef, self._open.item))
-        if fixturedef.scope == "function":
-            return (yield)
-        # Shared with a measured test, but first used by one that is not measured.
-        if self._opened is not None:
-            return (yield from self._noted(self._opened, fixturedef, request.node))
+        # First used by a test that is not measured.
         try:
             device = self._devices.get(self._settings.device)
             device.open()
@@ -186,10 +189,20 @@ class Measuring:
             return (yield)
         self._opened = device
         try:
-            return (yield from self._noted(device, fixturedef, request.node))
+            return (yield from self._set_up(device, fixturedef, request.node))
         finally:
             self._opened = None
             device.close()
+
+    def _set_up(
+        self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector | None
+    ) -> Generator[None, object, object]:
+        """Set the fixture up for ``node``; its bytes are not noted where that is ``None``."""
+        set_up = _as_it_is() if node is None else self._noted(device, fixturedef, node)
+        if fixturedef.scope == "function":
+            return (yield from set_up)
+        with self._spoiled.setting_up(fixturedef, device):
+            return (yield from set_up)
 
     def _noted(
         self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector
@@ -214,6 +227,7 @@ class Measuring:
         # pytest calls this more than once for a fixture, also for one that was never set up.
         if fixturedef.scope != "function" and fixturedef.cached_result is not None:
             self._heap.fixture_is_gone(fixturedef)
+            self._spoiled.forget(fixturedef)
         for residency in self._residencies.values():
             residency.forget(fixturedef)
 
@@ -245,7 +259,7 @@ class Measuring:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
             raise
         if run.lost is None:
-            run.lost = run.device.lost()
+            run.lost = run.device.lost() or self._spoiled.lost(item)
         if run.lost is None and not run.measurements and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is not None:
@@ -329,6 +343,10 @@ def _tell_of_values(item: pytest.Item, run: TestRun, error: BaseException) -> No
     no_values = run.device.lacks("values")
     if no_values is not None and isinstance(error, AssertionError):
         item.add_report_section("call", "gpumem values", f"{no_values}: an assertion on others says nothing here")
+
+
+def _as_it_is() -> Generator[None, object, object]:
+    return (yield)
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, object]:

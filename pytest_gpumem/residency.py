@@ -125,26 +125,31 @@ class Residency:
         return storages_of(reachable_tensors(self.values(item)), self.device.torch_device)
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
-        """The fixtures that ``item`` uses. One that is overridden counts only if the one that overrides it asks for it."""
-        resolved = _resolved(item)
-        if resolved is not None:
-            return {fixturedef: note for fixturedef, note in self._notes.items() if fixturedef in resolved}
-        visible = {fixturedef: note for fixturedef, note in self._notes.items() if _serves(fixturedef, item)}
-        overridden = {
-            fixturedef
-            for fixturedef in visible
-            for other in visible
-            if other.argname == fixturedef.argname
-            and len(other.baseid) > len(fixturedef.baseid)
-            and other.argname not in other.argnames
-        }
-        return {fixturedef: note for fixturedef, note in visible.items() if fixturedef not in overridden}
+        """The fixtures that ``item`` uses."""
+        return {fixturedef: self._notes[fixturedef] for fixturedef in fixtures_used(item, self._notes)}
 
     def _blocks(self, values: Iterable[object]) -> Blocks:
         return self._of(reachable_tensors(values))
 
     def _of(self, tensors: Iterable[torch.Tensor]) -> Blocks:
         return blocks_of(tensors, self.device.torch_device)
+
+
+def fixtures_used(item: pytest.Item, among: Iterable[pytest.FixtureDef[Any]]) -> list[pytest.FixtureDef[Any]]:
+    """Return those that ``item`` uses. One that is overridden counts only if the one that overrides it asks for it."""
+    resolved = _resolved(item)
+    if resolved is not None:
+        return [fixturedef for fixturedef in among if fixturedef in resolved]
+    visible = [fixturedef for fixturedef in among if _serves(fixturedef, item)]
+    overridden = {
+        fixturedef
+        for fixturedef in visible
+        for other in visible
+        if other.argname == fixturedef.argname
+        and len(other.baseid) > len(fixturedef.baseid)
+        and other.argname not in other.argnames
+    }
+    return [fixturedef for fixturedef in visible if fixturedef not in overridden]
 
 
 def _is_of_pytest(fixturedef: pytest.FixtureDef[Any]) -> bool:
@@ -175,7 +180,8 @@ def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
             used.add(fixturedef)
             if name not in fixturedef.argnames:
                 break
-    return used
+    # And those that were asked for by name while it ran.
+    return used.union(getattr(getattr(item, "_request", None), "_fixture_defs", {}).values())
 
 
 def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:

@@ -73,7 +73,7 @@ class Device(Protocol):
         """Whether seconds on this device mean something."""
 
     def lost(self) -> str | None:
-        """Why what was read since `open` means nothing, as a clause; ``None`` where it is good."""
+        """Why what was read since the last call of this (or `open`) means nothing, as a clause; ``None`` where it is good."""
 
     def open(self) -> None:
         """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated."""

@@ -43,13 +43,11 @@ class EmulatedDevice(CudaDevice):
 
     def open(self) -> None:
         super().open()
-        values = _values()
-        if values is not None:
-            values.trouble = None
+        self.lost()  # before anybody asked
 
     def lost(self) -> str | None:
         values = _values()
-        return None if values is None else values.trouble
+        return None if values is None else values.take_trouble()
 
 
 class _EmulatedCuda(TorchCuda):

@@ -97,6 +97,11 @@ class HostValues(TorchDispatchMode):
         self.as_integer = False
         """A float is read to become an integer, which may be a size."""
 
+    def take_trouble(self) -> str | None:
+        """Return a clause that says where an unknown value was read first since the last call of this, if one was."""
+        trouble, self.trouble = self.trouble, None
+        return trouble
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """torch.compile may run what it has compiled beneath this mode."""

@@ -146,3 +146,63 @@ def test_tests_that_are_not_measured_are_deselected_and_times_are_not_taken(sess
     assert done.returncode == 0
     assert "2 passed, 1 deselected" in done.stdout
     assert "step time" not in done.stdout
+
+
+SHARED = """
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def positive():
+    x = torch.randn(2000, 2000, device="cuda")
+    return x[x > 0]
+
+
+@pytest.fixture(scope="module")
+def by_way(request):
+    return request.getfixturevalue("positive")
+
+
+@pytest.fixture
+def by_name(request):
+    return request.getfixturevalue("positive")
+
+
+def measured(gpumem):
+    gpumem.measure(lambda: torch.ones(1000, device="cuda"))
+
+
+def test_first(gpumem, positive):
+    measured(gpumem)
+
+
+def test_second(gpumem, positive):
+    measured(gpumem)
+
+
+def test_third(gpumem, by_way):
+    measured(gpumem)
+
+
+def test_fourth(gpumem, by_name):
+    measured(gpumem)
+
+
+def test_other(gpumem):
+    measured(gpumem)
+"""
+
+
+@pytest.mark.parametrize("names", ["first second third fourth other", "other fourth third second first"])
+def test_what_a_shared_fixture_reads_spoils_every_test_that_uses_it_in_any_order(session, tmp_path, names):
+    (tmp_path / "test_it.py").write_text(SHARED, encoding="utf-8")
+    tests = [f"test_it.py::test_{name}" for name in names.split()]
+    done = session("--gpumem-update=new", "--gpumem-report=report.json", "-p", "no:randomly", *tests)
+    results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
+    reasons = {result["verdict"]["test"]: result["verdict"]["unmeasured"] for result in results}
+    assert reasons.pop("test_other") is None, done.stdout
+    assert len(reasons) == 4
+    for reason in reasons.values():
+        assert "a boolean index reads values that an emulated GPU does not compute, at " in reason
+        assert "test_it.py:9 (in fixture " in reason
