@@ -71,8 +71,8 @@ def _small() -> dict[str, Subject]:
             _transformer("BertForMaskedLM", "BertConfig", **encoder, vocab_size=128), _tokens(128, 2, 16)
         ),
         "vit-b-16": Subject(
-            _transformer("ViTForImageClassification", "ViTConfig", **encoder, image_size=32, num_labels=10),
-            _images(2, 32, 10),
+            _transformer("ViTForImageClassification", "ViTConfig", **encoder, image_size=64, num_labels=10),
+            _images(64, 64, 10),
         ),
         "t5-small": Subject(
             _transformer(
@@ -87,7 +87,7 @@ def _small() -> dict[str, Subject]:
             ),
             _tokens(128, 2, 16, targets=8),
         ),
-        "resnet-50": Subject(_resnet((2, 2), 8, 10), _images(2, 32, 10)),
+        "resnet-50": Subject(_resnet((2, 2), 8, 10), _images(16, 32, 10)),
     }
 
 

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 import pytest_gpumem
+from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from tests.heap import own_objects_out_of_sight
 from tests.warm import Commands
@@ -105,6 +106,17 @@ def _no_job_of_github() -> Iterator[None]:
         for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    """The CPU as while a test is measured: open, with what was there before out of the collector's sight."""
+    heap, device = FrozenHeap(), CpuDevice()
+    heap.freeze()
+    device.open()
+    yield device
+    device.close()
+    heap.thaw()
 
 
 class Project:

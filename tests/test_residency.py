@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pytest_gpumem.collector import FrozenHeap
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.residency import OwnBytes, Residency
 from tests import zoo
 
@@ -50,14 +49,6 @@ def frozen():
     heap.freeze()
     yield heap
     heap.thaw()
-
-
-@pytest.fixture
-def device():
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.verdict import Outcome, worst
 
 if TYPE_CHECKING:
-    from pytest_gpumem.timing.comparison import Interval
+    from pytest_gpumem.timing.intervals import Interval
 
 REGRESSED = 1
 NOTHING_COMPARED = 2

@@ -15,8 +15,8 @@ from pytest_gpumem.devices.naming import EMULATED_SLUG
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pytest_gpumem.emulation.host_values import HostValues
     from pytest_gpumem.emulation.load import Emulation
-    from pytest_gpumem.emulation.values import HostValues
     from pytest_gpumem.measurement import Environment
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import ITEMS
-from pytest_gpumem.timing.comparison import LEVEL, SpeedOutcome, compare
+from pytest_gpumem.timing.comparison import SpeedOutcome, compare
+from pytest_gpumem.timing.intervals import LEVEL
 
 if TYPE_CHECKING:
     from pytest_gpumem.baselines.entry import Entry

@@ -12,7 +12,7 @@ from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
 from pytest_gpumem.reports.screen import Screen
 from pytest_gpumem.reports.values import allowance, change, difference, shown
-from pytest_gpumem.timing.comparison import LEVEL
+from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
 
 if TYPE_CHECKING:

@@ -8,34 +8,21 @@ work, or the clock runs slower than it did, that has to hold of what is left whe
 
 from __future__ import annotations
 
-import math
-import random
 import statistics
-from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.timing.bootstrap import resampled_medians
 from pytest_gpumem.timing.bounds import Slowed
-from pytest_gpumem.units import format_ratio
+from pytest_gpumem.timing.intervals import ratio_of_pairs, ratio_to_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_gpumem.timing.intervals import Interval
     from pytest_gpumem.timing.samples import Round, Sample, Times
 
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
-LEVEL = 0.95
-"""The confidence of an interval. That its lower end is beyond the tolerance is one condition of several."""
-RESAMPLES = 1000
-PRIOR_SPREAD = 0.01
-"""How far medians of runs of the same code lie apart, as a standard deviation of their logarithms, where it is not known."""
-UNKNOWN_SPREAD = 0.03
-"""The same, of a machine that nothing is known of."""
-PRIOR_RUNS = 4
-"""How many runs the prior counts for."""
 MOST_UNKNOWN = 0.25
 """A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
 SLOWER_MACHINE = 0.03
@@ -94,18 +81,6 @@ def run_of(times: Times) -> Runs | None:
         return None
     cycles = _cycles([replace(one, seconds=one.own) for one in sample.counted])
     return Runs((sample.own,), () if cycles is None else (statistics.median(cycles),))
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A ratio of medians, now over then, and the ends of its confidence interval. 1.05 is 5 % longer."""
-
-    ratio: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{format_ratio(self.ratio - 1)} ({format_ratio(self.low - 1)} to {format_ratio(self.high - 1)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +161,10 @@ def _seconds_and_cycles(
     pairs: Sequence[tuple[Sequence[Round], Sequence[Round]]],
 ) -> tuple[Interval, Interval | None]:
     """The ratios of rounds (base, head) in seconds, and in cycles where the clock was read in all of them."""
-    seconds = _of_pairs([(_seconds(base), _seconds(head)) for base, head in pairs])
+    seconds = ratio_of_pairs([(_seconds(base), _seconds(head)) for base, head in pairs])
     read = [(_cycles(base), _cycles(head)) for base, head in pairs]
     known = [(base, head) for base, head in read if base is not None and head is not None]
-    return seconds, _of_pairs(known) if len(known) == len(pairs) else None
+    return seconds, ratio_of_pairs(known) if len(known) == len(pairs) else None
 
 
 def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
@@ -210,8 +185,8 @@ def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     def against_runs(rounds: Sequence[Round]) -> tuple[Interval, Interval | None]:
         cycles = _cycles(rounds) if baseline.cycles else None
         return (
-            _of_runs(_seconds(rounds), baseline.seconds),
-            None if cycles is None else _of_runs(cycles, baseline.cycles),
+            ratio_to_runs(_seconds(rounds), baseline.seconds),
+            None if cycles is None else ratio_to_runs(cycles, baseline.cycles),
         )
 
     this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
@@ -292,62 +267,3 @@ def _seconds(rounds: Sequence[Round]) -> tuple[float, ...]:
 def _cycles(rounds: Sequence[Round]) -> tuple[float, ...] | None:
     cycles = [one.cycles for one in rounds]
     return None if None in cycles else tuple(value for value in cycles if value is not None)
-
-
-# A measurement is judged when its time is doubted, when it may be explained, and at the end: always by the same values.
-@lru_cache(maxsize=64)
-def _of_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
-    """The ratio of this run's median to that of earlier runs: a bootstrap over rounds and runs.
-
-    Rounds of one run are more alike than runs are, so both sides also vary as runs do: as Student's t, since that spread is
-    known from few of them.
-    """
-    spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
-    chance = random.Random(0)  # noqa: S311 - the same samples give the same verdict
-    nows, thens = (resampled_medians(side, RESAMPLES, chance) for side in (rounds, runs))
-    both = spread * math.sqrt(1 + 1 / len(runs))
-    ratios = [math.log(now / then) + chance.gauss(0, both) for now, then in zip(nows, thens, strict=True)]
-    return _interval(statistics.median(rounds) / statistics.median(runs), ratios)
-
-
-def spread_of_runs(runs: Sequence[float]) -> float:
-    """The standard deviation of the logarithms of runs' medians, drawn towards `PRIOR_SPREAD` where there are few.
-
-    A few say little of it, and are drawn towards more: `UNKNOWN_SPREAD` over the root of their number.
-    """
-    prior = max(PRIOR_SPREAD, UNKNOWN_SPREAD / math.sqrt(len(runs)))
-    logarithms = [math.log(run) for run in runs]
-    mean = statistics.fmean(logarithms)
-    squares = sum((one - mean) ** 2 for one in logarithms)
-    return math.sqrt((PRIOR_RUNS * prior**2 + squares) / (PRIOR_RUNS + len(runs) - 1))
-
-
-def _of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
-    chance = random.Random(0)  # noqa: S311 - the same samples give the same verdict
-    # A bootstrap of n values has (n - 1) / n of their variance.
-    wider = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
-    middle = statistics.fmean(math.log(statistics.median(head) / statistics.median(base)) for base, head in pairs)
-    # Each time that a pair is drawn, its rounds are resampled anew.
-    drawn = chance.choices(range(len(pairs)), k=len(pairs) * RESAMPLES)
-    times = Counter(drawn)
-    ratios = []
-    for number, (base, head) in enumerate(pairs):
-        bases, heads = (resampled_medians(side, times[number], chance) for side in (base, head))
-        ratios.append(iter([math.log(after / before) for before, after in zip(bases, heads, strict=True)]))
-    logarithms = [next(ratios[number]) for number in drawn]
-    means = [sum(logarithms[one : one + len(pairs)]) / len(pairs) for one in range(0, len(drawn), len(pairs))]
-    return _interval(math.exp(middle), [middle + (mean - middle) * wider for mean in means])
-
-
-def _interval(ratio: float, resampled: Sequence[float]) -> Interval:
-    """``resampled`` are logarithms of the ratio."""
-    logarithms = sorted(resampled)
-    lost = math.floor((1 - LEVEL) / 2 * RESAMPLES)
-    return Interval(ratio, math.exp(logarithms[lost]), math.exp(logarithms[-1 - lost]))
-
-
-def _student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t over that of the normal distribution (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
-    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-    quantile = table[min(max(freedom, 1), len(table)) - 1]
-    return quantile / statistics.NormalDist().inv_cdf(0.5 + LEVEL / 2)

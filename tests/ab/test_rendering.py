@@ -9,7 +9,7 @@ import pytest
 from pytest_gpumem.ab.rendering import markdown, table, to_json
 from pytest_gpumem.ab.report import Figure, LeftOut, Report, Revision, Row
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.timing.comparison import Interval
+from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 
 RUNS = "5 pairs of runs, base main (1f3c9ab), head HEAD (2b4d8ce), slowdown tolerated 2.0 %"

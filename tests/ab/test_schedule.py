@@ -7,7 +7,7 @@ import pytest
 from pytest_gpumem.ab.report import STEP_TIME, Figure, Report, Row
 from pytest_gpumem.ab.schedule import is_settled, order_of_pair
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.timing.comparison import Interval
+from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 
 OUTCOMES = {

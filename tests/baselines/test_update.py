@@ -102,6 +102,12 @@ def test_improving_adds_a_metric_that_the_stored_entry_has_not():
     assert entry.metrics == {"peak_allocated": GB // 2, "retained": 0}
 
 
+def test_improving_writes_no_growth_where_the_entry_has_none():
+    # By not having it the entry says that nothing grew. What is allowed for beside that is not to become the baseline.
+    entry = written("improved", stored_entry(peak_allocated=GB), peak_allocated=GB // 2, growth=8)
+    assert entry.metrics == {"peak_allocated": GB // 2}
+
+
 # Metrics that a stored entry lacks
 
 

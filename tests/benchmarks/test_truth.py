@@ -15,7 +15,6 @@ from truth_cases import Case, cases, figures_of, peaks_of, result_of
 from truth_file import TruthFile
 from truth_models import Subject, subjects
 
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
@@ -27,6 +26,8 @@ from tests.benchmarks.host_as_cuda import TIMES, HostAsCuda
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pytest_gpumem.devices.cpu import CpuDevice
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: most of the models are its"
@@ -50,17 +51,9 @@ def case_named(name: str) -> Case:
 
 
 @pytest.fixture
-def cpu() -> Iterator[CpuDevice]:
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def cuda(cpu: CpuDevice) -> Iterator[tuple[CudaDevice, HostAsCuda]]:
+def cuda(device: CpuDevice) -> Iterator[tuple[CudaDevice, HostAsCuda]]:
     """A cuda device that has the host's memory, and what it asks."""
-    runtime = HostAsCuda(cpu)
+    runtime = HostAsCuda(device)
     device = CudaDevice(runtime)
     device.open()
     yield device, runtime
@@ -119,28 +112,26 @@ def test_the_full_batches_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("model", FULL_PARAMETERS)
-def test_every_model_is_measured_in_its_small_form(model: str, cpu: CpuDevice) -> None:
-    plain = result_of(case_named(f"{model}/amp-bf16-adamw-fused"), cpu, DeviceCounters(cpu))
-    blocks = result_of(case_named(f"{model}/amp-bf16-ckpt-blocks-adamw-fused"), cpu, DeviceCounters(cpu))
+def test_every_model_is_measured_in_its_small_form(model: str, device: CpuDevice) -> None:
+    plain = result_of(case_named(f"{model}/amp-bf16-adamw-fused"), device, DeviceCounters(device))
+    blocks = result_of(case_named(f"{model}/amp-bf16-ckpt-blocks-adamw-fused"), device, DeviceCounters(device))
     for result in (plain, blocks):
         assert result["settled"]
         assert set(result["peaks"]) == {"rest", "forward", "backward", "optimizer"}
         assert result["step_time"] > 0
-    saved = plain["peaks"]["forward"]["allocated"] - blocks["peaks"]["forward"]["allocated"]
-    # So small, images need most for the scratch memory of one convolution, on processors with AVX-512.
-    assert saved >= 0 if model in ("vit-b-16", "resnet-50") else saved > 0
+    assert blocks["peaks"]["forward"]["allocated"] < plain["peaks"]["forward"]["allocated"]
     assert blocks["peaks"]["rest"] == plain["peaks"]["rest"]
 
 
 @pytest.mark.parametrize("config", ["fp32-ckpt-ops-adamw-foreach", "amp-fp16-sgd", "bf16-ckpt-ops-adamw-fused"])
-def test_the_other_precisions_and_forms_are_measured_too(config: str, cpu: CpuDevice) -> None:
-    result = result_of(case_named(f"gpt2-small/{config}"), cpu, DeviceCounters(cpu))
+def test_the_other_precisions_and_forms_are_measured_too(config: str, device: CpuDevice) -> None:
+    result = result_of(case_named(f"gpt2-small/{config}"), device, DeviceCounters(device))
     assert result["settled"]
     assert result["peaks"]["backward"]["allocated"] > result["peaks"]["rest"]["allocated"] > 0
 
 
-def test_between_steps_there_are_parameters_optimizer_state_and_batch(cpu: CpuDevice) -> None:
-    result = figures_of(case_named("vit-b-16/fp32-adamw-fused"), cpu, DeviceCounters(cpu))
+def test_between_steps_there_are_parameters_optimizer_state_and_batch(device: CpuDevice) -> None:
+    result = figures_of(case_named("vit-b-16/fp32-adamw-fused"), device, DeviceCounters(device))
     model, batch = subjects("small")["vit-b-16"].build(), subjects("small")["vit-b-16"].batch()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     counts = 4 * len(list(model.parameters()))
@@ -149,11 +140,11 @@ def test_between_steps_there_are_parameters_optimizer_state_and_batch(cpu: CpuDe
     }
 
 
-def test_a_case_repeats_to_the_byte_whatever_ran_before(cpu: CpuDevice) -> None:
+def test_a_case_repeats_to_the_byte_whatever_ran_before(device: CpuDevice) -> None:
     name = "resnet-50/amp-bf16-ckpt-ops-sgd"
-    first = result_of(case_named(name), cpu, DeviceCounters(cpu))
-    result_of(case_named("vit-b-16/fp32-adamw-foreach"), cpu, DeviceCounters(cpu))
-    second = result_of(case_named(name), cpu, DeviceCounters(cpu))
+    first = result_of(case_named(name), device, DeviceCounters(device))
+    result_of(case_named("vit-b-16/fp32-adamw-foreach"), device, DeviceCounters(device))
+    second = result_of(case_named(name), device, DeviceCounters(device))
     assert first["peaks"] == second["peaks"]
 
 
@@ -250,19 +241,19 @@ def failing(error: Exception | type[BaseException]) -> Case:
     ],
     ids=["gpu-memory", "host-memory", "failure"],
 )
-def test_a_case_that_cannot_run_says_why(cpu: CpuDevice, error: Exception, key: str, reason: str) -> None:
-    result = result_of(failing(error), cpu, DeviceCounters(cpu))
+def test_a_case_that_cannot_run_says_why(device: CpuDevice, error: Exception, key: str, reason: str) -> None:
+    result = result_of(failing(error), device, DeviceCounters(device))
     assert result == {"model": "broken", "config": "fp32,optimizer=sgd", key: reason}
 
 
-def test_what_a_device_lacks_is_recorded_and_no_failure(cpu: CpuDevice) -> None:
+def test_what_a_device_lacks_is_recorded_and_no_failure(device: CpuDevice) -> None:
     case = Case("gpt2-small", subjects("small")["gpt2-small"], StepConfig.parse("tf32"))
-    result = result_of(case, cpu, DeviceCounters(cpu))
+    result = result_of(case, device, DeviceCounters(device))
     assert "TF32 is a format of NVIDIA GPUs" in result["cannot_run"]
 
 
-def test_nothing_stays_frozen_in_the_collector(cpu: CpuDevice) -> None:
-    result_of(failing(RuntimeError("no")), cpu, DeviceCounters(cpu))
+def test_nothing_stays_frozen_in_the_collector(device: CpuDevice) -> None:
+    result_of(failing(RuntimeError("no")), device, DeviceCounters(device))
     assert gc.get_freeze_count() == 0
 
 

@@ -25,15 +25,6 @@ def tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-@pytest.fixture
-def device():
-    """An open device that has just begun to count."""
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
-
-
 # Counting
 
 

@@ -7,26 +7,12 @@ import re
 import pytest
 import torch
 
-from pytest_gpumem.collector import FrozenHeap
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.relations import growth
 from pytest_gpumem.relations.growth import assert_no_growth, growth_text
 
 KB = 1000
-
-
-@pytest.fixture
-def device():
-    """As while a test is measured: open, with what was there before left out of sight."""
-    heap = FrozenHeap()
-    heap.freeze()
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
-    heap.thaw()
 
 
 def tensor(nbytes: int) -> torch.Tensor:

@@ -23,7 +23,8 @@ from pytest_gpumem.reports.failure import failure_text, measured_section
 from pytest_gpumem.reports.screen import Screen
 from pytest_gpumem.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.bounds import Slowed
-from pytest_gpumem.timing.comparison import LEVEL, Runs
+from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.timing.samples import Round, Sample, Times
 from pytest_gpumem.units import Rate
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.checkpointing import SAVED_OPERATORS, Runs, checkpointed, saving
 from pytest_gpumem.steps.config import ConfigError, StepConfig
+
+if TYPE_CHECKING:
+    from pytest_gpumem.devices.cpu import CpuDevice
 
 BLOCKS = 4
 EVERY_KIND = ["blocks", "every:2", "sequential:2", "sqrt", "modules:h.*.mlp", "ops"]
@@ -41,14 +44,6 @@ class Model(nn.Module):
         for block in self.h:
             hidden = block(hidden)
         return self.head(hidden).sum()
-
-
-@pytest.fixture
-def device():
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
 
 
 def batch(samples: int = 4) -> torch.Tensor:

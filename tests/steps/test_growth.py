@@ -52,17 +52,6 @@ def test_growth_is_never_negative(live):
     assert growth_per_step(live) >= 0
 
 
-@pytest.fixture
-def device():
-    heap = FrozenHeap()
-    heap.freeze()
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
-    heap.thaw()
-
-
 def tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 

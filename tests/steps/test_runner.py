@@ -60,14 +60,6 @@ def without_delay(monkeypatch):
     monkeypatch.setattr("pytest_gpumem.steps.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
 
 
-@pytest.fixture
-def device():
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
-
-
 def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigures:
     """Measure a step to which the tensors in ``held`` belong from the beginning."""
 

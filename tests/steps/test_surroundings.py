@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.torch_internals import outside_autocast
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.relations.gradients import assert_same_gradients
@@ -82,14 +81,6 @@ class WithoutAutocast(Model):
 class Silent(Model):
     def forward(self, x):
         return super().forward(x) * 0
-
-
-@pytest.fixture
-def device(_own_objects_out_of_sight):
-    device = CpuDevice()
-    device.open()
-    yield device
-    device.close()
 
 
 def train(device, model, config, batch=None):

@@ -11,23 +11,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.timing import comparison
+from pytest_gpumem.timing import intervals
 from pytest_gpumem.timing.bounds import PACE, UNREAD_PACE, Slowed
 from pytest_gpumem.timing.comparison import (
     FEWEST_PAIRS,
-    LEVEL,
     MOST_RUNS,
-    PRIOR_SPREAD,
     SLOWER_MACHINE,
-    UNKNOWN_SPREAD,
     Comparison,
     Runs,
     compare,
     compare_pairs,
     is_undecided,
     run_of,
-    spread_of_runs,
 )
+from pytest_gpumem.timing.intervals import LEVEL, PRIOR_SPREAD, UNKNOWN_SPREAD, spread_of_runs
 from pytest_gpumem.timing.samples import MOST_SLOWED_RUN, MOST_TAKEN_RUN, Round, Sample, Times
 
 few_examples = settings(deadline=None, max_examples=40)
@@ -40,7 +37,7 @@ SPREADS = st.sampled_from([0.0, 0.002, 0.02, 0.1])
 @pytest.fixture(autouse=True, scope="module")
 def fewer_resamples():
     # Enough for the ends of an interval, and a fifth of the time.
-    with patch.object(comparison, "RESAMPLES", 200):
+    with patch.object(intervals, "RESAMPLES", 200):
         yield
 
 
