@@ -1,7 +1,8 @@
 """`python`, `pytest` and `gpumem` for scripts, without the seconds that torch takes to load: forks of one process that has it.
 
-`Commands` puts them into a folder for ``PATH``. `python` stands for sessions of pytest, commands of `gpumem` and workers of
-pytest-xdist, and is the interpreter for everything else; a command that kills itself ends with status 70. `pip install` is
+`Commands` puts them into a folder for ``PATH``. `python` stands for sessions of pytest, commands of `gpumem`, workers of
+pytest-xdist and, where one says so (``-X forked -c``), any code, and is the interpreter for everything else; a command that
+kills itself ends with status 70. `pip install` is
 written down and not run, and what `python -m venv` makes has them, too. Run as a script, this is the process that is forked.
 """
 
@@ -45,6 +46,8 @@ if name.startswith("python"):
         name, arguments = "pip", words[2:]
     elif words[:2] in (["-m", "pytest"], ["-m", "pytest_gpumem.cli.main"]):
         name, arguments = {{"pytest": "-m pytest"}}.get(words[1], "gpumem"), words[2:]
+    elif words[:3] == ["-X", "forked", "-c"]:
+        name, arguments = "-c", words[3:]
     elif words[:1] == ["-c"] and "sys.stdin.readline" in words[1]:
         name, arguments = "-c", words[1:]  # a worker of pytest-xdist
     else:
@@ -158,6 +161,13 @@ def _run(client: socket.socket) -> NoReturn:
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if name == "-m pytest":
         sys.path.insert(0, folder)
+    leave = os._exit
+
+    def end(code: int) -> NoReturn:
+        client.sendall(str(code).encode())
+        leave(code)
+
+    os._exit = end
     code: object = 1
     try:
         if name == "-c":
@@ -183,8 +193,7 @@ def _run(client: socket.socket) -> NoReturn:
             stream.flush()
     for number in (0, 1, 2):
         os.close(number)
-    client.sendall(str(int(code) if isinstance(code, int) else 1).encode())
-    os._exit(0)
+    end(int(code) if isinstance(code, int) else 1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 PLANTED_PROJECT = Path(__file__).parent / "planted_project"
 collect_ignore = [PLANTED_PROJECT.name]
+THE_SUITES_GPU = os.environ.get(VARIABLE)
 WITHOUT_VALUES = """
 import sys, types
 nothing = types.ModuleType("pytest_gpumem.emulation.values")
@@ -45,7 +46,7 @@ def _without_the_gpu_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_gpu(tmp_path) -> Callable[..., str]:
+def on_gpu(tmp_path, warm_python) -> Callable[..., str]:
     """Run Python on an emulated GPU, and return what it prints; ``torch`` is imported. It must end well."""
 
     def run(
@@ -57,8 +58,11 @@ def on_gpu(tmp_path) -> Callable[..., str]:
         **environment: str,
     ) -> str:
         path = os.pathsep.join([str(STARTUP), str(REPOSITORY)])
+        # What torch was told by the environment when it was loaded, and how a process dies, is a process's own.
+        as_loaded = gpu == THE_SUITES_GPU and not (before or environment or fails)
+        python = [warm_python(), "-X", "forked"] if as_loaded else [sys.executable]
         done = subprocess.run(
-            [sys.executable, "-c", before + "import torch\n" + source],
+            [*python, "-c", before + "import torch\n" + source],
             env={**os.environ, VARIABLE: gpu, "PYTHONPATH": path, **environment},
             cwd=tmp_path,
             capture_output=True,
