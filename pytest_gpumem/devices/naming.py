@@ -7,6 +7,8 @@ from pytest_gpumem.units import nearest
 CPU_SLUG = "cpu-"
 EMULATED = "emulated:"
 """How the words of emulated GPUs begin."""
+NO_CUDNN = "none"
+"""Stands for the release of cuDNN, among the details of an environment, where convolutions ran and none planned them."""
 EMULATED_SLUG = "emulated-"
 
 

@@ -42,7 +42,7 @@ LIBRARIES = (
         ("cublas.c",),
         re.compile(r"cublas([SDCZ](gemm|gemv|dot|trsm|getrf|getrs|geqrf)|S?[gG]emm|DotEx)"),
     ),
-    Library("libcudnn", re.compile("cudnn"), 3000, ("cudnn.c",)),
+    Library("libcudnn", re.compile("cudnn"), 3000, ("cudnn.c", "cudnn_real.c")),
     Library("libnccl", re.compile("nccl"), 3, ("nccl.c",)),
     Library(
         "libcuda",

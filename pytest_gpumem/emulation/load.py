@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.build import FIRST, stand_ins
+from pytest_gpumem.emulation.cudnn import Cudnn
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.libraries import DRIVER
 from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
@@ -65,6 +66,7 @@ class Emulation:
     gpu: Gpu
     runtime: ctypes.CDLL
     """The stand-in of libcudart, which counts launches."""
+    cudnn: Cudnn
 
     def launches(self) -> dict[str, int]:
         """Kernels that were launched since `forget_launches`, by their mangled name or the library's function."""
@@ -152,9 +154,10 @@ def load(word: str) -> Emulation:
     loaded = {path.name: ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in libraries}
     runtime = next(library for name, library in loaded.items() if name.startswith(FIRST))
     runtime.gpumem_configure(ctypes.byref(_configuration(gpu)))
+    cudnn = Cudnn(next(library for name, library in loaded.items() if name.startswith("libcudnn.")), installed_torch())
     driver = next(path for path in libraries if path.name == DRIVER)
     os.environ.update(compiler_variables(driver, os.environ))
-    _loaded.append(Emulation(gpu, runtime))
+    _loaded.append(Emulation(gpu, runtime, cudnn))
     return _loaded[0]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 OLDEST = (2, 6)
 """The first release of torch that is emulated (CUDA 12.4)."""
-_CUDNN_OF_OLDEST = (9, 1, 0)
+_CUDNN_OF_OLDEST = "nvidia-cudnn-cu12==9.1.0.70"
 
 
 class EmulationError(Exception):
@@ -24,6 +24,8 @@ class TorchBuild:
     version: str
     cuda: tuple[int, int]
     cudnn: tuple[int, int, int]
+    cudnn_wheel: str
+    """The package that has cuDNN, as torch requires it: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
     libraries: Path
     """The folder of its shared libraries."""
 
@@ -67,20 +69,23 @@ def installed_torch() -> TorchBuild:
         oldest = ".".join(map(str, OLDEST))
         raise EmulationError(f"torch {version} is too old to be emulated: {oldest} or newer is needed")
     major, minor = (int(part) for part in cuda.split("."))
-    return TorchBuild(version, (major, minor), _cudnn(), folder / "lib")
+    cudnn, wheel = _cudnn()
+    return TorchBuild(version, (major, minor), cudnn, wheel, folder / "lib")
 
 
-def _cudnn() -> tuple[int, int, int]:
-    """The release of cuDNN that torch requires: it compares the one that is there with the one that it was built with."""
+def _cudnn() -> tuple[tuple[int, int, int], str]:
+    """The release of cuDNN that torch requires, and its package: it compares the one that is there with this one."""
     try:
         wanted = requires("torch") or []
     except PackageNotFoundError:
         wanted = []
-    for one in wanted:
-        found = re.match(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", one)
+    for one in (*wanted, _CUDNN_OF_OLDEST):
+        # torch 2.6 has the version in parentheses.
+        found = re.match(r"(nvidia-cudnn-cu\d+) ?\(?==((\d+)\.(\d+)\.(\d+)[.\d]*)", one)
         if found:
-            return (int(found[1]), int(found[2]), int(found[3]))
-    return _CUDNN_OF_OLDEST
+            break
+    assert found is not None, "the last one is of this form"
+    return (int(found[3]), int(found[4]), int(found[5])), f"{found[1]}=={found[2]}"
 
 
 def _found(pattern: str, text: str) -> str | None:

@@ -13,6 +13,20 @@ def test_a_cuda_build_is_told_with_its_cuda(fake_torch):
     assert torch.libraries == fake_torch.package / "lib"
 
 
+@pytest.mark.parametrize(
+    ("required", "release", "wheel"),
+    [
+        ('nvidia-cudnn-cu13==9.20.0.48; platform_system == "Linux"', (9, 20, 0), "nvidia-cudnn-cu13==9.20.0.48"),
+        ('nvidia-cudnn-cu12 (==9.5.1.17) ; platform_system == "Linux"', (9, 5, 1), "nvidia-cudnn-cu12==9.5.1.17"),
+        ("filelock", (9, 1, 0), "nvidia-cudnn-cu12==9.1.0.70"),
+    ],
+)
+def test_the_cudnn_that_it_requires_is_told(fake_torch, monkeypatch, required, release, wheel):
+    monkeypatch.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: ["sympy>=1.13.3", required])
+    torch = installed_torch()
+    assert (torch.cudnn, torch.cudnn_wheel) == (release, wheel)
+
+
 @pytest.mark.parametrize(("version", "cuda"), [("2.13.0+cpu", None), ("2.13.0", None)])
 def test_a_build_without_cuda_is_refused(fake_torch, version, cuda):
     fake_torch.says(version, cuda)

@@ -1,71 +1,94 @@
-/* cuDNN. Its graph interface is a store of attributes: every graph of operations has one engine, which needs no workspace.
-   cuDNN's front end, which is compiled into torch, computes attention's workspaces itself; those are real. What cuDNN's own
-   library would take for convolutions is not known here: gpumem_convolutions says how many plans with one were made. */
+/* cuDNN. Its graph interface is a store of attributes. What is made of convolutions is planned by the real library, where it is
+   installed (cudnn_real.c); every other graph of operations has one engine, which needs no workspace. cuDNN's front end, which
+   is compiled into torch, computes attention's workspaces itself; those are real. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "cudnn_store.h"
 #include "emulated.h"
 
-/* cudnnBackendDescriptorType_t */
-enum { ENGINE = 2, ENGINE_CONFIG = 3, HEURISTICS = 4, PLAN = 5, FIRST_CONVOLUTION = 10, LAST_CONVOLUTION = 12, GRAPH = 15 };
-/* cudnnBackendAttributeName_t */
-enum {
-    HEURISTICS_RESULTS = 202,
-    CONFIG_ENGINE = 300, CONFIG_WORKSPACE = 303, CONFIG_SHARED_MEMORY = 304,
-    PLAN_WORKSPACE = 402, PLAN_JSON = 405,
-    GRAPH_ENGINE_COUNT = 802,
-};
-/* cudnnBackendAttributeType_t -> bytes; those that are not listed are enumerations. */
+/* Bytes of a cudnnBackendAttributeType_t; those that are not listed are enumerations. */
 static size_t width(int type) {
     switch (type) {
-    case 0: case 3: case 5: case 6: case 15: return 8; /* handle, int64, double, pointer, descriptor */
-    case 2: case 24: return 1;                         /* boolean, character */
-    case 26: return 16;                                /* fraction */
+    case HANDLE: case INT64: case 5: case 6: case DESCRIPTOR: return 8; /* 5: double, 6: pointer */
+    case 2: case CHARACTER: return 1;                                   /* 2: boolean */
+    case 26: return 16;                                                 /* fraction */
     default: return 4;
     }
 }
-enum { INT64 = 3 };
-
-typedef struct Attribute {
-    int name;
-    int64_t count;
-    void *values;
-    struct Attribute *next;
-} Attribute;
-typedef struct { int type; Attribute *attributes; } Descriptor;
 
 static long convolutions;
-long gpumem_convolutions(void) { return convolutions; }
+/* How many convolutions were run, or captured in a graph. */
+long gpumem_convolutions(void) { return __atomic_load_n(&convolutions, __ATOMIC_RELAXED); }
+
+static Attribute *attribute_of(const Descriptor *descriptor, int name) {
+    Attribute *one = descriptor->attributes;
+    while (one && one->name != name) one = one->next;
+    return one;
+}
 
 int cudnnBackendCreateDescriptor(int type, Descriptor **made) {
     *made = calloc(1, sizeof **made);
     (*made)->type = type;
-    if (type >= FIRST_CONVOLUTION && type <= LAST_CONVOLUTION) __atomic_add_fetch(&convolutions, 1, __ATOMIC_RELAXED);
+    (*made)->holders = 1;
+    (*made)->convolution = type >= FIRST_CONVOLUTION && type <= LAST_CONVOLUTION;
     return 0;
 }
+int cudnnBackendDestroyDescriptor(Descriptor *descriptor);
+
+static void forget_values(Attribute *attribute) {
+    if (attribute->type == DESCRIPTOR)
+        for (int64_t i = 0; i < attribute->count; i++) cudnnBackendDestroyDescriptor(((Descriptor **)attribute->values)[i]);
+    free(attribute->values);
+}
 int cudnnBackendDestroyDescriptor(Descriptor *descriptor) {
-    for (Attribute *one = descriptor ? descriptor->attributes : NULL; one;) {
+    if (!descriptor || __atomic_sub_fetch(&descriptor->holders, 1, __ATOMIC_ACQ_REL)) return 0;
+    for (Attribute *one = descriptor->attributes; one;) {
         Attribute *next = one->next;
-        free(one->values);
+        forget_values(one);
         free(one);
         one = next;
     }
+    if (descriptor->real) gpumem_really_destroy(descriptor->real);
     free(descriptor);
     return 0;
 }
 int cudnnBackendInitialize(Descriptor *descriptor) { return 0; }
-int cudnnBackendFinalize(Descriptor *descriptor) { return 0; }
-int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *pack) { gpumem_launched("cudnnBackendExecute"); return 0; }
+int cudnnBackendFinalize(Descriptor *descriptor) {
+    return descriptor->convolution && gpumem_cudnn_release() ? gpumem_really_finalize(descriptor) : 0;
+}
+int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *pack) {
+    if (plan->convolution) __atomic_add_fetch(&convolutions, 1, __ATOMIC_RELAXED);
+    gpumem_launched("cudnnBackendExecute");
+    return 0;
+}
+
+/* The attribute is kept for as long as the descriptor, and so is what it refers to. */
 int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, int64_t count, const void *values) {
     size_t bytes = (size_t)count * width(type);
-    Attribute *made = calloc(1, sizeof *made);
-    *made = (Attribute){name, count, malloc(bytes + 1), descriptor->attributes};
-    memcpy(made->values, values, bytes);
-    descriptor->attributes = made;
+    Attribute *kept = attribute_of(descriptor, name);
+    if (!kept) {
+        Attribute **end = &descriptor->attributes;
+        while (*end) end = &(*end)->next;
+        *end = kept = calloc(1, sizeof *kept);
+    }
+    if (type == DESCRIPTOR)
+        for (int64_t i = 0; i < count; i++) {
+            Descriptor *one = ((Descriptor *const *)values)[i];
+            if (!one) continue;
+            __atomic_add_fetch(&one->holders, 1, __ATOMIC_RELAXED);
+            descriptor->convolution |= one->convolution;
+        }
+    forget_values(kept);
+    *kept = (Attribute){name, type, count, malloc(bytes + 1), kept->next};
+    memcpy(kept->values, values, bytes);
     return 0;
 }
 int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values) {
+    if (type == DESCRIPTOR && values)
+        for (int64_t i = 0; i < wanted; i++) ((Descriptor **)values)[i]->convolution |= descriptor->convolution;
+    if (descriptor->real) return gpumem_really_get(descriptor, name, type, wanted, found, values);
     int64_t unasked;
     if (!found) found = &unasked;
     *found = 1;
@@ -90,10 +113,10 @@ int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, int64_t
         if (values) memcpy(values, text, wanted < *found ? (size_t)wanted : sizeof text);
         return 0;
     }
-    for (Attribute *one = descriptor->attributes; one; one = one->next) {
-        if (one->name != name) continue;
-        *found = one->count;
-        if (values) memcpy(values, one->values, (size_t)(wanted < one->count ? wanted : one->count) * width(type));
+    const Attribute *kept = attribute_of(descriptor, name);
+    if (kept) {
+        *found = kept->count;
+        if (values) memcpy(values, kept->values, (size_t)(wanted < kept->count ? wanted : kept->count) * width(type));
         return 0;
     }
     if (is == ENGINE && type == INT64 && wanted) *(int64_t *)values = 0;

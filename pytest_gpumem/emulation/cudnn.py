@@ -1,0 +1,74 @@
+"""What plans convolutions on an emulated GPU: the real cuDNN, where it is installed, which needs no GPU for that."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.naming import NO_CUDNN
+
+if TYPE_CHECKING:
+    import ctypes
+
+    from pytest_gpumem.emulation.torch_build import TorchBuild
+
+_OLDEST = (9, 8)
+"""The first release that plans for a GPU that is only described to it."""
+
+
+class Cudnn:
+    """The stand-in of libcudnn, and the real library that it asks.
+
+    Args:
+        stand_in: It has been loaded, and torch has not.
+        torch: The torch that will be.
+    """
+
+    def __init__(self, stand_in: ctypes.CDLL, torch: TorchBuild) -> None:
+        self._stand_in = stand_in
+        self._torch = torch
+        self._installed = installed_cudnn(torch) if torch.cudnn >= _OLDEST else None
+        if self._installed is not None:
+            stand_in.gpumem_use_cudnn(str(self._installed).encode())
+
+    def convolutions(self) -> int:
+        """How many convolutions were run in this process, backward ones included."""
+        return int(self._stand_in.gpumem_convolutions())
+
+    def release(self) -> str:
+        """The release that plans convolutions (``"9.20.0"``), or `NO_CUDNN`. Loads it if that has not been done."""
+        number = int(self._stand_in.gpumem_cudnn_release())
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
+
+    def lacking(self) -> str | None:
+        """Why the peaks of this process may be too low, as a clause; ``None`` where no convolution was run, or one planned."""
+        return self.why_zero() if self.convolutions() and self.release() == NO_CUDNN else None
+
+    def why_zero(self) -> str:
+        """Why workspaces of convolutions are taken as 0 where no cuDNN plans them, and what to do, as a clause."""
+        if self._torch.cudnn < _OLDEST:
+            release, oldest = (".".join(map(str, version)) for version in (self._torch.cudnn, _OLDEST))
+            why = f"torch {self._torch.version} has cuDNN {release}, and only {oldest} and newer plan without a GPU"
+        elif self._installed is None:
+            why = f"no cuDNN is installed (pip install {self._torch.cudnn_wheel})"
+        else:
+            why = f"the cuDNN in {self._installed} cannot be used"
+        return f"workspaces of convolutions are taken as 0, since {why}"
+
+
+def installed_cudnn(torch: TorchBuild) -> Path | None:
+    """Return the cuDNN that torch would load from NVIDIA's packages, which are beside it or elsewhere on the path.
+
+    cuDNN ends the process where it does not find cuBLASLt, which its package requires: without that there is none.
+    """
+    for folder in (torch.libraries.parents[1], *map(Path, sys.path)):
+        library = folder / "nvidia" / "cudnn" / "lib" / f"libcudnn.so.{torch.cudnn[0]}"
+        if library.exists():
+            return library if _has_cublaslt(library.parents[2], torch.cuda[0]) else None
+    return None
+
+
+def _has_cublaslt(packages: Path, cuda: int) -> bool:
+    """Whether cuBLASLt is where cuDNN looks for it: the package has changed its place with CUDA 13."""
+    return any((packages / place / "lib" / f"libcublasLt.so.{cuda}").exists() for place in ("cublas", f"cu{cuda}"))
