@@ -19,6 +19,7 @@ from pytest_gpumem.baselines.provenance import commit_of, this_second, today
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused, unused_line
 from pytest_gpumem.baselines.update import entries_to_write, times_left_out
+from pytest_gpumem.devices.naming import NO_CUDNN
 from pytest_gpumem.options import is_measured
 from pytest_gpumem.report_files import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
@@ -123,6 +124,7 @@ class Controller:
             self._check_selected(session)
         if self._settings.update is not None:
             self._update(results)
+        self._tell_of_convolutions(results)
         if self._complete and session.testsfailed == 0:
             try:
                 self._tell_unused(results)
@@ -241,6 +243,21 @@ class Controller:
             for _, key in self._store.keys(slug)
             if (slug, key.file, key.test) in tests and key not in measured
         ]
+
+    def _tell_of_convolutions(self, results: list[TestResult]) -> None:
+        """Say of how many measurements the peaks lack what convolutions take on a GPU."""
+        environments = [one.measurement.environment for result in results for one in result.verdict.verdicts]
+        without = sum(environment.details.get("cudnn") == NO_CUDNN for environment in environments)
+        if not without:
+            return
+        from pytest_gpumem.emulation.load import current_emulation
+
+        emulation = current_emulation()
+        if emulation is not None:
+            self._closing.append(
+                f"convolutions: the peaks of {without} measurement{'' if without == 1 else 's'} may be too low: "
+                f"{emulation.cudnn.why_zero()}"
+            )
 
     def _tell_unused(self, results: list[TestResult]) -> None:
         if self._selection is None or not (self._settings.baseline or self._settings.update):

@@ -90,6 +90,8 @@ def _begin() -> None:
 def _tell() -> None:
     import torch
 
+    from pytest_gpumem.emulation.load import current_emulation
+
     torchs = str(Path(torch.__file__).parent)
     snapshot = cuda_snapshot()
     for device, trace in enumerate(snapshot["device_traces"]):
@@ -108,4 +110,12 @@ def _tell() -> None:
         if len(lines) > MOST_LINES:
             rest = sum(size for _, size in lines[MOST_LINES:])
             said.append(f"  {format_bytes(rest):>10}  at {len(lines) - MOST_LINES} other lines")
-        print("\n".join(said), file=sys.stderr, flush=True)  # noqa: T201 -- the program's own output is on stdout
+        _say("\n".join(said))
+    emulation = current_emulation()
+    lacking = None if emulation is None else emulation.cudnn.lacking()
+    if lacking is not None:
+        _say(f"gpumem: peaks may be too low: {lacking}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 -- the program's own output is on stdout

@@ -22,6 +22,7 @@ from pytest_gpumem.devices.torch_internals import (
     observe_out_of_memory,
     when_cuda_begins,
 )
+from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, to_text
 from pytest_gpumem.emulation.values import current
 from pytest_gpumem.whole_file import write_whole
@@ -93,7 +94,7 @@ class _Recorder:
 
     def _write(self, ended: int | None) -> None:
         self._see()
-        values = current()
+        values, emulation = current(), current_emulation()
         used = [device for device, reserved in self._reserved.items() if reserved]
         usage = ProcessUsage(
             began=self._began,
@@ -103,6 +104,7 @@ class _Recorder:
             ran_out=self._ran_out,
             expandable=bool(used) and expandable_segments_are_on(),
             unknown=values.trouble if values is not None else None,
+            lacking=emulation.cudnn.lacking() if emulation is not None else None,
         )
         write_whole(self._folder / f"{self._process}-{self._began}.json", to_text(usage))
 

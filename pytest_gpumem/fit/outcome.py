@@ -69,6 +69,8 @@ class Found:
     """Of what it said, where the program failed with another error."""
     expandable: bool = False
     unknown: str | None = None
+    lacking: str | None = None
+    """Why what was taken may be too low, as a clause, where the workspaces of convolutions are not in it."""
     killed: int = 0
     """Processes that used CUDA and were killed before they could tell what they took."""
 
@@ -138,6 +140,7 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
         last_lines=tuple(lines[-_MOST_LINES:]) if failed and not raised else (),
         expandable=any(one.expandable for one in run.processes),
         unknown=next((one.unknown for one in run.processes if one.unknown), None),
+        lacking=next((one.lacking for one in run.processes if one.lacking), None),
         killed=sum(one.ended is None for one in run.processes),
     )
 

@@ -196,6 +196,10 @@ def _note_of_unknown(fit: Fit) -> str:
     return f"{fit.plain.unknown}: what comes after it may need other memory on a GPU" if fit.plain.unknown else ""
 
 
+def _note_of_convolutions(fit: Fit) -> str:
+    return f"it may take more: {fit.plain.lacking}" if fit.plain.lacking else ""
+
+
 def _note_of_processes(fit: Fit) -> str:
     if fit.plain.together == 1:
         return ""
@@ -227,6 +231,7 @@ def _note_of_expandable(fit: Fit) -> str:
 _NOTES: tuple[Callable[[Fit], str], ...] = (
     _notes_of_retries,
     _note_of_unknown,
+    _note_of_convolutions,
     _note_of_processes,
     _note_of_devices,
     _note_of_killed,

@@ -14,6 +14,7 @@ FULL = ProcessUsage(
     ran_out=RanOut(3, 100, 30, 40, "/mine/train.py:7 step"),
     expandable=True,
     unknown="a value is read",
+    lacking="workspaces are taken as 0",
 )
 KILLED = ProcessUsage(began=1, ended=None)
 

@@ -104,11 +104,25 @@ def test_the_details_say_why_a_program_failed_and_how_often_it_went_on():
 
 
 def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
-    more = {"unknown": "nonzero reads values, at train.py:3", "together": 2, "devices": 8, "killed": 1, "retries": 4}
+    more = {
+        "unknown": "nonzero reads values, at train.py:3",
+        "lacking": "workspaces of convolutions are taken as 0",
+        "together": 2,
+        "devices": 8,
+        "killed": 1,
+        "retries": 4,
+    }
     lines = details([fit("h100", Outcome.FITS, GB, **more), fit("l4", Outcome.FITS, GB, **more)], CWD)
-    assert [line.split(": ")[1] for line in lines] == ["L4, H100 80GB"] * 5
+    assert [line.split(": ")[1] for line in lines] == ["L4, H100 80GB"] * 6
     for text, said in zip(
-        ("only just", "nonzero reads values", "2 processes", "8 devices", "a process that used CUDA was killed"),
+        (
+            "only just",
+            "nonzero reads values",
+            "may take more: workspaces",
+            "2 processes",
+            "8 devices",
+            "a process that used CUDA was killed",
+        ),
         lines,
         strict=True,
     ):
