@@ -37,8 +37,15 @@ class Metric:
     larger_is_better: bool = False
     depends_on: tuple[str, ...] = ()
     """Details of an environment that move this metric though nobody changed the code."""
+    decided_by: tuple[str, ...] = ()
+    """Details that move it by any amount, to either side, so that no change of it means anything where they differ."""
     where_absent: float | None = None
     """Its value in a baseline that does not have it; ``None`` where nothing can be said of that."""
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        """All details of an environment that it depends on."""
+        return (*self.depends_on, *self.decided_by)
 
 
 # Bytes that tensors ask for repeat exactly, so the tolerance only has to swallow what nobody would act on.
@@ -57,11 +64,13 @@ _COUNTED = Tolerance(relative=0.0)
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("peak_allocated", "peak allocated", "bytes", _EXACT, depends_on=("cpu_capability",)),
+        Metric(
+            "peak_allocated", "peak allocated", "bytes", _EXACT, depends_on=("cpu_capability",), decided_by=("cudnn",)
+        ),
         Metric("peak_forward", "peak forward", "bytes", None),
         Metric("peak_backward", "peak backward", "bytes", None),
         Metric("peak_optimizer", "peak optimizer", "bytes", None),
-        Metric("peak_reserved", "peak reserved", "bytes", _SEGMENTS, depends_on=("allocator",)),
+        Metric("peak_reserved", "peak reserved", "bytes", _SEGMENTS, depends_on=("allocator",), decided_by=("cudnn",)),
         Metric("growth", "growth per step", "bytes", _SCALARS, where_absent=0),
         Metric("retained", "retained", "bytes", _EXACT),
         Metric("cyclic_garbage", "cyclic garbage", "bytes", _EXACT),

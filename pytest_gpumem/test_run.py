@@ -175,10 +175,11 @@ class TestRun:
         taken = {measurement.name for measurement in self.measurements}
         if name in taken:
             raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
+        environment = self._environment
         return Measurement(
             name or _numbered(workload.step, taken),
             workload,
-            self._environment,
+            replace(environment, details={**self.device.libraries(), **environment.details}),
             metrics,
             settled,
             notes,

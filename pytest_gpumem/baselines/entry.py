@@ -146,5 +146,5 @@ def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _decisive(entry: Entry, metrics: Mapping[str, float]) -> dict[str, str | int]:
     """The details of its environment that some of these metrics depends on."""
-    decisive = {detail for name in metrics for detail in METRICS[name].depends_on}
+    decisive = {detail for name in metrics for detail in METRICS[name].details}
     return {name: value for name, value in entry.environment.details.items() if name in decisive}

@@ -189,7 +189,7 @@ def _with_added(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
     metrics = {
         metric.name: entry.metrics[metric.name]
         for metric in missing
-        if metric.unit in WHOLE and all(here.get(detail) == there.get(detail) for detail in metric.depends_on)
+        if metric.unit in WHOLE and all(here.get(detail) == there.get(detail) for detail in metric.details)
     }
     by_operator = {**earlier.by_operator, **_made_of(metrics, entry.by_operator)}
     added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator)

@@ -101,6 +101,9 @@ class CpuDevice:
     def random_devices(self) -> tuple[int, ...]:
         return ()
 
+    def libraries(self) -> dict[str, str]:
+        return {}
+
     def lost(self) -> str | None:
         return None
 

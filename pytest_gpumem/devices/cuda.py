@@ -96,6 +96,9 @@ class CudaDevice:
         index = self.torch_device.index
         return () if index is None else (index,)
 
+    def libraries(self) -> dict[str, str]:
+        return {}
+
     def lost(self) -> str | None:
         return None
 

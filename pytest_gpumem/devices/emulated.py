@@ -28,6 +28,7 @@ class EmulatedDevice(CudaDevice):
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(_EmulatedCuda(emulation))
         self._emulation = emulation
+        self._convolutions_before = 0
 
     def environment(self) -> Environment:
         """Return the environment under a slug of its own: figures are not measured ones, and have baselines of their own."""
@@ -41,8 +42,14 @@ class EmulatedDevice(CudaDevice):
             return f"compile={feature} takes the kernels that are fastest, and an emulated GPU does not know which"
         return super().lacks(feature)
 
+    def libraries(self) -> dict[str, str]:
+        """The cuDNN that planned convolutions, whose workspaces are in the peaks; one that did not plan leaves them out."""
+        cudnn = self._emulation.cudnn
+        return {"cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
+
     def open(self) -> None:
         super().open()
+        self._convolutions_before = self._emulation.cudnn.convolutions()
         self.lost()  # before anybody asked
 
     def lost(self) -> str | None:

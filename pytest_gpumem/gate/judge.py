@@ -135,6 +135,8 @@ def _compare(
     # 0.7 % of 1000 bytes is 7 of them, also where the product of the two floats is a little less.
     if math.isclose(abs(worse), allowed, rel_tol=1e-12):
         outcome = Outcome.OK
+    elif abs(worse) > allowed and (reason := _moved_by(metric.decided_by, metric, measurement, baseline)) is not None:
+        outcome = Outcome.UNCERTAIN
     elif worse > allowed:
         outcome = Outcome.REGRESSED
         reason = _doubt(metric, earlier, allowed, measurement, baseline)
@@ -149,13 +151,12 @@ def _compare(
 
 def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurement, baseline: Entry) -> str | None:
     """Why a change for the worse may not be the code's, if there is such a reason."""
-    here, there = measurement.environment.details, baseline.environment.details
     # Of counts there is no such limit: a release of torch may do anything in another way.
     if metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_DOUBTED * earlier:
         return None
-    for detail in metric.depends_on:
-        if detail in here and detail in there and here[detail] != there[detail]:
-            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
+    moved = _moved_by(metric.depends_on, metric, measurement, baseline)
+    if moved is not None:
+        return moved
     # Where each step keeps more, the peaks move because of that, and the same number of steps moves them as far.
     growth = METRICS["growth"].tolerance
     if measurement.settled or (growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)):
@@ -167,6 +168,15 @@ def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurem
     elif not (metric.name.startswith("peak_") or metric.unit == "count"):
         return None
     return "the step's peak did not settle: " + "; ".join(measurement.notes)
+
+
+def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Entry) -> str | None:
+    """That one of ``details`` of the environment is another one, and known on both sides, if so."""
+    here, there = measurement.environment.details, baseline.environment.details
+    for detail in details:
+        if detail in here and detail in there and here[detail] != there[detail]:
+            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
+    return None
 
 
 def _origin(baseline: Entry) -> Origin:

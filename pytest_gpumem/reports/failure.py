@@ -108,6 +108,8 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) 
         return f"{_subject(first, memory, what)} {_against(first, first.budget, 'budget', units)}"
     if first is not None and outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN):
         what = "regressed" if outcome is Outcome.REGRESSED else "may have regressed"
+        if first.baseline is not None and first.value < first.baseline and METRICS[first.metric].unit == "bytes":
+            what = "is not comparable"  # nothing that went down has regressed
         against = _against(first, first.baseline, "baseline", units)
         # Another workload is the first reason for whatever grew with it.
         workload = f"; another workload: {verdict.reason}" if verdict.reason else ""

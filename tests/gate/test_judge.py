@@ -374,6 +374,41 @@ def test_reserved_memory_that_grew_under_another_allocator_is_uncertain_and_the_
     assert verdict.outcome is Outcome.REGRESSED
 
 
+@pytest.mark.parametrize("metric", ["peak_allocated", "peak_reserved"])
+@pytest.mark.parametrize("now", [9 * GB, 0.1 * GB])
+@pytest.mark.parametrize(("here", "there"), [("none", "9.20.0"), ("9.20.0", "none"), ("9.21.0", "9.20.0")])
+def test_no_change_of_a_peak_means_anything_where_another_cudnn_planned_its_convolutions(metric, now, here, there):
+    verdict = judge(
+        measured(environment=on(cudnn=here), **{metric: now}),
+        Budget(),
+        stored(environment=on(cudnn=there), **{metric: GB}),
+        DEFAULT_TOLERANCES,
+    )
+    found = verdict.of(metric)
+    assert found.outcome is Outcome.UNCERTAIN
+    assert found.reason.startswith(f"cudnn was {there}, now {here}, which moves peak ")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "now", "outcome"),
+    [
+        ({"cudnn": "none"}, {"cudnn": "none"}, 2 * GB, Outcome.REGRESSED),
+        ({"cudnn": "9.20.0"}, {}, 2 * GB, Outcome.REGRESSED),
+        ({}, {"cudnn": "9.20.0"}, GB / 2, Outcome.IMPROVED),
+        ({"cudnn": "none"}, {"cudnn": "9.20.0"}, GB, Outcome.OK),
+    ],
+)
+def test_a_cudnn_that_is_the_same_or_on_one_side_only_excuses_nothing(here, there, now, outcome):
+    baseline = stored(environment=on(**there), peak_allocated=GB)
+    assert outcome_of(measured(environment=on(**here), peak_allocated=now), baseline=baseline) is outcome
+
+
+def test_other_metrics_are_compared_whichever_cudnn_it_was():
+    baseline = stored(environment=on(cudnn="9.20.0"), retained=0)
+    now = measured(environment=on(cudnn="none"), retained=10**6)
+    assert outcome_of(now, baseline=baseline, metric="retained") is Outcome.REGRESSED
+
+
 @pytest.mark.parametrize(
     ("here", "there"),
     [({"cpu_capability": "AVX2"}, {"cpu_capability": "AVX2"}), ({"cpu_capability": "AVX2"}, {}), ({}, {"torch": "1"})],

@@ -1,0 +1,326 @@
+"""Workspaces of convolutions on an emulated GPU: those that the real cuDNN plans where it is installed, and 0 where it is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.emulation.cudnn import installed_cudnn
+from pytest_gpumem.emulation.torch_build import installed_torch
+from tests.emulated.conftest import REPOSITORY
+
+HERE = Path(__file__).parent
+HIDDEN = """
+import pytest_gpumem.emulation.cudnn
+pytest_gpumem.emulation.cudnn.installed_cudnn = lambda torch: {library}
+"""
+"""Run before torch is imported: this library is what is installed."""
+NOTHING = HIDDEN.format(library=None)
+CONVOLUTIONS = """
+from torch.nn.functional import conv2d
+from pytest_gpumem.emulation.load import current_emulation
+cudnn = current_emulation().cudnn
+
+def beside(run):
+    # The most that was live in `run` beside what it returned, in bytes.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    kept = run()
+    stats = torch.cuda.memory_stats()
+    return stats["requested_bytes.all.peak"] - before - sum(one.nbytes for one in kept)
+
+def operands(dtype, memory_format, shape=(32, 64, 56, 56), filters=64):
+    x = torch.empty(shape, dtype=dtype, device="cuda").to(memory_format=memory_format)
+    w = torch.empty((filters, shape[1], 3, 3), dtype=dtype, device="cuda").to(memory_format=memory_format)
+    return x, w
+"""
+
+
+SHAPE = ("32", "64", "56", "64")
+"""Batch, channels, height and filters of the operands above."""
+
+
+def real_cudnn() -> Path:
+    """The cuDNN that torch requires; skips the test where it is not installed, or is too old."""
+    torch = installed_torch()
+    found = installed_cudnn(torch)
+    if found is None:
+        pytest.skip(f"needs cuDNN (pip install {torch.cudnn_wheel}), 0.4 GB, and cuBLAS, which it requires")
+    if torch.cudnn < (9, 8):
+        pytest.skip("needs cuDNN 9.8 or newer, which plans without a GPU")
+    return found
+
+
+@pytest.fixture
+def fake_cudnn(tmp_path) -> str:
+    """What has a library be installed whose first engine cannot be planned, and whose second takes 4,096 bytes."""
+    return fake(tmp_path)
+
+
+def fake(folder: Path, *flags: str) -> str:
+    if installed_torch().cudnn < (9, 8):
+        pytest.skip("with this torch's cuDNN nothing is planned, whatever is installed")
+    compiler, library = shutil.which("cc"), folder / "fake.so"
+    assert compiler is not None, "the suite needs a C compiler"
+    command = [compiler, "-shared", "-fPIC", *flags, "-o", str(library), str(HERE / "fake_cudnn.c")]
+    subprocess.run(command, check=True)
+    return HIDDEN.format(library=repr(str(library)))
+
+
+# The real library
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize(("dtype", "number"), [("float32", 0), ("bfloat16", 9)])
+def test_a_convolution_takes_the_workspaces_that_cudnn_plans_when_it_is_asked_directly(
+    on_gpu, dtype, number, channels_last
+):
+    asked = subprocess.run(
+        [sys.executable, str(HERE / "ask_cudnn.py"), str(real_cudnn()), str(number), str(int(channels_last)), *SHAPE],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    memory_format = "channels_last" if channels_last else "contiguous_format"
+    told = on_gpu(
+        CONVOLUTIONS + f"x, w = operands(torch.{dtype}, torch.{memory_format})\n"
+        "y = conv2d(x, w, padding=1)\n"
+        "def backward(of_x, of_w):\n"
+        "    made = torch.ops.aten.convolution_backward(\n"
+        "        y, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [of_x, of_w, False])\n"
+        "    return [one for one in made if one is not None]\n"
+        "print(beside(lambda: [conv2d(x, w, padding=1)]), beside(lambda: backward(True, False)), "
+        "beside(lambda: backward(False, True)))\n"
+    )
+    assert told == asked.stdout
+
+
+RESNET = (
+    CONVOLUTIONS
+    + """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = (nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x):
+        return (x + self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))).relu()
+
+def train(steps=3):
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.MaxPool2d(2), Block(64), nn.Conv2d(64, 128, 3, stride=2), Block(128),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    ).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    images = torch.zeros(32, 3, 224, 224, device="cuda")
+    peaks = []
+    for _ in range(steps):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(images).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+    return peaks
+"""
+)
+
+
+def test_the_peak_of_a_training_step_is_the_same_in_every_step_and_process(on_gpu):
+    real_cudnn()
+    source = RESNET + "print(train()[1:])"
+    told = on_gpu(source)
+    first, second = map(int, re.findall(r"\d+", told))
+    assert first == second
+    assert on_gpu(source) == told
+    without = on_gpu(source, before=NOTHING)
+    assert int(re.findall(r"\d+", without)[0]) < first
+
+
+def test_benchmarking_takes_what_the_largest_plan_needs_and_then_what_the_first_one_does(on_gpu):
+    # All plans take the same time here.
+    real_cudnn()
+    source = (
+        CONVOLUTIONS + "x, w = operands(torch.float32, torch.contiguous_format)\n"
+        "torch.backends.cudnn.benchmark = {}\n"
+        "print(*(beside(lambda: [conv2d(x, w, padding=1)]) for _ in range(2)))\n"
+    )
+    plain, again = map(int, on_gpu(source.format(False)).split())
+    first, later = map(int, on_gpu(source.format(True)).split())
+    assert plain == again == later < first
+
+
+@pytest.mark.parametrize("gpu", ["l4", "b200"])
+def test_each_gpu_has_plans_of_its_own(on_gpu, gpu):
+    real_cudnn()
+    source = (
+        CONVOLUTIONS + "x, w = operands(torch.float32, torch.contiguous_format)\n"
+        "print(beside(lambda: [conv2d(x, w)]))\n"
+    )
+    assert on_gpu(source, f"emulated:{gpu}") != on_gpu(source)
+
+
+ATTENTION = (
+    CONVOLUTIONS
+    + """
+q, k, v = (torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+def attend():
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    out.backward(torch.empty_like(out))
+    return [out]
+print(beside(attend), cudnn.convolutions(), current_emulation().launches().get("cudnnBackendExecute"))
+"""
+)
+
+
+def test_attention_is_planned_as_it_was_whatever_is_installed(on_gpu):
+    real_cudnn()
+    told = on_gpu(ATTENTION)
+    assert on_gpu(ATTENTION, before=NOTHING) == told
+    assert told.endswith(" 0 2\n")
+
+
+# A library that is made for the test
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [
+        "conv2d(x, w, padding=1)",
+        "torch.cudnn_convolution_relu(x, w, x[0, :, 0, 0], (1, 1), (1, 1), (1, 1), 1)",
+        "torch.cudnn_convolution_add_relu(x, w, x, 0.5, x[0, :, 0, 0], (1, 1), (1, 1), (1, 1), 1)",
+    ],
+    ids=["plain", "with bias and activation", "with an addition as well"],
+)
+def test_an_engine_that_cannot_be_planned_is_passed_over(on_gpu, fake_cudnn, convolution):
+    told = on_gpu(
+        CONVOLUTIONS + "x, w = operands(torch.float32, torch.contiguous_format)\n"
+        f"print(beside(lambda: [{convolution}]), cudnn.release(), cudnn.convolutions(), cudnn.lacking())\n",
+        before=fake_cudnn,
+    )
+    assert told == "4096 9.20.0 1 None\n"
+
+
+def test_attention_is_not_asked_of_it(on_gpu, fake_cudnn):
+    assert on_gpu(ATTENTION, before=fake_cudnn) == on_gpu(ATTENTION, before=NOTHING)
+
+
+# Where it is not installed
+
+RUN = (
+    CONVOLUTIONS
+    + "x, w = operands(torch.float32, torch.contiguous_format)\nprint(beside(lambda: [conv2d(x, w, padding=1)]))\n"
+)
+
+
+def test_without_it_workspaces_are_taken_as_0_and_that_is_said(on_gpu):
+    torch = installed_torch()
+    none, zero, said = on_gpu(
+        CONVOLUTIONS + "print(cudnn.lacking())\n" + RUN + "print(cudnn.lacking())\n",
+        before=NOTHING,
+    ).splitlines()
+    assert (none, zero) == ("None", "0")
+    assert said.startswith("workspaces of convolutions are taken as 0, since ")
+    if torch.cudnn >= (9, 8):
+        assert said.endswith(f"no cuDNN is installed (pip install {torch.cudnn_wheel})")
+
+
+def test_one_that_cannot_be_told_of_a_gpu_is_none(on_gpu, tmp_path):
+    too_old = fake(tmp_path, "-DTOO_OLD")
+    zero, said = on_gpu(RUN + "print(cudnn.lacking())\n", before=too_old).splitlines()
+    assert (zero, said) == (
+        "0",
+        f"workspaces of convolutions are taken as 0, since the cuDNN in {tmp_path / 'fake.so'} cannot be used",
+    )
+
+
+def test_a_program_is_told_of_at_its_end(on_gpu):
+    fails = on_gpu(RUN + "raise SystemExit(1)\n", before=NOTHING, fails=True, GPUMEM_EMULATED_PEAKS="1")
+    assert "gpumem: peaks may be too low: workspaces of convolutions are taken as 0, since " in fails
+    fails = on_gpu(
+        "torch.ones(9, device='cuda')\nraise SystemExit(1)\n", before=NOTHING, fails=True, GPUMEM_EMULATED_PEAKS="1"
+    )
+    assert "too low" not in fails
+
+
+# Sessions
+
+PROJECT = """
+import torch
+from torch import nn
+
+def test_conv(gpumem):
+    conv = nn.Conv2d(8, 8, 3).cuda()
+    gpumem.measure(lambda: conv(torch.zeros(2, 8, 9, 9, device="cuda")))
+
+def test_linear(gpumem):
+    linear = nn.Linear(8, 8).cuda()
+    gpumem.measure(lambda: linear(torch.zeros(2, 8, device="cuda")))
+"""
+
+
+@pytest.fixture
+def session(tmp_path):
+    """Run pytest with a cuDNN, by what has it be installed."""
+    (tmp_path / "test_it.py").write_text(PROJECT, encoding="utf-8")
+
+    def run(installed: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "installed.py").write_text(installed, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "installed"]
+        path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+        return subprocess.run(
+            [*command, "--gpumem-device=emulated:h100", *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    return run
+
+
+@pytest.fixture
+def large_cudnn(tmp_path) -> str:
+    """The library that is made for the test, whose second engine takes 64 MiB."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    return fake(folder, "-DWORKSPACE=67108864")
+
+
+@pytest.mark.parametrize("with_it", ["first", "then"])
+def test_a_baseline_from_where_it_was_installed_is_not_held_against_what_is_not(session, large_cudnn, with_it):
+    first, then = (large_cudnn, NOTHING) if with_it == "first" else (NOTHING, large_cudnn)
+    recorded = session(first, "--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    same = session(first, "--gpumem-baseline", "--gpumem-strict")
+    assert same.returncode == 0, same.stdout
+    other = session(then, "--gpumem-baseline")
+    assert other.returncode == 0, other.stdout
+    was, now = ("9.20.0", "none") if with_it == "first" else ("none", "9.20.0")
+    assert f"uncertain: cudnn was {was}, now {now}, which moves peak allocated by itself" in other.stdout
+    assert "improved" not in other.stdout
+    strict = session(then, "--gpumem-baseline", "--gpumem-strict")
+    assert strict.returncode == 1
+    assert "test_linear" not in strict.stdout.partition("FAILED")[2]
+    assert ("memory is not comparable: peak" in strict.stdout) == (with_it == "first")
+
+
+def test_a_session_says_how_many_peaks_lack_them(session):
+    told = session(NOTHING)
+    assert told.returncode == 0, told.stdout
+    assert (
+        "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions are" in told.stdout
+    )
