@@ -32,8 +32,7 @@ def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
         tensors = [tensor for tensor in _tensors() if _address(tensor) in addresses]
         held = _held(tensors)
         tensors.clear()
-        climb = _Climb(ignored={id(tensors), id(held)})
-        counts = Counter(path for tensor in held if (path := climb.path_of(tensor)) is not None)
+        counts = Counter(_Climb(tensors, held).paths_of(held).values())
         held.clear()
     ranked = sorted(counts, key=lambda path: (-counts[path], path))
     return tuple(ranked[:MOST_TOLD])
@@ -63,75 +62,118 @@ def _address(tensor: Any) -> int | None:
 
 
 class _Climb:
-    """From an object up to whoever has a name. ``ignored`` are the ids of containers of our own."""
+    """From objects up to whoever has a name. ``ours`` are lists of the caller that refer to them.
 
-    def __init__(self, ignored: set[int]) -> None:
-        self._ignored = ignored
+    Python goes through all objects to find who refers to one, or to any of many: each height is climbed by all at once.
+    """
 
-    def path_of(self, value: object, height: int = 0) -> str | None:
-        if height > _HIGHEST:
-            return None
-        containers = []
-        holders = gc.get_referrers(value)
-        self._ignored.add(id(holders))
-        try:
-            for holder in holders:
-                if id(holder) in self._ignored or _is_nobodys(holder):
-                    continue
-                named = self._name_in(holder, value)
-                if named is not None:
-                    return named
-                if issubclass(type(holder), _CONTAINERS):
-                    containers.append(holder)
-            self._ignored.add(id(containers))
-            for container in containers:
-                path = self.path_of(container, height + 1)
-                if path is not None:
-                    return f"{path}[...]" if not path.endswith("[...]") else path
-        finally:
-            self._ignored.discard(id(holders))
-            self._ignored.discard(id(containers))
-        return None
+    def __init__(self, *ours: list[Any]) -> None:
+        self._ours: list[Any] = [*ours]
+        """Containers that are nobody's else. They are kept: another object must not get the place of one."""
 
-    def _name_in(self, holder: object, value: object) -> str | None:
-        """The name that ``holder`` itself gives to ``value``."""
-        if type(holder) is types.CellType:
-            return self._variable(holder)
-        if type(holder) is dict:
-            key = _key_of(holder, value)
-            owner = self._owner_of(holder) if key is not None else None
-            return None if owner is None else f"{owner}.{key}"
-        if issubclass(type(holder), (*_CONTAINERS, type, types.FunctionType, types.ModuleType)):
-            return None
-        # Attributes may lie in the object itself, without a dict.
-        attributes = instance_dict(holder)
-        key = None if attributes is None else _key_of(attributes, value)
-        return None if key is None else f"{class_name(type(holder))}.{key}"
+    def paths_of(self, values: list[Any], height: int = 0) -> dict[int, str]:
+        """The path to each value, by the value's id. Those that no name leads to are left out."""
+        if not values or height > _HIGHEST:
+            return {}
+        holders, of = self._look(values)
+        names = self._names(holders, of, values)
+        found = {id(value): names[id(value)] for value in values if id(value) in names}
+        within = {
+            id(value): [one for one in of[id(value)] if issubclass(type(holders[one]), _CONTAINERS)]
+            for value in values
+            if id(value) not in names
+        }
+        containers = [holders[one] for one in {one: None for ones in within.values() for one in ones}]
+        above = self.paths_of(containers, height + 1)
+        for value, ones in within.items():
+            path = next((above[one] for one in ones if one in above), None)
+            if path is not None:
+                found[value] = path if path.endswith("[...]") else f"{path}[...]"
+        return found
 
-    def _owner_of(self, namespace: dict[Any, Any]) -> str | None:
-        """The module, class or object whose names are in ``namespace``; ``None`` for a dict that is none's."""
-        name = dict.get(namespace, "__name__")
-        if type(name) is str and dict.__contains__(namespace, "__builtins__"):
-            return name  # a module, also one that is not in sys.modules
-        for owner in gc.get_referrers(namespace):
-            if id(owner) in self._ignored or _is_nobodys(owner) or issubclass(type(owner), _CONTAINERS):
+    def _look(self, values: list[Any]) -> tuple[dict[int, Any], dict[int, list[int]]]:
+        """Who refers to any of the values, by id, and the ids of those who refer to each, by the value's id."""
+        self._ours.append(values)
+        ours = {id(self._ours), *map(id, self._ours)}
+        of: dict[int, list[int]] = {id(value): [] for value in values}
+        holders: dict[int, Any] = {}
+        # Of none it would look as long.
+        for holder in gc.get_referrers(*values) if values else ():
+            if id(holder) in ours or _is_nobodys(holder):
                 continue
-            if instance_dict(owner) is namespace:
-                return class_name(type(owner))
-        return None
+            holders[id(holder)] = holder
+            for one in {id(referent) for referent in gc.get_referents(holder)} & of.keys():
+                of[one].append(id(holder))
+        self._ours.append(holders)
+        return holders, of
 
-    @staticmethod
-    def _variable(cell: object) -> str | None:
-        for closure in gc.get_referrers(cell):
-            if type(closure) is not tuple:
-                continue
-            for function in gc.get_referrers(closure):
-                if type(function) is types.FunctionType and function.__closure__ is closure:
-                    names = [
-                        name for name, own in zip(function.__code__.co_freevars, closure, strict=True) if own is cell
-                    ]
-                    return f"{_outer(function)}.<locals>.{names[0]}" if names else None
+    def _names(self, holders: dict[int, Any], of: dict[int, list[int]], values: list[Any]) -> dict[int, str]:
+        """The name that the first holder who has one gives to each value, by the value's id."""
+        variables = self._variables([holder for holder in holders.values() if type(holder) is types.CellType])
+        keys = {
+            (one, id(value)): key
+            for value in values
+            for one in of[id(value)]
+            if type(holders[one]) is dict and (key := _key_of(holders[one], value)) is not None
+        }
+        owners = self._owners([holders[one] for one in {one: None for one, _ in keys}])
+        found: dict[int, str] = {}
+        for value in values:
+            for one in of[id(value)]:
+                name: str | None
+                if one in variables:
+                    name = variables[one]
+                elif type(holders[one]) is dict:
+                    name = (
+                        f"{owners[one]}.{keys[one, id(value)]}" if one in owners and (one, id(value)) in keys else None
+                    )
+                else:
+                    name = _attribute(holders[one], value)
+                if name is not None:
+                    found[id(value)] = name
+                    break
+        return found
+
+    def _owners(self, namespaces: list[Any]) -> dict[int, str]:
+        """The module, class or object whose names are in each, by the id of the dict. One that is nobody's is left out."""
+        found: dict[int, str] = {}
+        for namespace in namespaces:
+            name = dict.get(namespace, "__name__")
+            if type(name) is str and dict.__contains__(namespace, "__builtins__"):
+                found[id(namespace)] = name  # a module, also one that is not in sys.modules
+        others = [namespace for namespace in namespaces if id(namespace) not in found]
+        self._ours.append(namespaces)
+        holders, of = self._look(others)
+        for namespace in others:
+            for one in of[id(namespace)]:
+                if not issubclass(type(holders[one]), _CONTAINERS) and instance_dict(holders[one]) is namespace:
+                    found.setdefault(id(namespace), class_name(type(holders[one])))
+        return found
+
+    def _variables(self, cells: list[Any]) -> dict[int, str]:
+        """The variable that each is of, with its function, by the cell's id."""
+        found: dict[int, str] = {}
+        closures, of_cell = self._look(cells)
+        tuples = [closure for closure in closures.values() if type(closure) is tuple]
+        functions, of_closure = self._look(tuples)
+        for cell in cells:
+            for closure in (closures[one] for one in of_cell[id(cell)] if one in of_closure):
+                for function in (functions[one] for one in of_closure[id(closure)]):
+                    if type(function) is types.FunctionType and function.__closure__ is closure:
+                        free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+                        name = next((name for name, own in free if own is cell), None)
+                        if name is not None:
+                            found.setdefault(id(cell), f"{_outer(function)}.<locals>.{name}")
+        return found
+
+
+def _attribute(holder: object, value: object) -> str | None:
+    """The name of an attribute of ``holder`` that lies in the object itself, without a dict."""
+    if issubclass(type(holder), (*_CONTAINERS, type, types.FunctionType, types.ModuleType, types.CellType)):
         return None
+    attributes = instance_dict(holder)
+    key = None if attributes is None else _key_of(attributes, value)
+    return None if key is None else f"{class_name(type(holder))}.{key}"
 
 
 def _is_nobodys(holder: object) -> bool:
