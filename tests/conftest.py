@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 import pytest
 
 import pytest_gpumem
-from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from tests.heap import own_objects_out_of_sight
 from tests.warm import Commands
@@ -111,12 +110,11 @@ def _no_job_of_github() -> Iterator[None]:
 @pytest.fixture
 def device() -> Iterator[CpuDevice]:
     """The CPU as while a test is measured: open, with what was there before out of the collector's sight."""
-    heap, device = FrozenHeap(), CpuDevice()
-    heap.freeze()
-    device.open()
-    yield device
-    device.close()
-    heap.thaw()
+    device = CpuDevice()
+    with own_objects_out_of_sight():
+        device.open()
+        yield device
+        device.close()
 
 
 class Project:

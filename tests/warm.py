@@ -163,11 +163,11 @@ def _run(client: socket.socket) -> NoReturn:
         sys.path.insert(0, folder)
     leave = os._exit
 
-    def end(code: int) -> NoReturn:
+    def tell_and_leave(code: int) -> NoReturn:
         client.sendall(str(code).encode())
         leave(code)
 
-    os._exit = end
+    os._exit = tell_and_leave
     code: object = 1
     try:
         if name == "-c":
@@ -193,7 +193,7 @@ def _run(client: socket.socket) -> NoReturn:
             stream.flush()
     for number in (0, 1, 2):
         os.close(number)
-    end(int(code) if isinstance(code, int) else 1)
+    tell_and_leave(int(code) if isinstance(code, int) else 1)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.collector import FrozenHeap, cyclic_collector_off
+from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
 from tests.explain.recorder import Recorder
+from tests.heap import own_objects_out_of_sight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,15 +22,14 @@ if TYPE_CHECKING:
 @contextmanager
 def opened() -> Iterator[Recorder]:
     """A recorder on an open device, with Python's collector off as in every step that is measured."""
-    device, heap = CpuDevice(), FrozenHeap()
-    heap.freeze()
-    device.open()
-    try:
-        with cyclic_collector_off():
-            yield Recorder(device, Sites(Path(__file__).parent))
-    finally:
-        device.close()
-        heap.thaw()
+    device = CpuDevice()
+    with own_objects_out_of_sight():
+        device.open()
+        try:
+            with cyclic_collector_off():
+                yield Recorder(device, Sites(Path(__file__).parent))
+        finally:
+            device.close()
 
 
 @pytest.fixture

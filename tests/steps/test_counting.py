@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.places import Places
@@ -44,14 +43,8 @@ def counted(step, device=CPU) -> Counts:
 
 
 @pytest.fixture
-def bench():
-    heap = FrozenHeap()
-    heap.freeze()
-    device = CpuDevice()
-    device.open()
-    yield Bench(device, Windows(device), None)
-    device.close()
-    heap.thaw()
+def bench(device):
+    return Bench(device, Windows(device), None)
 
 
 def trained(bench, model, batch, config: str, loss=None, optimizer=None) -> Counts:

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import ConfigError, StepConfig
@@ -46,14 +44,8 @@ class Model(torch.nn.Module):
 
 
 @pytest.fixture(params=[False])
-def bench(request):
-    heap = FrozenHeap()
-    heap.freeze()
-    device = CpuDevice()
-    device.open()
-    yield Bench(device, Windows(device), TimeAllowance(0.1) if request.param else None)
-    device.close()
-    heap.thaw()
+def bench(request, device):
+    return Bench(device, Windows(device), TimeAllowance(0.1) if request.param else None)
 
 
 timed = pytest.mark.parametrize("bench", [True], indirect=True)

@@ -414,8 +414,10 @@ def test_the_collector_does_not_run_of_its_own_accord_in_a_step(device):
     assert gc.isenabled()
 
 
-def test_garbage_of_objects_that_were_there_before_is_found(device, frozen):
+def test_garbage_of_objects_that_were_there_before_is_found(frozen):
     frozen.thaw()
+    device = CpuDevice()
+    device.open()
     cycles: list[list] = [[] for _ in range(20)]
     for number in range(20):
         cycles[number].append(cycles[number])
@@ -425,6 +427,7 @@ def test_garbage_of_objects_that_were_there_before_is_found(device, frozen):
 
     frozen.freeze()
     metrics = metrics_of(device, run)
+    device.close()
     assert metrics == {"peak_allocated": 10 * KB, "retained": 0, "cyclic_garbage": 10 * KB}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.collector import FrozenHeap
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import StepConfig
@@ -20,15 +18,8 @@ BATCH, OUTPUT, LOSS = F32 * SAMPLES * INPUTS, F32 * SAMPLES * OUTPUTS, F32
 
 
 @pytest.fixture
-def bench():
-    # As while a test is measured: what was there before is not looked through again and again.
-    heap = FrozenHeap()
-    heap.freeze()
-    device = CpuDevice()
-    device.open()
-    yield Bench(device, Windows(device), allowance=None)
-    device.close()
-    heap.thaw()
+def bench(device):
+    return Bench(device, Windows(device), allowance=None)
 
 
 def state_of(bench, config="fp32", model=None, optimizer=None) -> StateBytes:
