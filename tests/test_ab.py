@@ -136,6 +136,7 @@ def test_a_planted_slowdown_is_found_and_what_changed_otherwise_is_told(reposito
     assert len(repository.git("worktree", "list").splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_a_revision_against_itself_is_not_slower_also_with_workers(repository):
     repository.commit("same")
     result = ab("same", "same", "--rounds", "4", "--", *PLAIN, "-n2")

@@ -225,6 +225,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
     assert "recommended: " in result.stdout
 
 
+@pytest.mark.thorough
 def test_the_recommended_config_repeats_to_the_byte():
     def make():
         return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.ones(4, 8), loss

@@ -247,6 +247,7 @@ def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(comm
             assert entry.composition.of("unattributed") == 0
 
 
+@pytest.mark.thorough
 def test_figures_are_the_same_on_any_worker(recorded, tmp_path):
     first, expected = recorded
     run = first.copy(tmp_path).run("--gpumem-baseline", "-v", "--gpumem-no-time", "-n", "2")
@@ -357,6 +358,7 @@ def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(recorded):
         assert f"+{(1 - peaks[config] / peaks['fp32']) * 100:.1f} %" in line
 
 
+@pytest.mark.thorough
 def test_advise_finds_what_fits_and_shows_the_code_for_it(committed, tmp_path):
     example = committed.copy(tmp_path)
     command = [example.python, "-m", "pytest_gpumem.cli.main", "advise", "tiny_models.advice:make_gpt"]

@@ -111,7 +111,13 @@ def test_the_full_batches_are_those_of_the_table() -> None:
 # What a case reads
 
 
-@pytest.mark.parametrize("model", FULL_PARAMETERS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[] if name in ("gpt2-small", "vit-b-16") else pytest.mark.thorough)
+        for name in FULL_PARAMETERS
+    ],
+)
 def test_every_model_is_measured_in_its_small_form(model: str, device: CpuDevice) -> None:
     plain = result_of(case_named(f"{model}/amp-bf16-adamw-fused"), device, DeviceCounters(device))
     blocks = result_of(case_named(f"{model}/amp-bf16-ckpt-blocks-adamw-fused"), device, DeviceCounters(device))

@@ -54,6 +54,7 @@ def test_recomputing_all_blocks_saves_more_than_half_of_the_activations_and_ever
 
 
 @ON_THE_CPU
+@pytest.mark.thorough
 def test_segments_hold_their_boundaries_and_the_activations_of_one_segment(gpumem: Gpumem) -> None:
     """The rule of Chen, Xu, Zhang and Guestrin (2016): S segments of N blocks hold S boundaries + N / S blocks' activations.
 
