@@ -29,17 +29,17 @@ pytest_plugins = ["pytester", "tests.chance"]
 LONGEST = (
     "test_example_project.py",
     "models/test_configs.py",
+    "test_scenarios.py",
     "test_explain.py",
     "models/test_transformers.py",
     "benchmarks/test_truth.py",
-    "test_faults.py",
     "test_ab.py",
-    "test_bad_input.py",
+    "browser/test_page.py",
     "test_advise.py",
-    "test_vacuity.py",
-    "test_locks.py",
-    "test_docs.py",
-    "test_config_matrix.py",
+    "test_ci_docs.py",
+    "devices/test_cuda_recorded.py",
+    "test_time_gate.py",
+    "test_workers.py",
 )
 """Files that take longest, the longest first: one that a worker begins last is what the others would wait for."""
 

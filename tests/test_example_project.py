@@ -326,7 +326,7 @@ def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tm
     assert 0 < len(changes) < (10 + 4 * MOST_KEPT) * len(guilty), changes
     assert _changed_tests(before["test_gpt.py.toml"], after["test_gpt.py.toml"]) == guilty
 
-    again = example.run("--gpumem-baseline", *options, tests="example_project/tests/test_gpt.py")
+    again = example.run("--gpumem-baseline", *options, tests="example_project/tests/test_gpt.py::test_train_step")
     assert again.code == 0, again.output
     assert again.figures.items() <= gated.figures.items()
 
