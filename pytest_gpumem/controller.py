@@ -247,7 +247,7 @@ class Controller:
     def _tell_of_convolutions(self, results: list[TestResult]) -> None:
         """Say of how many measurements the peaks lack what convolutions take on a GPU."""
         environments = [one.measurement.environment for result in results for one in result.verdict.verdicts]
-        without = sum(environment.details.get("cudnn") == NO_CUDNN for environment in environments)
+        without = sum(environment.details.get("emulated_cudnn") == NO_CUDNN for environment in environments)
         if not without:
             return
         from pytest_gpumem.emulation.load import current_emulation

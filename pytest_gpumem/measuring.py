@@ -178,7 +178,7 @@ class Measuring:
         device = self._opened if self._open is None else self._open.device
         if device is not None:
             node = request.node if self._open is None else self._open.item
-            return (yield from self._set_up(device, fixturedef, node if of_a_measured_test else None))
+            return (yield from self._set_up(device, fixturedef, request, node if of_a_measured_test else None))
         if not (shared and of_a_measured_test):
             return (yield)
         # First used by a test that is not measured.
@@ -189,19 +189,23 @@ class Measuring:
             return (yield)
         self._opened = device
         try:
-            return (yield from self._set_up(device, fixturedef, request.node))
+            return (yield from self._set_up(device, fixturedef, request, request.node))
         finally:
             self._opened = None
             device.close()
 
     def _set_up(
-        self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector | None
+        self,
+        device: Device,
+        fixturedef: pytest.FixtureDef[Any],
+        request: pytest.FixtureRequest,
+        node: pytest.Item | pytest.Collector | None,
     ) -> Generator[None, object, object]:
         """Set the fixture up for ``node``; its bytes are not noted where that is ``None``."""
         set_up = _as_it_is() if node is None else self._noted(device, fixturedef, node)
         if fixturedef.scope == "function":
             return (yield from set_up)
-        with self._spoiled.setting_up(fixturedef, device):
+        with self._spoiled.setting_up(fixturedef, request, device):
             return (yield from set_up)
 
     def _noted(

@@ -65,12 +65,24 @@ METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         Metric(
-            "peak_allocated", "peak allocated", "bytes", _EXACT, depends_on=("cpu_capability",), decided_by=("cudnn",)
+            "peak_allocated",
+            "peak allocated",
+            "bytes",
+            _EXACT,
+            depends_on=("cpu_capability",),
+            decided_by=("emulated_cudnn",),
         ),
         Metric("peak_forward", "peak forward", "bytes", None),
         Metric("peak_backward", "peak backward", "bytes", None),
         Metric("peak_optimizer", "peak optimizer", "bytes", None),
-        Metric("peak_reserved", "peak reserved", "bytes", _SEGMENTS, depends_on=("allocator",), decided_by=("cudnn",)),
+        Metric(
+            "peak_reserved",
+            "peak reserved",
+            "bytes",
+            _SEGMENTS,
+            depends_on=("allocator",),
+            decided_by=("emulated_cudnn",),
+        ),
         Metric("growth", "growth per step", "bytes", _SCALARS, where_absent=0),
         Metric("retained", "retained", "bytes", _EXACT),
         Metric("cyclic_garbage", "cyclic garbage", "bytes", _EXACT),

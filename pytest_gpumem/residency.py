@@ -180,8 +180,7 @@ def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
             used.add(fixturedef)
             if name not in fixturedef.argnames:
                 break
-    # And those that were asked for by name while it ran.
-    return used.union(getattr(getattr(item, "_request", None), "_fixture_defs", {}).values())
+    return used
 
 
 def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:

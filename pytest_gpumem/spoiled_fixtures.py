@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.residency import fixtures_used
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import pytest
 
@@ -29,17 +29,23 @@ class SpoiledFixtures:
         self._within[0] = None
 
     @contextmanager
-    def setting_up(self, fixturedef: pytest.FixtureDef[Any], device: Device) -> Iterator[None]:
+    def setting_up(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest, device: Device
+    ) -> Iterator[None]:
         """Within, the fixture is set up. What is lost then is also lost to the fixture that asked for it."""
         before = device.lost()
         self._within.append(None)
-        try:
-            yield
-        finally:
-            lost = self._within.pop() or device.lost()
-            if lost is not None:
-                self._why[fixturedef] = f"{lost} (in fixture {fixturedef.argname})"
-            self._within[-1] = self._within[-1] or before or lost
+        with _asked_for(request) as asked:
+            try:
+                yield
+            finally:
+                lost = self._within.pop() or device.lost()
+                why = None if lost is None else f"{lost} (in fixture {fixturedef.argname})"
+                # One that was there before is not set up within.
+                why = why or next((self._why[one] for one in asked() if one in self._why), None)
+                if why is not None:
+                    self._why[fixturedef] = why
+                self._within[-1] = self._within[-1] or before or lost
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """The fixture has been torn down."""
@@ -47,5 +53,28 @@ class SpoiledFixtures:
 
     def lost(self, item: pytest.Item) -> str | None:
         """Why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
-        of_fixtures = [self._why[fixturedef] for fixturedef in fixtures_used(item, self._why)]
-        return next(iter(of_fixtures), self._within[0])
+        used = [*fixtures_used(item, self._why), *_definitions(getattr(item, "_request", None)).values()]
+        return next((self._why[fixturedef] for fixturedef in used if fixturedef in self._why), self._within[0])
+
+
+@contextmanager
+def _asked_for(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pytest.FixtureDef[Any]]]]:
+    """Yield what tells which fixtures were asked for by name within. pytest tells nobody of those that are there already."""
+    names: list[str] = []
+    original = request.getfixturevalue
+
+    def getfixturevalue(argname: str) -> Any:
+        names.append(argname)
+        return original(argname)
+
+    request.getfixturevalue = getfixturevalue  # type: ignore[method-assign]
+    try:
+        yield lambda: [one for name in names if (one := _definitions(request).get(name)) is not None]
+    finally:
+        del request.getfixturevalue
+
+
+def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
+    """The fixtures that a test's request has led to so far, by name. pytest has no public way to ask."""
+    definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
+    return definitions

@@ -179,7 +179,7 @@ class TestRun:
         return Measurement(
             name or _numbered(workload.step, taken),
             workload,
-            replace(environment, details={**self.device.libraries(), **environment.details}),
+            replace(environment, details={**environment.details, **self.device.libraries()}),
             metrics,
             settled,
             notes,

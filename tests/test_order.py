@@ -226,3 +226,38 @@ def test_garbage_of_older_objects_and_of_unmeasured_tests_is_in_no_figure_whiche
     }
     for name in ("test_makes_garbage_of_what_was_there", "test_of_the_class_that_is_measured"):
         assert project.figures("-k", name, separate=True) == {name: forward[name]}
+
+
+ASKED_BY_NAME = """
+@pytest.fixture(scope="session")
+def base():
+    return torch.ones(1_000_000)
+
+
+@pytest.fixture(scope="session")
+def derived(request):
+    return request.getfixturevalue("base")[:500_000].clone()
+
+
+@pytest.mark.gpumem
+def test_first(derived):
+    torch.ones(500_000)
+
+
+@pytest.mark.gpumem
+def test_second(derived):
+    torch.ones(500_000)
+
+
+@pytest.mark.gpumem
+def test_base(base):
+    torch.ones(500_000)
+"""
+
+
+def test_a_fixture_that_another_asked_for_by_name_is_no_tests_of_its_users(project):
+    project.write(ASKED_BY_NAME)
+    forward = project.figures("-p", "no:randomly")
+    assert forward["test_first"] == forward["test_second"] != forward["test_base"]
+    backward = project.figures("-p", "no:randomly", *(f"test_it.py::test_{one}" for one in ("base", "second", "first")))
+    assert backward == forward

@@ -52,6 +52,11 @@ if name.startswith("python"):
         name, arguments = "-c", words[1:]  # a worker of pytest-xdist
     else:
         os.execv({python!r}, [{python!r}, *arguments])
+loaded = {{key: value for key, value in os.environ.items() if key.startswith({read_when_loaded!r})}}
+if loaded != {loaded!r} and name != "pip":
+    own = {{"pytest": ["-m", "pytest"], "gpumem": ["-m", "pytest_gpumem.cli.main"]}}
+    words = own.get(os.path.basename(sys.argv[0]), [])
+    os.execv({python!r}, [{python!r}, *words, *sys.argv[1:]])
 if name == "pip":
     with open({log!r}, "a") as log:
         print(json.dumps(arguments), file=log)
@@ -63,12 +68,14 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(told)
     for number in (0, 1, 2):
         os.close(number)  # who reads them waits for the command to close them, not for this
-    process = int(server.recv(8))
+    process = int(server.recv(8, socket.MSG_WAITALL))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os.kill(process, number))
-    code = server.recv(8)
+    code = server.recv(8, socket.MSG_WAITALL)
 os._exit(int(code) if code else 70)
 """
+_READ_WHEN_LOADED = ("CUDA_", "MKL_", "OMP_", "PYTORCH_")
+"""Variables that begin so are read when torch is loaded: with others a command is a process of its own."""
 _NAMES = ("python", "python3", "pytest", "gpumem", "pip")
 
 
@@ -82,7 +89,14 @@ class Commands:
         # The path of a socket may have about 100 characters, and that of a test's folder may have more.
         self._place = tempfile.TemporaryDirectory(prefix="gpumem-", dir="/tmp")
         address = f"{self._place.name}/commands"
-        text = _CLIENT.format(python=sys.executable, log=str(self._log), address=address)
+        loaded = {name: value for name, value in environment.items() if name.startswith(_READ_WHEN_LOADED)}
+        text = _CLIENT.format(
+            python=sys.executable,
+            log=str(self._log),
+            address=address,
+            loaded=loaded,
+            read_when_loaded=_READ_WHEN_LOADED,
+        )
         for name in _NAMES:
             (folder / name).write_text(text, encoding="utf-8")
             (folder / name).chmod(0o755)
@@ -151,7 +165,8 @@ def _run(client: socket.socket) -> NoReturn:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    client.sendall(str(os.getpid()).encode())
+    process = os.getpid()
+    client.sendall(b"%8d" % process)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -164,29 +179,12 @@ def _run(client: socket.socket) -> NoReturn:
     leave = os._exit
 
     def tell_and_leave(code: int) -> NoReturn:
-        client.sendall(str(code).encode())
+        if os.getpid() == process:  # and not a child of its own
+            client.sendall(b"%8d" % code)
         leave(code)
 
     os._exit = tell_and_leave
-    code: object = 1
-    try:
-        if name == "-c":
-            sys.argv = ["-c", *arguments[1:]]
-            sys.path.insert(0, "")
-            exec(arguments[0], {"__name__": "__main__"})
-            code = 0
-        elif "pytest" in name:
-            import pytest
-
-            code = pytest.main()
-        else:
-            from pytest_gpumem.cli.main import main
-
-            main()
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:  # noqa: BLE001 -- as the interpreter would
-        traceback.print_exc()
+    code = _status_of(name, arguments)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -194,6 +192,28 @@ def _run(client: socket.socket) -> NoReturn:
     for number in (0, 1, 2):
         os.close(number)
     tell_and_leave(int(code) if isinstance(code, int) else 1)
+
+
+def _status_of(name: str, arguments: list[str]) -> object:
+    """Run the command, and return what it exits with."""
+    try:
+        if name == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            sys.path.insert(0, "")
+            exec(arguments[0], {"__name__": "__main__"})
+            return 0
+        if "pytest" in name:
+            import pytest
+
+            return pytest.main()
+        from pytest_gpumem.cli.main import main
+
+        main()
+    except SystemExit as end:
+        return end.code or 0
+    except BaseException:  # noqa: BLE001 -- as the interpreter would
+        traceback.print_exc()
+    return 1
 
 
 if __name__ == "__main__":

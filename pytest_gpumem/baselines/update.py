@@ -13,7 +13,7 @@ from pytest_gpumem.operator_counts import without_places
 from pytest_gpumem.timing.comparison import SLOWER_RUN, slower_machine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pytest_gpumem.baselines.update_modes import UpdateMode
     from pytest_gpumem.operator_counts import Tally
@@ -55,22 +55,33 @@ def entries_to_write(
             if (entry.runs is not None and another_run) or not entry.says_the_same(earlier):
                 wanted[key] = merged if changed else replace(merged, reason=earlier.reason)
         elif mode == "improved":
-            better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
-            if better:
-                kept = {name: value for name, value in earlier.metrics.items() if name not in better}
-                # A composition belongs to its peak.
-                composition = entry.composition if "peak_allocated" in better else earlier.composition
-                # What the baseline says by not having it stays as it was, too.
-                told = {
-                    name: value
-                    for name, value in entry.metrics.items()
-                    if name in better or METRICS[name].where_absent is None
-                }
-                metrics = {**told, **kept}
-                by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
-                lowered = replace(entry, metrics=metrics, composition=composition, by_operator=by_operator)
-                wanted[key] = _with_times_of(entry if "step_time" in better else earlier, lowered)
+            lowered = _lowered(earlier, entry, verdict)
+            if lowered is not None:
+                wanted[key] = lowered
     return wanted
+
+
+def _lowered(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry | None:
+    """Lower in ``earlier`` what got better; ``None`` where nothing did, or where what is kept has another environment."""
+    better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
+    kept = {name: value for name, value in earlier.metrics.items() if name not in better}
+    if not better or not _same_decisive(kept, entry, earlier):
+        return None
+    # A composition belongs to its peak.
+    composition = entry.composition if "peak_allocated" in better else earlier.composition
+    # What the baseline says by not having it stays as it was, too.
+    told = {
+        name: value for name, value in entry.metrics.items() if name in better or METRICS[name].where_absent is None
+    }
+    by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
+    lowered = replace(entry, metrics={**told, **kept}, composition=composition, by_operator=by_operator)
+    return _with_times_of(entry if "step_time" in better else earlier, lowered)
+
+
+def _same_decisive(names: Iterable[str], entry: Entry, earlier: Entry) -> bool:
+    """Whether the details of the environment that decide these metrics are the same in both."""
+    here, there = entry.environment.details, earlier.environment.details
+    return all(here.get(detail) == there.get(detail) for name in names for detail in METRICS[name].decided_by)
 
 
 def times_left_out(

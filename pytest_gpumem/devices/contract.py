@@ -76,10 +76,13 @@ class Device(Protocol):
         """Why what was read since the last call of this (or `open`) means nothing, as a clause; ``None`` where it is good."""
 
     def libraries(self) -> Mapping[str, str]:
-        """Releases of the libraries by which what ran since `open` has the figures that it has.
+        """Releases of the libraries by which what ran since `forget_libraries` (or `open`) has the figures that it has.
 
         Details of its environment, beside those of `environment`, which are the same whatever runs.
         """
+
+    def forget_libraries(self) -> None:
+        """Something else is measured from here on."""
 
     def open(self) -> None:
         """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated."""

@@ -104,6 +104,9 @@ class CpuDevice:
     def libraries(self) -> dict[str, str]:
         return {}
 
+    def forget_libraries(self) -> None:
+        """None is told of."""
+
     def lost(self) -> str | None:
         return None
 

@@ -99,6 +99,9 @@ class CudaDevice:
     def libraries(self) -> dict[str, str]:
         return {}
 
+    def forget_libraries(self) -> None:
+        """None is told of."""
+
     def lost(self) -> str | None:
         return None
 

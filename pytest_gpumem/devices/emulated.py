@@ -45,12 +45,15 @@ class EmulatedDevice(CudaDevice):
     def libraries(self) -> dict[str, str]:
         """The cuDNN that planned convolutions, whose workspaces are in the peaks; one that did not plan leaves them out."""
         cudnn = self._emulation.cudnn
-        return {"cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
+        return {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
+
+    def forget_libraries(self) -> None:
+        self._convolutions_before = self._emulation.cudnn.convolutions()
 
     def open(self) -> None:
         super().open()
-        self._convolutions_before = self._emulation.cudnn.convolutions()
-        self.lost()  # before anybody asked
+        self.forget_libraries()
+        self.lost()  # what was read before is nobody's
 
     def lost(self) -> str | None:
         values = _values()

@@ -36,6 +36,8 @@ class Windows:
 
     def open(self) -> Window:
         self.border()
+        if not self._open:
+            self._device.forget_libraries()
         window = Window()
         self._open.append(window)
         return window

@@ -79,7 +79,9 @@ class HostValues(TorchDispatchMode):
         """Of the tensor that was last noted as not known."""
         self._constants: dict[int, tuple[StorageWeakRef, bool]] = {}
         self.trouble: str | None = None
-        """A clause that says where an unknown value was read first, since it was last set to ``None``."""
+        """A clause that says where an unknown value was read first, since it was last taken."""
+        self.first_trouble: str | None = None
+        """The same, of the whole process."""
         self.as_integer = False
         """A float is read to become an integer, which may be a size."""
 
@@ -241,6 +243,7 @@ class HostValues(TorchDispatchMode):
     def _tell(self, what: str) -> None:
         if self.trouble is None and not _initialises():
             self.trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}"
+            self.first_trouble = self.first_trouble or self.trouble
 
     def _constant(self, operator: Operator, args: tuple[Any, ...]) -> bool | None:
         """What all elements of the result are, where floats need only be finite for it."""

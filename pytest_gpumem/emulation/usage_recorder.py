@@ -103,7 +103,7 @@ class _Recorder:
             times_out_of_memory=self._times,
             ran_out=self._ran_out,
             expandable=bool(used) and expandable_segments_are_on(),
-            unknown=values.trouble if values is not None else None,
+            unknown=values.first_trouble if values is not None else None,
             lacking=emulation.cudnn.lacking() if emulation is not None else None,
         )
         write_whole(self._folder / f"{self._process}-{self._began}.json", to_text(usage))

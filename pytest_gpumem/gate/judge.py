@@ -98,7 +98,8 @@ def _judge_metric(
         return MetricVerdict(metric.name, Outcome.OVER_BUDGET, value, earlier, budget=limit)
     if tolerance is not None and baseline is not None:
         compared = _compare(metric, value, limit, measurement, baseline, tolerance)
-        if why_not is None or (metric.unit == "bytes" and compared.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN)):
+        grew = compared.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) and earlier is not None and value > earlier
+        if why_not is None or (metric.unit == "bytes" and grew):
             return compared
     if tolerance is not None and why_not is not None:
         return MetricVerdict(metric.name, why_not, value, budget=limit)

@@ -84,7 +84,7 @@ def test_an_entry_of_another_workload_says_something_else_and_of_another_release
     assert entry(environment=later, peak_allocated=5).says_the_same(earlier)
 
 
-@pytest.mark.parametrize("detail", ["cpu_capability", "allocator", "cudnn"])
+@pytest.mark.parametrize("detail", ["cpu_capability", "allocator", "emulated_cudnn"])
 def test_an_entry_from_where_the_same_bytes_mean_something_else_says_something_else(detail):
     # What moves a metric by itself is a reason to doubt its growth: once accepted elsewhere, it must be no reason any more.
     here, there = (Environment("gpu", "GPU", {detail: value}) for value in ("new", "old"))

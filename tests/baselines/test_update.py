@@ -25,13 +25,17 @@ KEY = Key("tests/test_gpt.py", "test_a", "call")
 GB = 10**9
 
 
-def written(mode, stored, workload=None, peak=None, **metrics) -> Entry | None:
+def written(mode, stored, workload=None, peak=None, environment=CPU, **metrics) -> Entry | None:
     """What an update writes for a test that now measures ``metrics``; ``peak`` is its composition."""
     explanation = None if peak is None else Explanation(peak)
-    measurement = Measurement("call", workload or Workload("call"), CPU, metrics, explanation=explanation)
+    measurement = Measurement("call", workload or Workload("call"), environment, metrics, explanation=explanation)
     verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
     entry = entry_of(measurement, "2026-12-24", "new1234")
     return entries_to_write(mode, {KEY: (verdict, entry)}, {KEY: stored}).get(KEY)
+
+
+def planned_by(cudnn: str) -> Environment:
+    return Environment("emulated-h100-80gb", "H100 (emulated)", {"torch": "2.13.0", "emulated_cudnn": cudnn})
 
 
 def stored_entry(**metrics) -> Entry:
@@ -106,6 +110,14 @@ def test_improving_writes_no_growth_where_the_entry_has_none():
     # By not having it the entry says that nothing grew. What is allowed for beside that is not to become the baseline.
     entry = written("improved", stored_entry(peak_allocated=GB), peak_allocated=GB // 2, growth=8)
     assert entry.metrics == {"peak_allocated": GB // 2}
+
+
+@pytest.mark.parametrize(("cudnn", "launches"), [("9.20.0", 90), ("none", None)], ids=["the same", "another"])
+def test_improving_leaves_an_entry_alone_whose_peak_another_cudnn_planned(cudnn, launches):
+    # Else the peak that is kept would be taken for one of the cuDNN of now, and everything up to it for no growth.
+    stored = replace(stored_entry(peak_allocated=GB, launches=100), environment=planned_by("9.20.0"))
+    entry = written("improved", stored, environment=planned_by(cudnn), peak_allocated=GB, launches=90)
+    assert (None if entry is None else entry.metrics["launches"]) == launches
 
 
 # Metrics that a stored entry lacks

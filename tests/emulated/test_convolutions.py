@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -268,6 +269,21 @@ def test_linear(gpumem):
     linear = nn.Linear(8, 8).cuda()
     gpumem.measure(lambda: linear(torch.zeros(2, 8, device="cuda")))
 """
+BOTH = """
+import pytest
+import torch
+from torch import nn
+
+@pytest.fixture(scope="module")
+def seen():
+    return nn.Conv2d(8, 8, 3).cuda()(torch.zeros(2, 8, 9, 9, device="cuda"))
+
+def test_both(gpumem, seen):
+    conv, linear = nn.Conv2d(8, 8, 3).cuda(), nn.Linear(8, 8).cuda()
+    gpumem.measure(lambda: linear(torch.zeros(2, 8, device="cuda")), name="before")
+    gpumem.measure(lambda: conv(torch.zeros(2, 8, 9, 9, device="cuda")), name="conv")
+    gpumem.measure(lambda: linear(torch.zeros(2, 8, device="cuda")), name="after")
+"""
 
 
 @pytest.fixture
@@ -310,7 +326,7 @@ def test_a_baseline_from_where_it_was_installed_is_not_held_against_what_is_not(
     other = session(then, "--gpumem-baseline")
     assert other.returncode == 0, other.stdout
     was, now = ("9.20.0", "none") if with_it == "first" else ("none", "9.20.0")
-    assert f"uncertain: cudnn was {was}, now {now}, which moves peak allocated by itself" in other.stdout
+    assert f"uncertain: emulated_cudnn was {was}, now {now}, which moves peak allocated by itself" in other.stdout
     assert "improved" not in other.stdout
     strict = session(then, "--gpumem-baseline", "--gpumem-strict")
     assert strict.returncode == 1
@@ -324,3 +340,12 @@ def test_a_session_says_how_many_peaks_lack_them(session):
     assert (
         "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions are" in told.stdout
     )
+
+
+def test_only_a_measurement_in_which_convolutions_ran_depends_on_cudnn(session, tmp_path):
+    (tmp_path / "test_it.py").write_text(BOTH, encoding="utf-8")
+    assert session(NOTHING, "--gpumem-report=report.json").returncode == 0
+    (result,) = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
+    measurements = [one["measurement"] for one in result["verdict"]["verdicts"]]
+    told = {one["name"]: one["environment"]["details"].get("emulated_cudnn") for one in measurements}
+    assert told == {"before": None, "conv": "none", "after": None}

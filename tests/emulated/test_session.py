@@ -185,6 +185,10 @@ def test_third(gpumem, by_way):
     measured(gpumem)
 
 
+def test_fifth(gpumem, by_way):
+    measured(gpumem)
+
+
 def test_fourth(gpumem, by_name):
     measured(gpumem)
 
@@ -194,7 +198,7 @@ def test_other(gpumem):
 """
 
 
-@pytest.mark.parametrize("names", ["first second third fourth other", "other fourth third second first"])
+@pytest.mark.parametrize("names", ["first second third fourth fifth other", "other fifth fourth third second first"])
 def test_what_a_shared_fixture_reads_spoils_every_test_that_uses_it_in_any_order(session, tmp_path, names):
     (tmp_path / "test_it.py").write_text(SHARED, encoding="utf-8")
     tests = [f"test_it.py::test_{name}" for name in names.split()]
@@ -202,7 +206,7 @@ def test_what_a_shared_fixture_reads_spoils_every_test_that_uses_it_in_any_order
     results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
     reasons = {result["verdict"]["test"]: result["verdict"]["unmeasured"] for result in results}
     assert reasons.pop("test_other") is None, done.stdout
-    assert len(reasons) == 4
+    assert len(reasons) == 5
     for reason in reasons.values():
         assert "a boolean index reads values that an emulated GPU does not compute, at " in reason
         assert "test_it.py:9 (in fixture " in reason

@@ -379,23 +379,33 @@ def test_reserved_memory_that_grew_under_another_allocator_is_uncertain_and_the_
 @pytest.mark.parametrize(("here", "there"), [("none", "9.20.0"), ("9.20.0", "none"), ("9.21.0", "9.20.0")])
 def test_no_change_of_a_peak_means_anything_where_another_cudnn_planned_its_convolutions(metric, now, here, there):
     verdict = judge(
-        measured(environment=on(cudnn=here), **{metric: now}),
+        measured(environment=on(emulated_cudnn=here), **{metric: now}),
         Budget(),
-        stored(environment=on(cudnn=there), **{metric: GB}),
+        stored(environment=on(emulated_cudnn=there), **{metric: GB}),
         DEFAULT_TOLERANCES,
     )
     found = verdict.of(metric)
     assert found.outcome is Outcome.UNCERTAIN
-    assert found.reason.startswith(f"cudnn was {there}, now {here}, which moves peak ")
+    assert found.reason.startswith(f"emulated_cudnn was {there}, now {here}, which moves peak ")
+
+
+def test_another_workload_that_needs_less_is_stale_also_where_another_cudnn_planned():
+    verdict = judge(
+        measured(environment=on(emulated_cudnn="none"), workload=Workload("call", batch="int64[8]"), peak_allocated=GB // 2),
+        Budget(),
+        stored(environment=on(emulated_cudnn="9.20.0"), peak_allocated=GB),
+        DEFAULT_TOLERANCES,
+    )
+    assert verdict.of("peak_allocated").outcome is Outcome.STALE
 
 
 @pytest.mark.parametrize(
     ("here", "there", "now", "outcome"),
     [
-        ({"cudnn": "none"}, {"cudnn": "none"}, 2 * GB, Outcome.REGRESSED),
-        ({"cudnn": "9.20.0"}, {}, 2 * GB, Outcome.REGRESSED),
-        ({}, {"cudnn": "9.20.0"}, GB / 2, Outcome.IMPROVED),
-        ({"cudnn": "none"}, {"cudnn": "9.20.0"}, GB, Outcome.OK),
+        ({"emulated_cudnn": "none"}, {"emulated_cudnn": "none"}, 2 * GB, Outcome.REGRESSED),
+        ({"emulated_cudnn": "9.20.0"}, {}, 2 * GB, Outcome.REGRESSED),
+        ({}, {"emulated_cudnn": "9.20.0"}, GB / 2, Outcome.IMPROVED),
+        ({"emulated_cudnn": "none"}, {"emulated_cudnn": "9.20.0"}, GB, Outcome.OK),
     ],
 )
 def test_a_cudnn_that_is_the_same_or_on_one_side_only_excuses_nothing(here, there, now, outcome):
