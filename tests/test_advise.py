@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,15 @@ def test_where_everything_fits_one_config_is_enough(advise):
     result = advise("advised_models:make", "--fits", "1 GB")
     assert configs_in(result.stdout) == ["fp32"]
     assert result.exit_code == 0
+
+
+def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch):
+    emulation = SimpleNamespace(cudnn=SimpleNamespace(lacking=lambda: "no cuDNN is installed"))
+    with monkeypatch.context() as patch:
+        patch.setattr("pytest_gpumem.emulation.load.current_emulation", lambda: emulation)
+        told = advise("advised_models:make", "--fits", "1 GB").stdout
+    assert "peaks may be too low: no cuDNN is installed\n" in told
+    assert "too low" not in advise("advised_models:make", "--fits", "1 GB").stdout
 
 
 def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advise, monkeypatch):

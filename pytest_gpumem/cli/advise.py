@@ -92,6 +92,7 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
         if not device.tells_time:
             click.echo(f"{device.environment().device}: memory as of PyTorch's own allocator, no times\n")
         _table(tried)
+        _tell_of_convolutions()
     if not finished or chosen is None:
         click.echo(_conclusion(tried, chosen, fits, finished=finished))
     if chosen is not None:
@@ -132,6 +133,16 @@ def _table(tried: Sequence[Tried]) -> None:
     for line in matrix_table("config", rows, "si"):
         click.echo(line)
     click.echo()
+
+
+def _tell_of_convolutions() -> None:
+    """Say where an emulated GPU's peaks lack what convolutions take on a GPU."""
+    from pytest_gpumem.emulation.load import current_emulation
+
+    emulation = current_emulation()
+    lacking = None if emulation is None else emulation.cudnn.lacking()
+    if lacking is not None:
+        click.echo(f"peaks may be too low: {lacking}\n")
 
 
 def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, *, finished: bool) -> str:

@@ -391,7 +391,9 @@ def test_no_change_of_a_peak_means_anything_where_another_cudnn_planned_its_conv
 
 def test_another_workload_that_needs_less_is_stale_also_where_another_cudnn_planned():
     verdict = judge(
-        measured(environment=on(emulated_cudnn="none"), workload=Workload("call", batch="int64[8]"), peak_allocated=GB // 2),
+        measured(
+            environment=on(emulated_cudnn="none"), workload=Workload("call", batch="int64[8]"), peak_allocated=GB // 2
+        ),
         Budget(),
         stored(environment=on(emulated_cudnn="9.20.0"), peak_allocated=GB),
         DEFAULT_TOLERANCES,
