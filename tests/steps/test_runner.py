@@ -520,6 +520,9 @@ class Scripted:
     def settle(self):
         self.asked.append("settle")
 
+    def forget_libraries(self):
+        pass  # it uses none
+
     def release_workspaces(self):
         self.asked.append("release")
 
