@@ -96,11 +96,12 @@ def ranks(tmp_path):
 @pytest.mark.parametrize(("view", "copies"), [(False, 3), (True, 2)], ids=["buckets", "gradients are views of buckets"])
 def test_ddp_holds_weights_gradients_and_buckets_on_every_rank_alike(ranks, world, view, copies):
     figures = [tuple(map(int, said.split())) for said in ranks(f"VIEW = {view}\n" + TRAINED, world)]
-    assert len({*figures}) == 1
-    after_backward, _, peak = figures[0]
+    # What is live, on every rank. A peak has in it what ProcessGroupNCCL has not let go of yet, which it does by the clock.
+    assert len({one[:2] for one in figures}) == 1
+    after_backward = figures[0][0]
     # And two averages of AdamW's.
     assert after_backward == (copies + 2) * WEIGHTS + WORKSPACES
-    assert peak >= after_backward
+    assert all(peak >= after_backward for _, _, peak in figures)
 
 
 def test_fsdp_holds_its_share(ranks):
