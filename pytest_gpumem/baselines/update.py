@@ -79,7 +79,7 @@ def _lowered(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry | None:
 
 
 def _same_decisive(names: Iterable[str], entry: Entry, earlier: Entry) -> bool:
-    """Whether the details of the environment that decide these metrics are the same in both."""
+    """Compare the details of two environments that decide these metrics; true where they are the same."""
     here, there = entry.environment.details, earlier.environment.details
     return all(here.get(detail) == there.get(detail) for name in names for detail in METRICS[name].decided_by)
 

@@ -1,4 +1,4 @@
-"""What plans convolutions on an emulated GPU: the real cuDNN, where it is installed, which needs no GPU for that."""
+"""Find the real cuDNN, which plans convolutions on an emulated GPU where it is installed, and needs no GPU for that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cudnn:
             stand_in.gpumem_use_cudnn(str(self._installed).encode())
 
     def convolutions(self) -> int:
-        """How many convolutions were run in this process, backward ones included."""
+        """Return how many convolutions were run in this process, backward ones included."""
         return int(self._stand_in.gpumem_convolutions())
 
     def release(self) -> str:
@@ -70,5 +70,5 @@ def installed_cudnn(torch: TorchBuild) -> Path | None:
 
 
 def _has_cublaslt(packages: Path, cuda: int) -> bool:
-    """Whether cuBLASLt is where cuDNN looks for it: the package has changed its place with CUDA 13."""
+    """Look for cuBLASLt where cuDNN does: the package has changed its place with CUDA 13."""
     return any((packages / place / "lib" / f"libcublasLt.so.{cuda}").exists() for place in ("cublas", f"cu{cuda}"))

@@ -82,7 +82,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def has_mask(args: tuple[Any, ...]) -> bool:
-    """Whether an operator that indexes is given a mask among its indices."""
+    """Look for a mask among the indices that an operator is given."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
 
@@ -93,7 +93,7 @@ def is_exact(tensor: torch.Tensor) -> bool:
 
 
 def is_small(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether an operator on these tensors is computed on the host, by what that costs."""
+    """Decide by its cost whether an operator on these tensors is computed on the host."""
     elements = 0
     exact = True
     for tensor in tensors:

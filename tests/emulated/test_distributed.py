@@ -96,12 +96,15 @@ def ranks(tmp_path):
 @pytest.mark.parametrize(("view", "copies"), [(False, 3), (True, 2)], ids=["buckets", "gradients are views of buckets"])
 def test_ddp_holds_weights_gradients_and_buckets_on_every_rank_alike(ranks, world, view, copies):
     figures = [tuple(map(int, said.split())) for said in ranks(f"VIEW = {view}\n" + TRAINED, world)]
-    # What is live, on every rank. A peak has in it what ProcessGroupNCCL has not let go of yet, which it does by the clock.
+    # What is live, on every rank. A peak has in it what ProcessGroupNCCL has not let go of yet, which it does by
+    # the clock: gradients, at most.
     assert len({one[:2] for one in figures}) == 1
     after_backward = figures[0][0]
     # And two averages of AdamW's.
     assert after_backward == (copies + 2) * WEIGHTS + WORKSPACES
-    assert all(peak >= after_backward for _, _, peak in figures)
+    peaks = [peak for _, _, peak in figures]
+    assert min(peaks) >= after_backward
+    assert max(peaks) - min(peaks) < WEIGHTS
 
 
 def test_fsdp_holds_its_share(ranks):

@@ -1,0 +1,81 @@
+"""Fixtures that make the figures of all their tests worthless, whichever test had them set up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from pytest_gpumem.spoiled_fixtures import SpoiledFixtures
+
+
+class Device:
+    """One that lost something as often as it is told."""
+
+    def __init__(self):
+        self.clause = None
+
+    def lost(self):
+        clause, self.clause = self.clause, None
+        return clause
+
+
+class Request:
+    """A test's request, which leads to fixtures by name."""
+
+    def __init__(self, **definitions):
+        self._fixture_defs = definitions
+
+    def getfixturevalue(self, argname):
+        return argname
+
+
+def fixture(name: str):
+    # Not the class: by identity, as pytest's definitions are compared.
+    return type("Fixture", (), {"argname": name, "argnames": ()})()
+
+
+def test_using(*fixtures):
+    names = {one.argname: [one] for one in fixtures}
+    return SimpleNamespace(_fixtureinfo=SimpleNamespace(name2fixturedefs=names), _request=None)
+
+
+test_using.__test__ = False
+
+
+def set_up(spoiled, device, one, request=None, clause=None, asks=None):
+    request = request or Request()
+    with spoiled.setting_up(one, request, device):
+        device.clause = clause
+        if asks is not None:
+            request.getfixturevalue(asks)
+
+
+def test_every_test_that_uses_one_is_told_and_no_other_until_it_is_gone():
+    spoiled, device, bad, good = SpoiledFixtures(), Device(), fixture("bad"), fixture("good")
+    set_up(spoiled, device, bad, clause="a value is read")
+    set_up(spoiled, device, good)
+    for _ in range(2):
+        spoiled.begin()
+        assert spoiled.lost(test_using(bad)) == "a value is read (in fixture bad)"
+        assert spoiled.lost(test_using(good)) is None
+    spoiled.forget(bad)
+    assert spoiled.lost(test_using(bad)) is None
+
+
+def test_one_that_asks_for_one_that_is_there_already_is_spoiled_as_well():
+    spoiled, device, bad, by_way = SpoiledFixtures(), Device(), fixture("bad"), fixture("by_way")
+    set_up(spoiled, device, bad, clause="a value is read")
+    request = Request(bad=bad)
+    set_up(spoiled, device, by_way, request, asks="bad")
+    spoiled.begin()
+    assert spoiled.lost(test_using(by_way)) == "a value is read (in fixture bad)"
+    assert "getfixturevalue" not in vars(request)
+
+
+def test_what_was_lost_before_a_fixture_was_asked_for_is_lost_to_the_test_alone():
+    spoiled, device, good = SpoiledFixtures(), Device(), fixture("good")
+    spoiled.begin()
+    device.clause = "a value is read"
+    set_up(spoiled, device, good)
+    assert spoiled.lost(test_using(good)) == "a value is read"
+    spoiled.begin()
+    assert spoiled.lost(test_using(good)) is None
