@@ -66,24 +66,61 @@ def _counting(span: Open, threads: Threads) -> int:
 
 
 def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
-    """Tokens of several threads, of which one runs at a time: backward's among those of whoever waits for it.
+    """Return the tokens of several threads, of which one runs at a time, in order of time and nested.
 
-    The profiler hangs the operators of another thread on what the first one happened to run when they began, or on
-    nothing. Tokens of the same moment stay as they are, and what an operator took stays with it.
+    The profiler hangs the operators of another thread (backward's) on what the first one happened to run when they began,
+    or on nothing. Tokens of the same moment stay as they are, and what an operator took stays with it. A span of another
+    thread that ends a moment after what waited for it (``torch.jit.fork``) ends with that.
     """
     moments: list[int] = []
     begun: list[int] = []
-    for token in tokens:
+    opened_at: dict[int, int] = {}
+    for place, token in enumerate(tokens):
         if isinstance(token, Seen):
             moments.append(moments[-1])
         elif isinstance(token, Close):
+            opened_at[place] = begun.pop()
             # Of a span that did not end the time is none.
-            moments.append(max(token.time_ns, begun.pop()))
+            moments.append(max(token.time_ns, moments[opened_at[place]]))
         else:
             moments.append(token.time_ns)
             if isinstance(token, Open):
-                begun.append(token.time_ns)
-    return [tokens[place] for place in sorted(range(len(tokens)), key=moments.__getitem__)]
+                begun.append(place)
+    return _nested(tokens, sorted(range(len(tokens)), key=moments.__getitem__), opened_at)
+
+
+def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[int, int]) -> list[Token]:
+    """Return ``tokens`` in ``order``, each span within the one that was open when it began.
+
+    A span ends those within it that are still open, but for a mark, which it waits for: marks are the recording thread's.
+    """
+    told: list[Token] = []
+    stack: list[int] = []
+    waiting: set[int] = set()
+    for place in order:
+        token = tokens[place]
+        if not isinstance(token, Close):
+            told.append(token)
+            if isinstance(token, Open):
+                stack.append(place)
+            continue
+        opened = opened_at[place]
+        if opened not in stack:
+            continue
+        within = stack[stack.index(opened) :]
+        if any(_is_mark(tokens[place]) for place in within[1:]):
+            waiting.add(opened)
+            continue
+        del stack[-len(within) :]
+        told.extend(token for _ in within)
+        while stack and stack[-1] in waiting:
+            stack.pop()
+            told.append(token)
+    return told
+
+
+def _is_mark(token: Token) -> bool:
+    return isinstance(token, Open) and token.kind == "mark"
 
 
 def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> list[Token]:

@@ -358,6 +358,24 @@ def test_a_span_of_which_no_end_was_recorded_ends_where_it_began():
     assert in_order_of_time([began, unended, other, Close(8)]) == [began, unended, other, Close(8)]
 
 
+def test_a_span_of_another_thread_ends_with_what_waited_for_it():
+    mark, waiting, forked = Open(1, "mark", "", mark=0), Open(2, "operator", "jit"), Open(3, "operator", "forked")
+    later, operator = Open(10, "mark", "", mark=1), Open(11, "operator", "exp")
+    tree = [mark, waiting, Close(5), Close(7), forked, took(4, A, 8), Close(8), later, operator, Close(12), Close(13)]
+    assert in_order_of_time(tree) == [
+        *(mark, waiting, forked, took(4, A, 8), Close(5), Close(5), Close(7)),
+        *(later, operator, Close(12), Close(13)),
+    ]
+
+
+def test_a_span_of_another_thread_that_nothing_waited_for_ends_no_mark():
+    forked, mark, operator = Open(1, "operator", "forked"), Open(2, "mark", "", mark=0), Open(5, "operator", "exp")
+    tree = [mark, operator, took(6, A, 8), Close(7), Close(8), forked, Close(4), took(9, B, 8)]
+    assert in_order_of_time(tree) == [
+        *(forked, mark, operator, took(6, A, 8), Close(7), Close(8), Close(8), took(9, B, 8)),
+    ]
+
+
 def test_a_node_has_the_number_of_the_operator_that_made_it_on_its_thread_and_of_no_other():
     made = Open(1, "operator", "aten::mul", sequence=7)
     again = Open(2, "operator", "aten::add", sequence=7)
