@@ -260,11 +260,15 @@ def main() -> int:
 
 
 def write(results: list[Result], folder: Path) -> None:
-    """Write the results with the versions that they are of."""
+    """Write the results with the versions that they are of, beside those of other suites with the same versions."""
     place = folder / f"cpu-{platform.machine().lower()}" / "suites.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     versions = {name: version(name) for name in ("torch", "pytest", "numpy", "transformers")}
-    plain = {"python": platform.python_version(), **versions, "suites": [asdict(one) for one in results]}
+    plain: dict[str, object] = {"python": platform.python_version(), **versions}
+    before = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
+    suites = {one["suite"]: one for one in before.pop("suites", ()) if before == plain}
+    suites |= {one.suite: asdict(one) for one in results}
+    plain["suites"] = [suites[suite.name] for suite in SUITES if suite.name in suites]
     place.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
 
 
