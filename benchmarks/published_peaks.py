@@ -350,9 +350,10 @@ def print_wandering(peaks: Sequence[Mapping[str, int]]) -> None:
 
 
 def write_results(runner: Runner, results: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-    """Write a file for each emulated GPU."""
+    """Write a file for each emulated GPU, with torch's release in its name."""
+    release = runner.torch.partition("+")[0]
     for gpu, parts in results.items():
-        path = folder / f"emulated-{gpu}" / "published-peaks.json"
+        path = folder / f"emulated-{gpu}" / f"published-peaks-torch-{release}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**runner.environment(gpu), **parts}, indent=1) + "\n", encoding="utf-8")
         print(f"written: {path}")

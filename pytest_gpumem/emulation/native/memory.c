@@ -59,31 +59,60 @@ int gpumem_device_of(const void *at, int otherwise) {
 
 static int is_ours(const void *at) { return gpumem_device_of(at, -2) != -2; }
 
-/* Device memory lies at the lowest addresses that are free: the driver gives ascending ones, and torch's allocator takes the
-   lower of two free blocks of equal size, so peaks depend on it. */
-static const uintptr_t FIRST_ADDRESS = 0x100000000000, LAST_ADDRESS = 0x600000000000;
+/* Where device memory lies decides peaks before torch 2.13 or so: its allocator takes the lower of two free blocks of equal
+   size. The driver gives address space in units, and fills what an allocation leaves of its last one. That the newest unit is
+   filled first is not documented: ten peaks that a B200's user published are equal to the byte so, allocated and reserved, and
+   in no other order that was tried (docs/architecture.md). */
+static const size_t UNIT = 32 << 20;
+static const uintptr_t FIRST_ADDRESS = 0x100000000000, DEVICE_ADDRESSES = 0x14000000000;
 
-static void *lowest_free(size_t size) {
-    uintptr_t at = FIRST_ADDRESS;
-    for (size_t i = 0; i < region_count; i++) {
-        if (regions[i].at < FIRST_ADDRESS) continue;
-        if (regions[i].at - at >= size) break;
-        at = rounded(regions[i].at + regions[i].size, DEVICE_PAGE);
+/* The lowest room for `size` in a unit of which some is taken; 0 where there is none. */
+static uintptr_t room_in_unit(uintptr_t unit, size_t size) {
+    uintptr_t at = unit;
+    size_t index = until(unit);
+    for (index -= index > 0; index < region_count && regions[index].at < at + size; index++) {
+        uintptr_t end = rounded(regions[index].at + regions[index].size, DEVICE_PAGE);
+        if (end > at) at = end;
     }
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
-    return at + size > LAST_ADDRESS ? MAP_FAILED : mmap((void *)at, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return at + size <= unit + UNIT ? at : 0;
+}
+
+/* An address for `size` bytes of a device, a multiple of the driver's page: in the highest unit that has room beside what is in
+   it, else in the lowest units that nothing is in. */
+static uintptr_t place(size_t size, int device) {
+    uintptr_t first = FIRST_ADDRESS + device * DEVICE_ADDRESSES, last = first + DEVICE_ADDRESSES, looked_at = last;
+    size_t begin = until(first - 1), end = until(last - 1);
+    for (size_t i = end; size < UNIT && i-- > begin;) {
+        uintptr_t of_region[] = {(regions[i].at + regions[i].size - 1) / UNIT * UNIT, regions[i].at / UNIT * UNIT};
+        for (int n = 0; n < 2; n++) {
+            if (of_region[n] >= looked_at) continue;
+            looked_at = of_region[n];
+            uintptr_t at = room_in_unit(looked_at, size);
+            if (at) return at;
+        }
+    }
+    uintptr_t at = first;
+    for (size_t i = begin; i < end; i++) {
+        if (regions[i].at / UNIT * UNIT >= at + size) break;
+        at = rounded(regions[i].at + regions[i].size, UNIT);
+    }
+    return at + size <= last ? at : 0;
+}
+
+static void *map_memory(uintptr_t at, size_t size) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED_NOREPLACE : 0);
+    return mmap((void *)at, size, PROT_READ | PROT_WRITE, flags, -1, 0);
 }
 
 void *gpumem_reserve(size_t bytes, size_t charged, int device) {
     size_t size = rounded(bytes ? bytes : 1, PAGE);
     pthread_mutex_lock(&lock);
-    void *at = device < 0 ? MAP_FAILED : lowest_free(size);
-    pthread_mutex_unlock(&lock);
-    if (at == MAP_FAILED) at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) { gpumem_no_room(bytes); return NULL; }
+    uintptr_t wanted = device < 0 ? 0 : place(rounded(size, DEVICE_PAGE), device);
+    void *at = map_memory(wanted, size);
+    if (at == MAP_FAILED && wanted) at = map_memory(0, size);
+    if (at == MAP_FAILED) { pthread_mutex_unlock(&lock); gpumem_no_room(bytes); return NULL; }
     madvise(at, size, MADV_NOHUGEPAGE);
     madvise(at, size, MADV_DONTDUMP);
-    pthread_mutex_lock(&lock);
     if (region_count == region_room) {
         region_room = region_room ? 2 * region_room : 256;
         regions = realloc(regions, region_room * sizeof *regions);
