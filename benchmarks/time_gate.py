@@ -231,11 +231,11 @@ def show_noise(crew: Crew, trials: int) -> list[Claim]:
 def _claimed(slowdown: Slowdown, load: str) -> float | None:
     """The share of slowdowns that are to be caught; ``None`` where nothing is claimed.
 
-    Where a thread waits for half of the time, half of a busy wait is taken for waiting, and nothing can tell it.
+    Beside a heavy load a planted busy wait makes no step twice as long: it goes on while the thread waits for a core.
     """
     if slowdown.percent < LARGE_SLOWDOWNS[-1]:
         return QUARTER if load in (IDLE, MODERATE, SIMULATED) else None
-    if load == CROWDED or (slowdown.form == WAIT and load == HEAVY):
+    if load == CROWDED or (slowdown.form == WAIT and slowdown.planted and load == HEAVY):
         return None
     return TWICE
 

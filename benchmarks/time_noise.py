@@ -26,8 +26,8 @@ LOADS = (IDLE, MODERATE, HEAVY, CROWDED)
 SIMULATED = "simulated moderate load"
 IDLE_WAITED, IDLE_OTHERS = 0.02, 0.25
 """Of the time, and in cores beside the step's: less is an idle machine."""
-MODERATE_WAITED, MODERATE_OTHERS = 0.20, 0.5
-"""As much is a moderate load, and more a heavy one."""
+MODERATE_WAITED, MODERATE_OTHERS = 0.20, 0.75
+"""As much is a moderate load, and more a heavy one: a neighbour that works half of the time uses up to 0.75 in 5 seconds."""
 HEAVY_WAITED = 0.5
 """More is a machine with more than two processes for each core."""
 WORK, WAIT = "work", "busy wait"
@@ -35,7 +35,12 @@ WORK, WAIT = "work", "busy wait"
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """``percent`` more, of the step's work or as a busy wait: really ``planted``, or reckoned from a run without."""
+    """``percent`` more, of the step's work or as a busy wait: really ``planted``, or reckoned from a run without.
+
+    A planted wait is as long beside any load as where nothing is at work: beside a heavy one the step takes less than
+    ``percent`` longer, since a wait on the clock ends while the thread waits for a core. A reckoned one is a share of what
+    the step takes beside its load.
+    """
 
     form: str
     percent: int
@@ -95,7 +100,7 @@ def slower(recording: Recording, chance: random.Random, slowdown: Slowdown, load
     ):
         series = now.series[step]
         if not slowdown.planted:
-            series = longer(series, work, wait / 100 * drawn.seconds(step))
+            series = longer(series, work, wait / 100 * statistics.median(series.seconds))
         yield drawn.trial(chance, now, step, series, BASELINE_RUNS, only_measures=True)
 
 
@@ -130,10 +135,6 @@ class _Drawn:
             return
         for _ in range(count):
             yield chance.choice(fitting)
-
-    def seconds(self, step: str) -> float:
-        """Of the step where nothing is at work, nearly: of the fastest round of each run, the median."""
-        return statistics.median(min(run.series[step].seconds) for run in self._plain if run.load == "quiet")
 
     def trial(
         self, chance: random.Random, now: Run, step: str, series: Series, runs: int, *, only_measures: bool = False

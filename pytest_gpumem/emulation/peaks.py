@@ -13,7 +13,7 @@ from pytest_gpumem.devices.torch_internals import cuda_snapshot, start_cuda_hist
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 MOST_LINES = 8
 _OURS = str(Path(__file__).parents[1])
@@ -83,38 +83,67 @@ def tell_at_the_end() -> None:
 
 
 def _begin() -> None:
-    start_cuda_history()
-    atexit.register(_tell)
-
-
-def _tell() -> None:
     import torch
 
+    # Another allocator than torch's own keeps no history, and may keep no statistics.
+    if torch.cuda.memory.get_allocator_backend() == "native":
+        start_cuda_history()
+        atexit.register(_tell, _peaks_with_lines)
+    else:
+        atexit.register(_tell, _peaks_alone)
+
+
+def _tell(peaks: Callable[[], Iterator[str]]) -> None:
     from pytest_gpumem.emulation.load import current_emulation
 
+    for said in peaks():
+        _say(said)
+    emulation = current_emulation()
+    lacking = None if emulation is None else emulation.cudnn.lacking()
+    if lacking is not None:
+        _say(f"gpumem: peaks may be too low: {lacking}")
+
+
+def _peaks_with_lines() -> Iterator[str]:
+    import torch
+
     torchs = str(Path(torch.__file__).parent)
-    snapshot = cuda_snapshot()
-    for device, trace in enumerate(snapshot["device_traces"]):
+    for device, trace in enumerate(cuda_snapshot()["device_traces"]):
         peak = at_peak(trace, torchs)
         if not peak.nbytes:
             continue
-        reserved = torch.cuda.max_memory_reserved(device)
-        name = torch.cuda.get_device_name(device)
         # A program may have reset its statistics, and blocks are rounded up in these only.
-        allocated = format_bytes(max(peak.nbytes, torch.cuda.max_memory_allocated(device)))
-        said = [
-            f"gpumem: {name}, cuda:{device}: peak {allocated} allocated, {format_bytes(reserved)} reserved. Live then:"
-        ]
+        allocated = max(peak.nbytes, torch.cuda.max_memory_allocated(device))
+        said = [f"{_peak(device, allocated)}. Live then:"]
         lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))
         said += [f"  {format_bytes(size):>10}  {peak.blocks[line]:>5} x  {line}" for line, size in lines[:MOST_LINES]]
         if len(lines) > MOST_LINES:
             rest = sum(size for _, size in lines[MOST_LINES:])
             said.append(f"  {format_bytes(rest):>10}  at {len(lines) - MOST_LINES} other lines")
-        _say("\n".join(said))
-    emulation = current_emulation()
-    lacking = None if emulation is None else emulation.cudnn.lacking()
-    if lacking is not None:
-        _say(f"gpumem: peaks may be too low: {lacking}")
+        yield "\n".join(said)
+
+
+def _peaks_alone() -> Iterator[str]:
+    """The peaks that the program's allocator keeps itself, since the program last reset them."""
+    import torch
+
+    backend = torch.cuda.memory.get_allocator_backend()
+    try:
+        peaks = [torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())]
+    except RuntimeError:
+        yield f"gpumem: no peaks: the program's allocator ({backend}) keeps no statistics"
+        return
+    for device, allocated in enumerate(peaks):
+        if allocated:
+            yield f"{_peak(device, allocated)}. What was live then is not known: the allocator ({backend}) keeps no history"
+
+
+def _peak(device: int, allocated: int) -> str:
+    import torch
+
+    reserved = format_bytes(torch.cuda.max_memory_reserved(device))
+    name = torch.cuda.get_device_name(device)
+    return f"gpumem: {name}, cuda:{device}: peak {format_bytes(allocated)} allocated, {reserved} reserved"
 
 
 def _say(text: str) -> None:

@@ -9,19 +9,57 @@ import sys
 from tests.emulated.conftest import REPOSITORY
 
 
+def emulated(tmp_path, source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as ``train.py``."""
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest_gpumem.cli.main", "emulate", "l4", "--", sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
 def test_any_program_runs_on_one_and_its_peaks_are_told(tmp_path):
-    (tmp_path / "train.py").write_text(
+    done = emulated(
+        tmp_path,
         "import torch\n\n\ndef work():\n    kept = torch.empty(10**9, dtype=torch.uint8, device='cuda')\n"
         "    del kept\n\n\nwork()\nprint(torch.cuda.get_device_name())\nraise SystemExit(3)\n",
-        encoding="utf-8",
-    )
-    emulate = [sys.executable, "-m", "pytest_gpumem.cli.main", "emulate", "l4", "--", sys.executable, "train.py"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        emulate, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 3, done.stderr
     assert done.stdout == "NVIDIA L4 (emulated)\n"
     assert "gpumem: NVIDIA L4 (emulated), cuda:0: peak 1.00 GB allocated, " in done.stderr
     assert "1.00 GB      1 x  " in done.stderr
     assert "train.py:5 work" in done.stderr
+
+
+def test_peaks_are_told_of_the_drivers_own_allocator_too_without_lines(tmp_path):
+    source = "import torch\nkept = torch.empty(10**9, dtype=torch.uint8, device='cuda')\n"
+    done = emulated(tmp_path, source, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    assert done.returncode == 0, done.stderr
+    assert "gpumem: NVIDIA L4 (emulated), cuda:0: peak 1.00 GB allocated, " in done.stderr
+    assert "What was live then is not known: the allocator (cudaMallocAsync) keeps no history" in done.stderr
+
+
+ALLOCATOR = """
+#include <stdlib.h>
+void *take(long size, int device, void *stream) { return malloc(size); }
+void give(void *at, long size, int device, void *stream) { free(at); }
+"""
+
+
+def test_a_program_with_an_allocator_of_its_own_runs_and_is_told_that_there_are_no_peaks(tmp_path):
+    (tmp_path / "allocator.c").write_text(ALLOCATOR, encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "allocator.so", "allocator.c"], cwd=tmp_path, check=True)
+    source = (
+        "import torch\n"
+        "own = torch.cuda.memory.CUDAPluggableAllocator('./allocator.so', 'take', 'give')\n"
+        "torch.cuda.memory.change_current_allocator(own)\n"
+        "kept = torch.empty(1000, dtype=torch.uint8, device='cuda')\n"
+    )
+    done = emulated(tmp_path, source)
+    assert done.returncode == 0, done.stderr
+    assert "gpumem: no peaks: the program's allocator (pluggable) keeps no statistics" in done.stderr
