@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -247,6 +248,8 @@ class Run:
     context: int
     group: int = 0
     """Blocks under one checkpoint; 0: none are."""
+    ranks: int = 1
+    """GPUs that share a batch, of which this is the first; each gradient is summed over them after backward."""
 
 
 def make_step(run: Run) -> Callable[[dict[str, int] | None], torch.Tensor]:
@@ -258,11 +261,15 @@ def make_step(run: Run) -> Callable[[dict[str, int] | None], torch.Tensor]:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    if run.ranks > 1:
+        # The others are emulated by this process: they do as it does.
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=run.ranks)
     with torch.device("cuda"):
         model = LanguageModel(SIZES[run.size], run.context, run.group)
     optimizer = LoopedAdamW(model.parameters())
-    tokens = torch.randint(VOCABULARY, (BATCH, run.context), device="cuda")
-    targets = torch.randint(VOCABULARY, (BATCH, run.context), device="cuda")
+    rows = BATCH // run.ranks
+    tokens = torch.randint(VOCABULARY, (rows, run.context), device="cuda")
+    targets = torch.randint(VOCABULARY, (rows, run.context), device="cuda")
 
     def step(stages: dict[str, int] | None) -> torch.Tensor:
         def tell(stage: str) -> None:
@@ -279,6 +286,9 @@ def make_step(run: Run) -> Callable[[dict[str, int] | None], torch.Tensor]:
         if run.mode == "forward":
             return logits[0, 0, 0].detach()
         loss.backward()
+        if run.ranks > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
         tell("after_backward_allocated")
         if run.mode == "train":
             optimizer.step()

@@ -81,6 +81,7 @@ class Case:
     mode: str
     context: int
     group: int
+    ranks: int
     gpu: str
     source: str
     published: dict[str, Figure] = field(compare=False)
@@ -88,7 +89,8 @@ class Case:
     @property
     def name(self) -> str:
         grouped = f", {self.group} under a checkpoint" if self.group else ""
-        return f"{self.size} {self.precision} {self.mode} s{self.context}{grouped}"
+        shared = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.size} {self.precision} {self.mode} s{self.context}{grouped}{shared}"
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,13 @@ def _case(row: Mapping[str, str], published: dict[str, Figure]) -> Case:
     context = int(re.findall(r"\bs(\d+)\b", text)[0])
     every = re.findall(r"every (\d+) block", text)
     segments = re.findall(r"checkpoint_segments=(\d+)", text)
+    ranks = re.findall(r"\b(\d+) ranks", text)
     blocks = 32  # only xl is checkpointed
     group = int(every[0]) if every else -(-blocks // int(segments[0])) if segments else 0
     mode, precision = one_of("forward", "backward", "train"), one_of("fp32", "bf16")
     source = f"{row['source']} {row['path']}"
-    return Case(one_of("small", "medium", "xl"), precision, mode, context, group, row["gpu"], source, published)
+    size, shared = one_of("small", "medium", "xl"), int(ranks[0]) if ranks else 1
+    return Case(size, precision, mode, context, group, shared, row["gpu"], source, published)
 
 
 def liger_rows() -> list[dict[str, str]]:
@@ -275,7 +279,8 @@ def compare_cs336(runner: Runner, only: str, into: dict[str, dict[str, Any]]) ->
             continue
         gpu = EMULATED_BY[case.gpu]
         run = {name: value for name, value in asdict(case).items() if name not in ("gpu", "source", "published")}
-        figures = runner.run("run_case", gpu, own_workspace=False, run=run)
+        gpus = f"{gpu}x{case.ranks}" if case.ranks > 1 else gpu
+        figures = runner.run("run_case", gpus, own_workspace=False, run=run)
         name = case.name if gpu == "b200" else f"{case.name} (A800)"
         these = [Compared(name, metric, figures[metric], figure) for metric, figure in case.published.items()]
         compared += these

@@ -13,7 +13,6 @@ from pytest_gpumem.advice import trial
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.config import StepConfig
-from tests.heap import own_objects_out_of_sight
 
 MODELS = """
 import torch
@@ -95,8 +94,7 @@ def advise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "advised_models", raising=False)
-    with own_objects_out_of_sight():
-        yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
+    yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
     for name in ("advised_models", "advised_few"):
         sys.modules.pop(name, None)
 

@@ -13,7 +13,6 @@ from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
 from tests.explain.recorder import Recorder
-from tests.heap import own_objects_out_of_sight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,13 +22,12 @@ if TYPE_CHECKING:
 def opened() -> Iterator[Recorder]:
     """A recorder on an open device, with Python's collector off as in every step that is measured."""
     device = CpuDevice()
-    with own_objects_out_of_sight():
-        device.open()
-        try:
-            with cyclic_collector_off():
-                yield Recorder(device, Sites(Path(__file__).parent))
-        finally:
-            device.close()
+    device.open()
+    try:
+        with cyclic_collector_off():
+            yield Recorder(device, Sites(Path(__file__).parent))
+    finally:
+        device.close()
 
 
 @pytest.fixture

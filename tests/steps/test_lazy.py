@@ -45,7 +45,7 @@ class PartlyUsed(Lazy):
 
 
 @pytest.fixture
-def bench(_own_objects_out_of_sight):
+def bench():
     device = CpuDevice()
     device.open()
     yield Bench(device, Windows(device), allowance=None)
