@@ -21,6 +21,7 @@ import corpus_refactorings
 from corpus_judge import BrokenCase, Case, Refactoring, Shown, refactoring_shown, regression_shown
 from corpus_project import EditError
 
+from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import growth_lines
@@ -127,11 +128,12 @@ def open_device() -> Iterator[CpuDevice]:
     device.open()
     # Every recording ends with a collection, which would look at all that transformers imports.
     gc.collect()
-    gc.freeze()
+    heap = FrozenHeap()
+    heap.freeze()
     try:
         yield device
     finally:
-        gc.unfreeze()
+        heap.thaw()
         device.close()
 
 

@@ -266,7 +266,8 @@ def write(results: list[Result], folder: Path) -> None:
     versions = {name: version(name) for name in ("torch", "pytest", "numpy", "transformers")}
     plain: dict[str, object] = {"python": platform.python_version(), **versions}
     before = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
-    suites = {one["suite"]: one for one in before.pop("suites", ()) if before == plain}
+    earlier = before.pop("suites", [])
+    suites = {one["suite"]: one for one in earlier if before == plain}
     suites |= {one.suite: asdict(one) for one in results}
     plain["suites"] = [suites[suite.name] for suite in SUITES if suite.name in suites]
     place.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")

@@ -64,9 +64,9 @@ def load_of(series: Series, cores: int) -> str:
     return HEAVY if waited <= HEAVY_WAITED else CROWDED
 
 
-def longer(series: Series, percent: int, wait: float = 0.0) -> Series:
-    """The series of a step that has ``percent`` more work, or waits ``wait`` seconds more, with the same share of the load."""
-    factors = [1 + percent / 100 + wait / seconds for seconds in series.seconds]
+def longer(series: Series, work: float = 0.0, wait: float = 0.0) -> Series:
+    """The series of a step with a share of ``work`` more, or ``wait`` seconds, and the same share of the load."""
+    factors = [1 + work + wait / seconds for seconds in series.seconds]
     readings = [series.readings[0]]
     for factor, (before, after) in zip(factors, itertools.pairwise(series.readings), strict=True):
         grown = {
@@ -80,6 +80,14 @@ def longer(series: Series, percent: int, wait: float = 0.0) -> Series:
         tuple(seconds * factor for seconds, factor in zip(series.seconds, factors, strict=True)),
         tuple(readings),
     )
+
+
+def reckoned(series: Series, slowdown: Slowdown) -> Series:
+    """The series of the step with a slowdown, beside the same load."""
+    share = slowdown.percent / 100
+    if slowdown.form == WORK:
+        return longer(series, share)
+    return longer(series, wait=share * statistics.median(series.seconds))
 
 
 def itself(recording: Recording, chance: random.Random, load: str, count: int) -> Iterator[Trial]:
@@ -100,7 +108,7 @@ def slower(recording: Recording, chance: random.Random, slowdown: Slowdown, load
     ):
         series = now.series[step]
         if not slowdown.planted:
-            series = longer(series, work, wait / 100 * statistics.median(series.seconds))
+            series = reckoned(series, slowdown)
         yield drawn.trial(chance, now, step, series, BASELINE_RUNS, only_measures=True)
 
 
@@ -109,9 +117,7 @@ def simulated(chance: random.Random, slowdown: Slowdown | None, count: int) -> I
     for _ in range(count):
         trial = moderate_load(chance, BASELINE_RUNS)
         if slowdown is not None:
-            quiet = min(trial.now.seconds)
-            work, wait = (slowdown.percent, 0.0) if slowdown.form == WORK else (0, slowdown.percent / 100 * quiet)
-            now = longer(trial.now, work, wait)
+            now = reckoned(trial.now, slowdown)
             trial = replace(trial, now=now, next=now)
         yield trial
 

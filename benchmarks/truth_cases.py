@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from truth_models import Subject, subjects
 
-from pytest_gpumem.collector import cyclic_collector_off
+from pytest_gpumem.collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.bench import Bench
@@ -124,11 +123,12 @@ def is_out_of_memory(error: Exception) -> bool:
 @contextmanager
 def _collections_made_short() -> Iterator[None]:
     """Every step ends with a collection, which would look at all that transformers imports: more work than the step."""
-    gc.freeze()
+    heap = FrozenHeap()
+    heap.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        heap.thaw()
 
 
 def _first_line(error: Exception) -> str:

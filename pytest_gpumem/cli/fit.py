@@ -66,6 +66,10 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
         if found:
             _say(found, arguments, INTERRUPTED, as_json=as_json)
         sys.exit(INTERRUPTED)
+    if found[0].plain.without_statistics:
+        raise WrongInput(
+            "it cannot be told what the program takes: it has an allocator of its own, which keeps no statistics"
+        )
     if found[0].plain.outcome is Outcome.UNUSED:
         raise WrongInput("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
     status = exit_status(found, every=bool(words))

@@ -70,7 +70,7 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
 
     The profiler hangs the operators of another thread (backward's) on what the first one happened to run when they began,
     or on nothing. Tokens of the same moment stay as they are, and what an operator took stays with it. A span of another
-    thread that ends a moment after what waited for it (``torch.jit.fork``) ends with that.
+    thread may end a moment after what waited for it (``torch.jit.fork``): with the mark that both are in, at the latest.
     """
     moments: list[int] = []
     begun: list[int] = []
@@ -90,13 +90,14 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
 
 
 def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[int, int]) -> list[Token]:
-    """Return ``tokens`` in ``order``, each span within the one that was open when it began.
+    """Return ``tokens`` in ``order``, with spans that nest.
 
-    A span ends those within it that are still open, but for a mark, which it waits for: marks are the recording thread's.
+    A mark, which is the recording thread's, ends the spans within it that are still open. Any other span waits for them: of two
+    threads nothing tells which one's an allocation is.
     """
     told: list[Token] = []
     stack: list[int] = []
-    waiting: set[int] = set()
+    ended: set[int] = set()
     for place in order:
         token = tokens[place]
         if not isinstance(token, Close):
@@ -105,15 +106,10 @@ def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[in
                 stack.append(place)
             continue
         opened = opened_at[place]
-        if opened not in stack:
-            continue
-        within = stack[stack.index(opened) :]
-        if any(_is_mark(tokens[place]) for place in within[1:]):
-            waiting.add(opened)
-            continue
-        del stack[-len(within) :]
-        told.extend(token for _ in within)
-        while stack and stack[-1] in waiting:
+        if opened in stack and _is_mark(tokens[opened]):
+            ended.update(stack[stack.index(opened) :])
+        ended.add(opened)
+        while stack and stack[-1] in ended:
             stack.pop()
             told.append(token)
     return told

@@ -13,7 +13,9 @@ from pytest_gpumem.devices.torch_internals import cuda_snapshot, start_cuda_hist
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.emulation.kept_peaks import KeptPeaks
 
 MOST_LINES = 8
 _OURS = str(Path(__file__).parents[1])
@@ -85,26 +87,37 @@ def tell_at_the_end() -> None:
 def _begin() -> None:
     import torch
 
-    # Another allocator than torch's own keeps no history, and may keep no statistics.
-    if torch.cuda.memory.get_allocator_backend() == "native":
+    from pytest_gpumem.emulation.kept_peaks import KeptPeaks
+
+    peaks = KeptPeaks()
+    peaks.begin()
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend == "native":
         start_cuda_history()
-        atexit.register(_tell, _peaks_with_lines)
-    else:
-        atexit.register(_tell, _peaks_alone)
+    atexit.register(_tell, peaks, backend)
 
 
-def _tell(peaks: Callable[[], Iterator[str]]) -> None:
+def _tell(peaks: KeptPeaks, backend: str) -> None:
+    from pytest_gpumem.emulation.kept_peaks import keeps_statistics
     from pytest_gpumem.emulation.load import current_emulation
 
-    for said in peaks():
-        _say(said)
+    peaks.look()
+    if not keeps_statistics():
+        _say(f"gpumem: no peaks: the program's allocator ({backend}) keeps no statistics")
+    elif backend == "native":
+        _tell_with_lines(peaks)
+    else:
+        for device, allocated in sorted(peaks.allocated.items()):
+            if allocated:
+                said = _peak(device, allocated, peaks.reserved[device])
+                _say(f"{said}. What was live then is not known: the allocator ({backend}) keeps no history")
     emulation = current_emulation()
     lacking = None if emulation is None else emulation.cudnn.lacking()
     if lacking is not None:
         _say(f"gpumem: peaks may be too low: {lacking}")
 
 
-def _peaks_with_lines() -> Iterator[str]:
+def _tell_with_lines(peaks: KeptPeaks) -> None:
     import torch
 
     torchs = str(Path(torch.__file__).parent)
@@ -112,38 +125,22 @@ def _peaks_with_lines() -> Iterator[str]:
         peak = at_peak(trace, torchs)
         if not peak.nbytes:
             continue
-        # A program may have reset its statistics, and blocks are rounded up in these only.
-        allocated = max(peak.nbytes, torch.cuda.max_memory_allocated(device))
-        said = [f"{_peak(device, allocated)}. Live then:"]
+        # Blocks are rounded up in statistics only.
+        allocated = max(peak.nbytes, peaks.allocated[device])
+        said = [f"{_peak(device, allocated, peaks.reserved[device])}. Live then:"]
         lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))
         said += [f"  {format_bytes(size):>10}  {peak.blocks[line]:>5} x  {line}" for line, size in lines[:MOST_LINES]]
         if len(lines) > MOST_LINES:
             rest = sum(size for _, size in lines[MOST_LINES:])
             said.append(f"  {format_bytes(rest):>10}  at {len(lines) - MOST_LINES} other lines")
-        yield "\n".join(said)
+        _say("\n".join(said))
 
 
-def _peaks_alone() -> Iterator[str]:
-    """The peaks that the program's allocator keeps itself, since the program last reset them."""
+def _peak(device: int, allocated: int, reserved: int) -> str:
     import torch
 
-    backend = torch.cuda.memory.get_allocator_backend()
-    try:
-        peaks = [torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())]
-    except RuntimeError:
-        yield f"gpumem: no peaks: the program's allocator ({backend}) keeps no statistics"
-        return
-    for device, allocated in enumerate(peaks):
-        if allocated:
-            yield f"{_peak(device, allocated)}. What was live then is not known: the allocator ({backend}) keeps no history"
-
-
-def _peak(device: int, allocated: int) -> str:
-    import torch
-
-    reserved = format_bytes(torch.cuda.max_memory_reserved(device))
     name = torch.cuda.get_device_name(device)
-    return f"gpumem: {name}, cuda:{device}: peak {format_bytes(allocated)} allocated, {reserved} reserved"
+    return f"gpumem: {name}, cuda:{device}: peak {format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved"
 
 
 def _say(text: str) -> None:

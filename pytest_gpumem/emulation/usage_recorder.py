@@ -8,20 +8,18 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 
-from pytest_gpumem.devices.reset_guard import before_each_reset
 from pytest_gpumem.devices.torch_internals import (
     expandable_segments_are_on,
     observe_out_of_memory,
     when_cuda_begins,
 )
+from pytest_gpumem.emulation.kept_peaks import KeptPeaks, keeps_statistics
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, to_text
 from pytest_gpumem.emulation.values import current
@@ -53,18 +51,16 @@ class _Recorder:
         self._folder = folder
         self._process: int | None = None
         self._began = 0
-        self._allocated: Counter[int] = Counter()
-        self._reserved: Counter[int] = Counter()
+        self._peaks = KeptPeaks()
         self._times = 0
         self._ran_out: RanOut | None = None
-        # Entered for good, and left while torch is still there.
-        self._entered = ExitStack()
 
     def begin(self) -> None:
         self._process, self._began = os.getpid(), time.monotonic_ns()
         self._write(None)
-        self._entered.enter_context(before_each_reset(self._see))
-        observe_out_of_memory(self._out_of_memory)
+        self._peaks.begin()
+        if keeps_statistics():
+            observe_out_of_memory(self._out_of_memory)
         atexit.register(self._end)
         leave = os._exit
 
@@ -73,12 +69,6 @@ class _Recorder:
             leave(status)
 
         os._exit = end_and_leave
-
-    def _see(self) -> None:
-        """Keep the peaks, which the program may reset."""
-        for device in range(torch.cuda.device_count()):
-            self._allocated[device] = max(self._allocated[device], torch.cuda.max_memory_allocated(device))
-            self._reserved[device] = max(self._reserved[device], torch.cuda.max_memory_reserved(device))
 
     def _out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
         self._times += 1
@@ -93,9 +83,9 @@ class _Recorder:
             self._write(time.monotonic_ns())
 
     def _write(self, ended: int | None) -> None:
-        self._see()
+        self._peaks.look()
         values, emulation = current(), current_emulation()
-        used = [device for device, reserved in self._reserved.items() if reserved]
+        used = [device for device, reserved in self._peaks.reserved.items() if reserved]
         usage = ProcessUsage(
             began=self._began,
             ended=ended,
@@ -104,13 +94,14 @@ class _Recorder:
             ran_out=self._ran_out,
             expandable=bool(used) and expandable_segments_are_on(),
             unknown=values.first_trouble if values is not None else None,
+            without_statistics=not keeps_statistics(),
             lacking=emulation.cudnn.lacking() if emulation is not None else None,
         )
         write_whole(self._folder / f"{self._process}-{self._began}.json", to_text(usage))
 
     def _of_device(self, device: int) -> DeviceUsage:
         retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-        return DeviceUsage(_number(device), self._allocated[device], self._reserved[device], retries)
+        return DeviceUsage(_number(device), self._peaks.allocated[device], self._peaks.reserved[device], retries)
 
 
 def _number(device: int) -> int:

@@ -69,6 +69,8 @@ class Found:
     """Of what it said, where the program failed with another error."""
     expandable: bool = False
     unknown: str | None = None
+    without_statistics: bool = False
+    """Whether an allocator of the program's own keeps none, so that nothing is known of what it took."""
     lacking: str | None = None
     """Why what was taken may be too low, as a clause, where the workspaces of convolutions are not in it."""
     killed: int = 0
@@ -140,6 +142,7 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
         last_lines=tuple(lines[-_MOST_LINES:]) if failed and not raised else (),
         expandable=any(one.expandable for one in run.processes),
         unknown=next((one.unknown for one in run.processes if one.unknown), None),
+        without_statistics=any(one.without_statistics for one in run.processes),
         lacking=next((one.lacking for one in run.processes if one.lacking), None),
         killed=sum(one.ended is None for one in run.processes),
     )

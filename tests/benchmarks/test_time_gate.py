@@ -360,7 +360,8 @@ def test_no_baseline_run_is_a_neighbour_of_the_run_that_is_judged() -> None:
         (0.0, 0.2, time_noise.IDLE),
         (0.0, 0.5, time_noise.MODERATE),
         (0.2, 0.6, time_noise.MODERATE),
-        (0.0, 1.0, time_noise.HEAVY),
+        (0.0, 0.7, time_noise.MODERATE),
+        (0.0, 0.8, time_noise.HEAVY),
         (0.4, 1.4, time_noise.HEAVY),
         (0.7, 1.7, time_noise.CROWDED),
     ],
@@ -371,12 +372,12 @@ def test_a_series_says_itself_what_was_at_work(waited: float, others: float, loa
     assert time_noise.load_of(replace(series, readings=readings), CORES) == load
 
 
-@pytest.mark.parametrize(("percent", "wait"), [(100, 0.0), (0, STEP)])
-def test_a_slowdown_that_is_reckoned_makes_rounds_longer_beside_the_same_load(percent: int, wait: float) -> None:
+@pytest.mark.parametrize(("work", "wait"), [(1.0, 0.0), (0.0, STEP)])
+def test_a_slowdown_that_is_reckoned_makes_rounds_longer_beside_the_same_load(work: float, wait: float) -> None:
     series = steady(waited=0.3)
-    slow = time_noise.longer(series, percent, wait)
+    slow = time_noise.longer(series, work, wait)
     for before, after in zip(series.seconds, slow.seconds, strict=True):
-        assert after == pytest.approx(before * (1 + percent / 100) + wait)
+        assert after == pytest.approx(before * (1 + work) + wait)
     last = slow.readings[-1]
     assert last.at == pytest.approx(sum(slow.seconds))
     assert last.waited == pytest.approx(0.3 * last.at)
@@ -426,6 +427,12 @@ def test_a_slower_step_is_compared_with_runs_that_would_be_accepted(form: str, i
         assert ours(one) == "fails"
 
 
+def test_a_wait_that_is_reckoned_makes_the_step_so_much_longer_beside_its_load() -> None:
+    slowdown = time_noise.Slowdown(time_noise.WAIT, 100, planted=False)
+    for one in time_noise.slower(noisy_recording(), random.Random(0), slowdown, time_noise.CROWDED, 20):
+        assert statistics.median(one.now.seconds) == pytest.approx(8 * STEP, rel=0.02)
+
+
 def test_beside_a_simulated_moderate_load_slowdowns_fail_and_nothing_else_does() -> None:
     twice, none = time_noise.Slowdown(time_noise.WORK, 100, planted=False), None
     for slowdown, outcome in ((twice, {"fails"}), (none, {"passes", "uncertain"})):
@@ -438,6 +445,7 @@ def test_nothing_is_claimed_of_waits_that_hide_in_waiting_and_everything_is_of_s
     assert time_gate._claimed(work, time_noise.HEAVY) == time_gate.TWICE
     assert time_gate._claimed(wait, time_noise.HEAVY) is None
     assert time_gate._claimed(wait, time_noise.MODERATE) == time_gate.TWICE
+    assert time_gate._claimed(replace(wait, planted=False), time_noise.HEAVY) == time_gate.TWICE
     quarter = replace(work, percent=25)
     assert time_gate._claimed(quarter, time_noise.MODERATE) == time_gate.QUARTER
     assert time_gate._claimed(quarter, time_noise.HEAVY) is None

@@ -358,13 +358,22 @@ def test_a_span_of_which_no_end_was_recorded_ends_where_it_began():
     assert in_order_of_time([began, unended, other, Close(8)]) == [began, unended, other, Close(8)]
 
 
-def test_a_span_of_another_thread_ends_with_what_waited_for_it():
+def test_a_span_of_another_thread_ends_with_the_mark_that_waited_for_it_at_the_latest():
     mark, waiting, forked = Open(1, "mark", "", mark=0), Open(2, "operator", "jit"), Open(3, "operator", "forked")
     later, operator = Open(10, "mark", "", mark=1), Open(11, "operator", "exp")
     tree = [mark, waiting, Close(5), Close(7), forked, took(4, A, 8), Close(8), later, operator, Close(12), Close(13)]
     assert in_order_of_time(tree) == [
-        *(mark, waiting, forked, took(4, A, 8), Close(5), Close(5), Close(7)),
+        *(mark, waiting, forked, took(4, A, 8), Close(7), Close(7), Close(7)),
         *(later, operator, Close(12), Close(13)),
+    ]
+
+
+def test_an_operator_that_begins_before_another_thread_has_left_its_span_is_told_whole():
+    mark, waiting, forked = Open(1, "mark", "", mark=0), Open(2, "operator", "jit"), Open(3, "operator", "forked")
+    operator = Open(6, "operator", "exp")
+    tree = [mark, waiting, Close(5), operator, took(9, B, 8), Close(10), Close(12), forked, took(4, A, 8), Close(8)]
+    assert in_order_of_time(tree) == [
+        *(mark, waiting, forked, took(4, A, 8), operator, took(9, B, 8), Close(10), Close(10), Close(10), Close(12)),
     ]
 
 

@@ -37,7 +37,10 @@ def test_any_program_runs_on_one_and_its_peaks_are_told(tmp_path):
 
 
 def test_peaks_are_told_of_the_drivers_own_allocator_too_without_lines(tmp_path):
-    source = "import torch\nkept = torch.empty(10**9, dtype=torch.uint8, device='cuda')\n"
+    source = (
+        "import torch\nlarge = torch.empty(10**9, dtype=torch.uint8, device='cuda')\n"
+        "del large\ntorch.cuda.reset_peak_memory_stats()\n"
+    )
     done = emulated(tmp_path, source, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     assert done.returncode == 0, done.stderr
     assert "gpumem: NVIDIA L4 (emulated), cuda:0: peak 1.00 GB allocated, " in done.stderr
@@ -51,7 +54,7 @@ void give(void *at, long size, int device, void *stream) { free(at); }
 """
 
 
-def test_a_program_with_an_allocator_of_its_own_runs_and_is_told_that_there_are_no_peaks(tmp_path):
+def test_a_program_with_an_allocator_of_its_own_runs_and_has_no_peaks(tmp_path):
     (tmp_path / "allocator.c").write_text(ALLOCATOR, encoding="utf-8")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "allocator.so", "allocator.c"], cwd=tmp_path, check=True)
     source = (
@@ -63,3 +66,15 @@ def test_a_program_with_an_allocator_of_its_own_runs_and_is_told_that_there_are_
     done = emulated(tmp_path, source)
     assert done.returncode == 0, done.stderr
     assert "gpumem: no peaks: the program's allocator (pluggable) keeps no statistics" in done.stderr
+    fit = [sys.executable, "-m", "pytest_gpumem.cli.main", "fit", "--gpu", "l4", "train.py"]
+    done = subprocess.run(
+        fit,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Error: it cannot be told what the program takes: it has an allocator of its own" in done.stderr

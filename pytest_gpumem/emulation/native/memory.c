@@ -59,12 +59,10 @@ int gpumem_device_of(const void *at, int otherwise) {
 
 static int is_ours(const void *at) { return gpumem_device_of(at, -2) != -2; }
 
-/* Where device memory lies decides peaks before torch 2.13 or so: its allocator takes the lower of two free blocks of equal
-   size. The driver gives address space in units, and fills what an allocation leaves of its last one. That the newest unit is
-   filled first is not documented: ten peaks that a B200's user published are equal to the byte so, allocated and reserved, and
-   in no other order that was tried (docs/architecture.md). */
+/* Where device memory lies decides peaks where torch's allocator takes the lower of two free blocks of equal size. Units, and
+   that the newest is filled first, are in no documentation: by what evidence is in docs/architecture.md. */
 static const size_t UNIT = 32 << 20;
-static const uintptr_t FIRST_ADDRESS = 0x100000000000, DEVICE_ADDRESSES = 0x14000000000;
+static const uintptr_t FIRST_ADDRESS = 0x100000000000, LAST_ADDRESS = 0x600000000000;
 
 /* The lowest room for `size` in a unit of which some is taken; 0 where there is none. */
 static uintptr_t room_in_unit(uintptr_t unit, size_t size) {
@@ -80,7 +78,8 @@ static uintptr_t room_in_unit(uintptr_t unit, size_t size) {
 /* An address for `size` bytes of a device, a multiple of the driver's page: in the highest unit that has room beside what is in
    it, else in the lowest units that nothing is in. */
 static uintptr_t place(size_t size, int device) {
-    uintptr_t first = FIRST_ADDRESS + device * DEVICE_ADDRESSES, last = first + DEVICE_ADDRESSES, looked_at = last;
+    size_t each = (LAST_ADDRESS - FIRST_ADDRESS) / gpumem_gpu.count / UNIT * UNIT;
+    uintptr_t first = FIRST_ADDRESS + device * each, last = first + each, looked_at = last;
     size_t begin = until(first - 1), end = until(last - 1);
     for (size_t i = end; size < UNIT && i-- > begin;) {
         uintptr_t of_region[] = {(regions[i].at + regions[i].size - 1) / UNIT * UNIT, regions[i].at / UNIT * UNIT};
@@ -135,8 +134,8 @@ int gpumem_unreserve(void *at) {
     memmove(regions + index, regions + index + 1, (region_count - index - 1) * sizeof *regions);
     region_count--;
     if (gone.device >= 0) used[gone.device] -= gone.charged;
+    munmap((void *)gone.at, gone.size); /* before another thread may be given the address */
     pthread_mutex_unlock(&lock);
-    munmap((void *)gone.at, gone.size);
     return 1;
 }
 
