@@ -122,6 +122,17 @@ class Collecting:
     def pytest_report_header(self) -> str | None:
         return self.session().header() if SESSION in self._config.stash else None
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        if SESSION in self._config.stash and collector.parent is not None:
+            self.session().has_collected(collector.parent)
+        report = yield
+        if SESSION in self._config.stash:
+            self.session().has_collected(collector)
+        return report
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.passed and "::" not in report.nodeid:
             self._files.add(report.nodeid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +74,19 @@ class GpumemSession:
         if others:
             items[:] = [item for item in items if is_measured(item)]
             self._config.hook.pytest_deselected(items=others)
+
+    def has_collected(self, node: pytest.Collector) -> None:
+        """What was read on an emulated GPU since the last call of this was read while ``node`` was collected."""
+        if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
+            return
+        from pytest_gpumem.emulation.values import current
+
+        values = current()
+        lost = None if values is None else values.take_trouble()
+        if lost is not None:
+            from pytest_gpumem.spoiled_fixtures import spoil_tests_in
+
+            spoil_tests_in(node, lost)
 
     def header(self) -> str | None:
         """What a person has to know before the tests run."""

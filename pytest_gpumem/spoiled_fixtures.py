@@ -1,19 +1,33 @@
-"""Fixtures in whose set-up something was lost: every test that uses one has no figures, whichever had it set up."""
+"""Fixtures in whose set-up something was lost, and files while they were imported: every test that uses one has no figures."""
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from pytest_gpumem.residency import fixtures_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import pytest
-
     from pytest_gpumem.devices.contract import Device
+
+
+_LOST_BY_IMPORT = pytest.StashKey[str]()
+
+
+def spoil_tests_in(node: pytest.Collector, lost: str) -> None:
+    """Note that something was lost while a file was imported.
+
+    Args:
+        node: The module, or the folder with a conftest.
+        lost: What, as a clause, as `Device.lost` gives it.
+    """
+    node.stash.setdefault(_LOST_BY_IMPORT, f"{lost} (while {node.nodeid or node.name} was collected)")
 
 
 @dataclass
@@ -54,7 +68,9 @@ class SpoiledFixtures:
     def lost(self, item: pytest.Item) -> str | None:
         """Why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
         used = [*fixtures_used(item, self._why), *_definitions(getattr(item, "_request", None)).values()]
-        return next((self._why[fixturedef] for fixturedef in used if fixturedef in self._why), self._within[0])
+        fixtures = (self._why[fixturedef] for fixturedef in used if fixturedef in self._why)
+        files = (node.stash[_LOST_BY_IMPORT] for node in item.listchain() if _LOST_BY_IMPORT in node.stash)
+        return next(itertools.chain(files, fixtures), self._within[0])
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from pytest_gpumem.spoiled_fixtures import SpoiledFixtures
+import pytest
+
+from pytest_gpumem.spoiled_fixtures import SpoiledFixtures, spoil_tests_in
 
 
 class Device:
@@ -35,7 +37,8 @@ def fixture(name: str):
 
 def test_using(*fixtures):
     names = {one.argname: [one] for one in fixtures}
-    return SimpleNamespace(_fixtureinfo=SimpleNamespace(name2fixturedefs=names), _request=None)
+    info = SimpleNamespace(name2fixturedefs=names)
+    return SimpleNamespace(_fixtureinfo=info, _request=None, listchain=list)
 
 
 test_using.__test__ = False
@@ -79,3 +82,15 @@ def test_what_was_lost_before_a_fixture_was_asked_for_is_lost_to_the_test_alone(
     assert spoiled.lost(test_using(good)) == "a value is read"
     spoiled.begin()
     assert spoiled.lost(test_using(good)) is None
+
+
+def test_what_was_lost_while_a_file_was_imported_is_lost_to_its_tests_alone():
+    module = SimpleNamespace(stash=pytest.Stash(), nodeid="tests/test_it.py", name="test_it.py")
+    other = SimpleNamespace(stash=pytest.Stash(), nodeid="tests/test_other.py", name="test_other.py")
+    spoil_tests_in(module, "a value is read")
+    spoil_tests_in(module, "another value is read")
+    inside, outside = test_using(), test_using()
+    inside.listchain, outside.listchain = lambda: [module], lambda: [other]
+    spoiled = SpoiledFixtures()
+    assert spoiled.lost(inside) == "a value is read (while tests/test_it.py was collected)"
+    assert spoiled.lost(outside) is None

@@ -210,3 +210,28 @@ def test_what_a_shared_fixture_reads_spoils_every_test_that_uses_it_in_any_order
     for reason in reasons.values():
         assert "a boolean index reads values that an emulated GPU does not compute, at " in reason
         assert "test_it.py:9 (in fixture " in reason
+
+
+READS = "import torch\n\nSIZE = int((torch.randn(2000, 2000, device='cuda') > 0).sum())\n"
+MEASURES = "\n\ndef test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000, device='cuda'))\n"
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+def test_what_is_read_while_a_file_is_imported_spoils_its_tests_and_no_others(session, tmp_path, workers):
+    for name, text in {
+        "test_reads.py": READS + MEASURES,
+        "test_after.py": "import torch\n" + MEASURES,
+        "inside/conftest.py": READS,
+        "inside/test_inside.py": "import torch\n" + MEASURES,
+        "later/test_later.py": "import torch\n" + MEASURES,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    done = session("--gpumem-update=new", "--gpumem-report=report.json", "-p", "no:randomly", *workers)
+    results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
+    reasons = {result["verdict"]["file"]: result["verdict"]["unmeasured"] for result in results}
+    assert reasons.pop("test_after.py") is None, done.stdout
+    assert reasons.pop("later/test_later.py") is None
+    assert reasons.pop("test_reads.py").endswith("test_reads.py:3 (while test_reads.py was collected)")
+    assert "inside/conftest.py:3 (while inside" in reasons.pop("inside/test_inside.py")
+    assert reasons == {"test_it.py": None}  # the session's own
