@@ -11,7 +11,7 @@ from pytest_gpumem.devices.reset_guard import before_each_reset
 
 
 def keeps_statistics() -> bool:
-    """Whether the process's allocator keeps statistics: one of the program's own, which it gave to torch, has none."""
+    """Tell whether the process's allocator keeps statistics: one of the program's own, which it gave to torch, has none."""
     return torch.cuda.memory.get_allocator_backend() != "pluggable"
 
 

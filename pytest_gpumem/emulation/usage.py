@@ -52,7 +52,7 @@ class ProcessUsage:
     unknown: str | None = None
     """The first read of a value that is not computed and may have changed what came after, with its line."""
     without_statistics: bool = False
-    """Whether it has an allocator of its own that keeps none: then nothing is known of what it took."""
+    """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
     lacking: str | None = None
     """Why its peaks may be too low, as a clause, where they lack the workspaces of convolutions."""
 

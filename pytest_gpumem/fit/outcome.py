@@ -70,7 +70,7 @@ class Found:
     expandable: bool = False
     unknown: str | None = None
     without_statistics: bool = False
-    """Whether an allocator of the program's own keeps none, so that nothing is known of what it took."""
+    """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
     lacking: str | None = None
     """Why what was taken may be too low, as a clause, where the workspaces of convolutions are not in it."""
     killed: int = 0

@@ -1,4 +1,4 @@
-"""What is kept of other people's suites, and in which turns their tests are taken."""
+"""Tests of the benchmark with other people's suites: its results, and the order in which it takes tests."""
 
 from __future__ import annotations
 
