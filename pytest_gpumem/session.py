@@ -76,7 +76,7 @@ class GpumemSession:
             self._config.hook.pytest_deselected(items=others)
 
     def has_collected(self, node: pytest.Collector) -> None:
-        """Spoil the tests in ``node`` where an uncomputed value was read while it was collected: since the last call of this."""
+        """Spoil the tests in ``node`` if an uncomputed value was read since the last call: while it was collected."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
         from pytest_gpumem.emulation.values import current
