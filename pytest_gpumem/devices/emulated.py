@@ -53,7 +53,7 @@ class EmulatedDevice(CudaDevice):
     def open(self) -> None:
         super().open()
         self.forget_libraries()
-        self.lost()  # what was read before is nobody's
+        self.lost()  # what was read before is no measured test's
 
     def lost(self) -> str | None:
         values = _values()
