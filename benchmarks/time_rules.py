@@ -96,7 +96,7 @@ def runs_of(baseline: Sequence[Series], cores: int) -> Runs | None:
     kept: Runs | None = None
     for series in baseline:
         run = run_of(_recorded(series, cores))
-        if run is not None and (kept is None or slower_machine(run, kept, SLOWER_RUN) is None):
+        if run is not None and (kept is None or slower_machine(run, kept.pace, SLOWER_RUN) is None):
             kept = run if kept is None else kept.and_then(run)
     return kept
 

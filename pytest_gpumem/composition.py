@@ -43,6 +43,10 @@ _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
 
 
+NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
+"""How the note of a step begins that raised when it was run once more."""
+
+
 class MissingComposition(AttributeError):
     """A measurement was asked for a composition that was not recorded."""
 

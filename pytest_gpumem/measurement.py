@@ -6,7 +6,13 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.composition import Composition, Explanation, MissingComposition, explanation_from_plain
+from pytest_gpumem.composition import (
+    NOT_EXPLAINED,
+    Composition,
+    Explanation,
+    MissingComposition,
+    explanation_from_plain,
+)
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.operator_counts import from_texts, kept, to_texts
 from pytest_gpumem.timing.samples import Times, times_from_plain
@@ -232,8 +238,11 @@ class Measurement:
         Raises `MissingComposition` where it was not recorded.
         """
         if self.explanation is None:
+            failed = next((note for note in self.notes if note.startswith(NOT_EXPLAINED)), None)
             raise MissingComposition(
-                f"the composition of {self.name!r} was not recorded; --gpumem-explain=always records it for every test, "
+                f"the composition of {self.name!r} was not recorded: {failed}"
+                if failed is not None
+                else f"the composition of {self.name!r} was not recorded; --gpumem-explain=always records it for every test, "
                 f"and {self.workload.step}(..., explain=True) for this step, unless --gpumem-explain=never"
                 if self.workload.step in _EXPLAINED
                 else f"the composition of {self.name!r} was not recorded, as of any {self.workload.step}; "

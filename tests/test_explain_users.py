@@ -82,6 +82,19 @@ def test_a_step_that_fails_when_it_is_recorded_is_measured_and_says_so(project, 
     assert found["notes"][-1].endswith("only four times")
 
 
+def test_a_composition_that_could_not_be_recorded_says_why(project):
+    project.write(
+        "CALLS = []\n\n\ndef test_it(gpumem):\n    def step():\n        CALLS.append(1)\n"
+        "        if len(CALLS) > 4:\n            raise RuntimeError('only four times')\n        torch.ones(1000)\n\n"
+        "    gpumem.measure(step, explain=True).composition\n"
+    )
+    result = project.run("--gpumem-no-time")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *MissingComposition: the composition of * was not recorded: it could not be run again*only four times"]
+    )
+
+
 @pytest.mark.parametrize("kind", ["call", "step"])
 def test_what_comes_of_the_second_run_does_not_hide_that_memory_ran_out(project, kind):
     body = (

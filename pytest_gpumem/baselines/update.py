@@ -106,7 +106,7 @@ def _refusal(verdict: Verdict, entry: Entry, stored: Entry | Absent) -> str | No
     if isinstance(stored, Absent) or not _goes_on(entry, stored) or stored.runs is None:
         return None
     # Runs that only lie apart from the others stay: without them the others would seem to vary less than runs do.
-    slower = slower_machine(entry.runs, stored.runs, SLOWER_RUN)
+    slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
     if slower is not None:
         return slower
     if stored.runs.cycles and not entry.runs.cycles and not _has_another_speed(verdict):

@@ -322,10 +322,14 @@ def cuda_history_is_on() -> bool:
 
 
 def start_cuda_history() -> None:
-    """Record every allocation and free of the CUDA caching allocator, with the Python frames that PyTorch's viewer shows."""
+    """Record every allocation and free of the CUDA caching allocator, allocations with the Python frames that made them.
+
+    Not the frames of frees: memory is freed while an exception is on its way, by which checkpointing stops early, for one, and
+    torch 2.11 loses the exception when it looks at the frames then (``SystemError: ... returned NULL without setting``).
+    """
     import torch
 
-    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
 
 
 def stop_cuda_history() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.composition import Explanation
+from pytest_gpumem.composition import NOT_EXPLAINED, Explanation
 from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open
 from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
 from pytest_gpumem.explain.compose import (
@@ -40,9 +40,9 @@ _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
 def not_explained_note(error: BaseException) -> str:
-    """A clause that says why there is no explanation."""
+    """Return a clause that says why there is no explanation."""
     said = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return f"it could not be run again to tell what its peak is made of: {said}"
+    return f"{NOT_EXPLAINED}: {said}"
 
 
 def know_nothing(_: Tracker) -> None:

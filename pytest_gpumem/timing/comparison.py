@@ -1,9 +1,10 @@
 """Whether a step has become slower: a sample against the runs that were accepted, or two revisions against each other. Pure.
 
 Slower needs everything at once, in every sample that was taken: the ratio is beyond the tolerance in seconds and in cycles of
-the clock that the step ran by, with its whole interval in the one of the two that is known better. Where something else was at
-work, or the clock runs slower than it did, that has to hold of what is left when all that this can explain is taken off
-(`pytest_gpumem.timing.bounds`). What looks slower and is not shown to be is *uncertain*.
+the clock that the step ran by, with its whole interval in one of the two; the interval in cycles is above 1 in any case, since
+seconds also vary with the machine's speed. Where something else was at work, or the clock runs slower than in each of the
+baseline's runs, that has to hold of what is left when all that this can explain is taken off (`pytest_gpumem.timing.bounds`).
+What looks slower and is not shown to be is *uncertain*.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.timing.bounds import Slowed
+from pytest_gpumem.timing.bounds import PACE, Slowed
 from pytest_gpumem.timing.intervals import ratio_of_pairs, ratio_to_runs
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 MOST_UNKNOWN = 0.25
 """A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
 SLOWER_MACHINE = 0.03
-"""By how much the clock may run slower than in the baseline's runs before what that explains is taken off a slowdown."""
+"""By how much the clock may run slower than in the slowest of the baseline's runs before what that explains is taken off a
+slowdown. Up to the slowest of them, the interval over runs has what a slower clock does."""
 SLOWER_RUN = 0.10
 """By how much it may run slower in a run that is added to a baseline's: five slow ones would hide a slowdown behind them."""
 SLOWER_IN_TURNS = 0.02
@@ -57,9 +59,16 @@ class Runs:
     @property
     def pace(self) -> float | None:
         """Median rate of the clock that steps ran by; ``None`` where it was not read."""
-        if not self.cycles:
-            return None
-        return statistics.median(cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True))
+        return statistics.median(self._paces) if self.cycles else None
+
+    @property
+    def slowest_pace(self) -> float | None:
+        """The rate of the clock in the run where it was lowest; ``None`` where it was not read."""
+        return min(self._paces) if self.cycles else None
+
+    @property
+    def _paces(self) -> list[float]:
+        return [cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True)]
 
     def and_then(self, later: Runs) -> Runs:
         """These runs and ``later`` ones, the last `MOST_RUNS` of them. Either all of them have cycles or none.
@@ -182,6 +191,8 @@ def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     runs = len(baseline.seconds)
     known = "as far as a single run tells" if runs == 1 else f"as far as {runs} runs tell"
 
+    this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
+
     def against_runs(rounds: Sequence[Round]) -> tuple[Interval, Interval | None]:
         cycles = _cycles(rounds) if baseline.cycles else None
         return (
@@ -189,12 +200,13 @@ def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
             None if cycles is None else ratio_to_runs(cycles, baseline.cycles),
         )
 
-    this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
-    why_not = sample.invalid or slower_machine(this, baseline)
-    found = _judged(*against_runs(sample.counted), tolerance, why_not, known)
+    why_not = sample.invalid or slower_machine(this, baseline.slowest_pace)
+    pace = baseline.slowest_pace
+    lost = 1.0 if this.pace is None or pace is None else max(pace / this.pace, 1.0)
+    found = _judged(*against_runs(sample.counted), tolerance, why_not, known, lost)
     if why_not is None or found.outcome != "uncertain":
         return found
-    return _beyond(found, _judged(*against_runs(_left(sample, baseline.pace)), tolerance, None, known))
+    return _beyond(found, _judged(*against_runs(_left(sample, pace)), tolerance, None, known, 1.0))
 
 
 def _beyond(found: Comparison, left: Comparison) -> Comparison:
@@ -224,28 +236,43 @@ def _pace(sample: Sample) -> float | None:
     return None if sample.cycles is None else sample.cycles / sample.median
 
 
-def slower_machine(this: Runs, baseline: Runs, most: float = SLOWER_MACHINE) -> str | None:
-    """That the clock runs slower in this run than in the baseline, by more than ``most``, as a clause.
+def slower_machine(this: Runs, pace: float | None, most: float = SLOWER_MACHINE) -> str | None:
+    """Say that the clock runs slower in this run than a baseline's ``pace``, by more than ``most``, as a clause.
 
     Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
     """
-    if this.pace is None or baseline.pace is None:
+    if this.pace is None or pace is None:
         return None
-    change = this.pace / baseline.pace - 1
+    change = this.pace / pace - 1
     return f"the machine runs {_percent(-change)} slower than it did" if change < -most else None
 
 
 def _judged(
-    seconds: Interval, cycles: Interval | None, tolerance: float, invalid: str | None, known: str
+    seconds: Interval,
+    cycles: Interval | None,
+    tolerance: float,
+    invalid: str | None,
+    known: str,
+    lost: float | None = None,
 ) -> Comparison:
-    """``invalid`` says why the samples cannot show a slowdown, ``known`` from what it is known how far times vary."""
+    """Judge ratios of times.
+
+    Args:
+        seconds: The ratio in seconds.
+        cycles: The ratio in cycles of the clock; ``None`` where it was not read.
+        tolerance: What is tolerated, as a ratio: 0.05 is 5 %.
+        invalid: Why the samples cannot show a slowdown; ``None`` if they can.
+        known: From what it is known how far times vary.
+        lost: By what factor the clock ran slower; ``None`` where the two ratios tell.
+    """
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]
     looks_slower = min(one.ratio for one in intervals) > slower
     if cycles is not None:
-        # What else goes through memory slows the clock by half of what it slows the step by, so that counts twice.
-        looks_slower = looks_slower and cycles.ratio**2 / seconds.ratio > slower
-    if looks_slower and any(one.low > slower for one in intervals):
+        # What slowed the clock slowed the step by a power of that.
+        lost = seconds.ratio / cycles.ratio if lost is None else lost
+        looks_slower = looks_slower and seconds.ratio / lost**PACE > slower
+    if looks_slower and any(one.low > slower for one in intervals) and intervals[-1].low > 1:
         return Comparison("uncertain" if invalid else "slower", seconds, cycles, invalid)
     if seconds.ratio > slower:
         reason = f"within what times vary by, {known}: {seconds}"

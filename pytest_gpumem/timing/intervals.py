@@ -21,7 +21,7 @@ LEVEL = 0.95
 RESAMPLES = 1000
 PRIOR_SPREAD = 0.01
 """How far medians of runs of the same code lie apart, as a standard deviation of their logarithms, where it is not known."""
-UNKNOWN_SPREAD = 0.03
+UNKNOWN_SPREAD = 0.045
 """The same, of a machine that nothing is known of."""
 PRIOR_RUNS = 4
 """How many runs the prior counts for."""
@@ -58,12 +58,10 @@ def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interva
 def spread_of_runs(runs: Sequence[float]) -> float:
     """The standard deviation of the logarithms of runs' medians, drawn towards `PRIOR_SPREAD` where there are few.
 
-    A few say little of it, and are drawn towards more: `UNKNOWN_SPREAD` over the root of their number.
+    A few say little of it, and are drawn towards more: `UNKNOWN_SPREAD` over their number.
     """
-    prior = max(PRIOR_SPREAD, UNKNOWN_SPREAD / math.sqrt(len(runs)))
-    logarithms = [math.log(run) for run in runs]
-    mean = statistics.fmean(logarithms)
-    squares = sum((one - mean) ** 2 for one in logarithms)
+    prior = max(PRIOR_SPREAD, UNKNOWN_SPREAD / len(runs))
+    squares = statistics.pvariance(map(math.log, runs)) * len(runs)
     return math.sqrt((PRIOR_RUNS * prior**2 + squares) / (PRIOR_RUNS + len(runs) - 1))
 
 

@@ -122,7 +122,7 @@ def first_reasons(failure: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, warm_python) -> Path:
     """The planted project, with the baselines of its models as they should be."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", "5.0")
     folder = tmp_path_factory.mktemp("planted") / "project"
     shutil.copytree(PLANTED_PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__"))
     done = session(warm_python(), folder, "--gpumem-update=new")

@@ -42,6 +42,10 @@ def why_not() -> str | None:
 
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+BUILT_FOR_B200 = pytest.mark.skipif(
+    tuple(map(int, version("torch").split(".")[:2])) < (2, 7),
+    reason="torch is built for a B200 (CUDA 12.8) from 2.7 on",
+)
 
 
 GOES_BY_ADDRESS = pytest.mark.skipif(
@@ -50,6 +54,7 @@ GOES_BY_ADDRESS = pytest.mark.skipif(
 )
 
 
+@BUILT_FOR_B200
 @pytest.mark.parametrize(
     ("size", "precision", "mode", "allocated", "reserved"),
     [

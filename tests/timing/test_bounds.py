@@ -109,8 +109,8 @@ def test_many_neighbours_slow_a_step_by_no_more_than_a_limit():
 
 def test_of_a_neighbour_and_a_lower_pace_the_larger_counts_and_cold_caches_come_on_top():
     assert bounds.Slowed(shared=1.2).by(1.05) == 1.2
-    assert bounds.Slowed(shared=1.2).by(1.5) == 1.5**2
-    assert bounds.Slowed(shared=1.2, refilled=1.4).by(1.5) == 1.4 * 1.5**2
+    assert bounds.Slowed(shared=1.2).by(1.5) == 1.5**bounds.PACE
+    assert bounds.Slowed(shared=1.2, refilled=1.4).by(1.5) == 1.4 * 1.5**bounds.PACE
     assert bounds.Slowed(shared=1.2, refilled=1.1).by(1.0) == 1.2
     assert bounds.Slowed(shared=1.2, refilled=1.1).alone == 1.2**bounds.UNREAD_PACE
 
