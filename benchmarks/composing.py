@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 
-from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.recording import Expected
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.steps.bench import Bench, Explaining
 from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 LIMIT = 3.0
 SAMPLES, LENGTH = 1, 256
@@ -47,7 +47,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     device = CpuDevice()
     device.open()
     explaining = Explaining(Sites(Path(__file__).parent), keep=lambda _: None, ran_out=lambda _: None)
-    bench = Bench(device, Windows(device), allowance=None, explaining=explaining)
+    bench = MeasuringContext(device, Windows(device), time_budget=None, explaining=explaining)
     tokens = torch.randint(50257, (SAMPLES, LENGTH))
     runs: list[Run] = []
     batch = {"input_ids": tokens, "labels": tokens}
@@ -55,7 +55,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
         figures = prepared.measure()
         peak = figures.memory.memory_metrics()["peak_allocated"]
         for _ in range(rounds):
-            with device.paused():
+            with device.unrecorded():
                 began = time.process_time()
                 for phase in prepared.phases:
                     phase.run()

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Literal
 
 from corpus_project import Edit, Project
 
-from pytest_gpumem.composition import Composition, Row, composition_from_plain
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.explain.difference import Difference, difference
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.steps.bench import Bench, Explaining
+from pytest_gpumem.gate.difference import Difference, difference
+from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
+from pytest_gpumem.values.composition import Composition, Row, composition_from_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from corpus_models import Recipe
 
-    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.values.composition import Explanation
 
 LEAST_GROWTH = 0.02
 """A planted regression that raises its metric by less is none that anybody would look for."""
@@ -144,8 +144,8 @@ def recorded(
     """Write the project, and record its step."""
     project.write(edits)
     explaining = Explaining(Sites(project.root), lambda _: None, lambda _: None)
-    device.settle()
-    explanation = recipe(Bench(device, Windows(device), allowance=None, explaining=explaining), project)
+    device.quiesce()
+    explanation = recipe(MeasuringContext(device, Windows(device), time_budget=None, explaining=explaining), project)
     return explanation, explanation.peak.notes
 
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from corpus_project import Project
 
-    from pytest_gpumem.composition import Explanation
-    from pytest_gpumem.steps.bench import Bench
     from pytest_gpumem.steps.measured import MeasuredStep
+    from pytest_gpumem.steps.measuring_context import MeasuringContext
+    from pytest_gpumem.values.composition import Explanation
 
     Batch = dict[str, torch.Tensor]
-    Recipe = Callable[[Bench, Project], Explanation]
+    Recipe = Callable[[MeasuringContext, Project], Explanation]
 
 SEED = 0
 _VOCABULARY = 256
@@ -60,7 +60,7 @@ def batch_of(name: str, samples: int = 4, length: int = 96) -> Batch:
 def trained(name: str, config: str = "", *, samples: int = 4, length: int = 96, **settings: Any) -> Recipe:
     """``gpumem.train_step`` of a model, as a factory; ``settings`` are those of the model's config."""
 
-    def recipe(bench: Bench, project: Project) -> Explanation:
+    def recipe(bench: MeasuringContext, project: Project) -> Explanation:
         with project.imported(name) as module:
             torch.manual_seed(SEED)
             batch = batch_of(name, samples, length)
@@ -80,7 +80,7 @@ def trained(name: str, config: str = "", *, samples: int = 4, length: int = 96, 
 def looped(name: str, loop: str, *, samples: int = 4, length: int = 96, **settings: Any) -> Recipe:
     """``gpumem.measure`` of a step of the project's training script."""
 
-    def recipe(bench: Bench, project: Project) -> Explanation:
+    def recipe(bench: MeasuringContext, project: Project) -> Explanation:
         with project.imported(name) as module, project.imported("train") as train:
             torch.manual_seed(SEED)
             step = getattr(train, loop)(model_of(name, module, **settings), batch_of(name, samples, length))
@@ -92,7 +92,7 @@ def looped(name: str, loop: str, *, samples: int = 4, length: int = 96, **settin
 def small_gpt(config: str = "", *, training: bool = True, samples: int = 4, length: int = 128, **sizes: Any) -> Recipe:
     """A step of the example project's GPT: ``gpumem.train_step``, or ``gpumem.infer_step``."""
 
-    def recipe(bench: Bench, project: Project) -> Explanation:
+    def recipe(bench: MeasuringContext, project: Project) -> Explanation:
         with project.imported("gpt") as module:
             torch.manual_seed(SEED)
             tokens = torch.randint(256, (samples, length))
@@ -122,7 +122,7 @@ def small_gpt(config: str = "", *, training: bool = True, samples: int = 4, leng
 def small_convnet(*, samples: int = 8, side: int = 32) -> Recipe:
     """``gpumem.train_step`` of the example project's convnet."""
 
-    def recipe(bench: Bench, project: Project) -> Explanation:
+    def recipe(bench: MeasuringContext, project: Project) -> Explanation:
         with project.imported("convnet") as module:
             torch.manual_seed(SEED)
             images, labels = torch.randn(samples, 1, side, side), torch.randint(8, (samples,))

@@ -61,7 +61,7 @@ class DeviceCounters:
         return {"allocated": self._device.live()}
 
     def take_peaks(self) -> Bytes:
-        return {"allocated": self._device.take_peak().allocated}
+        return {"allocated": self._device.pop_peak().allocated}
 
 
 def counters_of(device: Device) -> Counters:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from claims import Claim, conclude, parser_of, print_table
 
-from pytest_gpumem.baselines.entry import Entry, Key, entry_of
-from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.folder_backend import Folder
 from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ def timed(action: Callable[[], object]) -> Seconds:
 
 def one_round(folder: Path, measured: dict[Key, Measurement]) -> dict[str, Seconds]:
     """Write everything; then, with one store as a session has it, read when it starts, compare, and write it all again."""
-    entries: dict[Key, Entry] = {key: entry_of(one, "2026-01-01", "abc123456") for key, one in measured.items()}
+    entries: dict[Key, Baseline] = {key: baseline_of(one, "2026-01-01", "abc123456") for key, one in measured.items()}
     Store(Folder(folder)).change(entries)
     changed = {key: replace(entry, recorded="2026-01-02") for key, entry in entries.items()}
     store = Store(Folder(folder))

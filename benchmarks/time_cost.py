@@ -10,7 +10,7 @@ from time_peers import rounds_of_pytest_benchmark, width_of_mean
 from time_replay import Timed
 from time_rules import judged
 
-from pytest_gpumem.timing.samples import interval_of_median
+from pytest_gpumem.values.times import interval_of_median
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -93,7 +93,7 @@ def _on(
     claims = []
     device.open()
     try:
-        with device.paused():
+        with device.unrecorded():
             for name, make in steps.items():
                 sub_step = make()
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from pytest_gpumem.devices.conditions import Conditions
+    from pytest_gpumem.values.interference import Conditions
 
 FORMAT = 1
 _COUNTERS = {"at": 1e-4, "waited": 1e-5, "stolen": 0.01, "others": 0.01}

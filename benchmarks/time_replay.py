@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
-from pytest_gpumem.timing.allowance import TimeAllowance
 from pytest_gpumem.timing.sampling import SECONDS_A_ROUND, sample_step
+from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.values.interference import Conditions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from time_file import Series
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.timing.samples import Sample
+    from pytest_gpumem.values.times import Sample
 
 
 class Replay:
@@ -82,10 +82,10 @@ class Timed:
 
     def __init__(self, series: Series, cores: int) -> None:
         self._replay = Replay(series, cores)
-        allowance = TimeAllowance()
-        self.first = self._replay.sample(allowance.share)
+        time_budget = TimeBudget()
+        self.first = self._replay.sample(time_budget.share)
         self.seconds_of_first = self._replay.spent
-        self._second_look = allowance.second_look
+        self._second_look = time_budget.second_look
         self._again: list[Sample] = []
         self._pauses = 0.0
         """Seconds of those that the series had no time for."""

@@ -19,8 +19,8 @@ from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.timing.comparison import SLOWER_RUN, Comparison, Runs, compare, is_undecided, run_of, slower_machine
-from pytest_gpumem.timing.samples import Times
 from pytest_gpumem.units import parse_ratio
+from pytest_gpumem.values.times import Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from time_file import Series
 
     from pytest_gpumem.ab.schedule import Side
-    from pytest_gpumem.timing.samples import Sample
+    from pytest_gpumem.values.times import Sample
 
 Outcome = Literal["fails", "passes", "uncertain"]
 _OUTCOMES: dict[str, Outcome] = {

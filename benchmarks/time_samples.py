@@ -131,7 +131,7 @@ def record(planned: Planned) -> Run:
         seconds = NOISE_SECONDS
     device.open()
     try:
-        with device.paused():
+        with device.unrecorded():
             series = {}
             for name, make in STEPS.items():
                 step = planted(make(), planned.percent, planned.wait)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from truth_models import Subject, subjects
 
-from pytest_gpumem.collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
+from pytest_gpumem.steps.measuring_context import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.timing.allowance import TimeAllowance
+from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -76,10 +76,10 @@ def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]
 
     Bytes count from what was there before the case. Times are seconds.
     """
-    device.settle()
+    device.quiesce()
     torch.manual_seed(SEED)
     before = counters.current()
-    bench = Bench(device, Windows(device), TimeAllowance())
+    bench = MeasuringContext(device, Windows(device), TimeBudget())
     with (
         _collections_made_short(),
         prepared_train_step(bench, case.subject.build, case.subject.batch, config=case.config) as prepared,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_gpumem.composition import Composition, Explanation, MissingComposition, Row
     from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
     from pytest_gpumem.steps.config import ConfigError, StepConfig
+    from pytest_gpumem.values.composition import Composition, Explanation, MissingComposition, Row
 
 __all__ = [
     "Composition",
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     # pytest imports this package in every run, also in those that measure nothing.
     if name in ("Composition", "Explanation", "MissingComposition", "Row"):
-        from pytest_gpumem import composition
+        from pytest_gpumem.values import composition
 
         return getattr(composition, name)
     if name in ("Measurement", "MeasuringError", "MissingMetric"):

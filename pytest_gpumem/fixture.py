@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.estimate import Estimate, findings_of
 from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
+from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.steps.config import ConfigError, StepConfig, as_config
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.session.test_run import TestRun
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
-    from pytest_gpumem.test_run import TestRun
 
 
 class Region:

@@ -6,22 +6,22 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.composition import (
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.units import format_count, format_large_count
+from pytest_gpumem.values.composition import (
     NOT_EXPLAINED,
     Composition,
     Explanation,
     MissingComposition,
     explanation_from_plain,
 )
-from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.operator_counts import from_texts, kept, to_texts
-from pytest_gpumem.timing.samples import Times, times_from_plain
-from pytest_gpumem.units import format_count, format_large_count
+from pytest_gpumem.values.operator_counts import from_texts, kept, to_texts
+from pytest_gpumem.values.times import Times, times_from_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_gpumem.operator_counts import Tally
+    from pytest_gpumem.values.operator_counts import Tally
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
@@ -252,19 +252,19 @@ class Measurement:
 
     def saves(self, other: Measurement) -> float:
         """The memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""
-        from pytest_gpumem.relations.rates import saves
+        from pytest_gpumem.values.rates import saves
 
         return saves(self, other)
 
     def costs(self, other: Measurement) -> float:
         """The time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when it is faster."""
-        from pytest_gpumem.relations.rates import costs
+        from pytest_gpumem.values.rates import costs
 
         return costs(self, other)
 
     def roi(self, other: Measurement) -> float:
         """`saves` over `costs`; above 1.5 is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
-        from pytest_gpumem.relations.rates import roi
+        from pytest_gpumem.values.rates import roi
 
         return roi(self, other)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.options import (
+from pytest_gpumem.session.options import (
+    SESSION,
     CONFIG_FIXTURE,
     CONFIG_MARKER,
     CONFIG_MARKER_HELP,
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.session import GpumemSession
+    from pytest_gpumem.session.process import GpumemSession
     from pytest_gpumem.steps.config import StepConfig
-
-SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,7 +43,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
     # Before any conftest.py, which may import torch.
     if is_emulated(early_config):
-        from pytest_gpumem.emulation.begin import begin
+        from pytest_gpumem.session.emulating import begin
 
         begin(early_config)
     return (yield)
@@ -77,7 +76,7 @@ def _final_status(config: pytest.Config, status: int) -> int:
     session = config.stash.get(SESSION, None)
     if hasattr(config, "workerinput") or (session is None and not config.getoption("gpumem_baseline", None)):
         return status
-    from pytest_gpumem.exit_status import final_status
+    from pytest_gpumem.session.exit_status import final_status
 
     return final_status(config, session, status)
 
@@ -114,7 +113,7 @@ class Collecting:
     def session(self) -> GpumemSession:
         """The session, made when it is first asked for."""
         if SESSION not in self._config.stash:
-            from pytest_gpumem.session import GpumemSession
+            from pytest_gpumem.session.process import GpumemSession
 
             self._config.stash[SESSION] = GpumemSession(self._config, self._files)
         return self._config.stash[SESSION]
@@ -159,7 +158,7 @@ class Collecting:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         result = yield
         if item.get_closest_marker(MARKER) is not None:
-            from pytest_gpumem.marker import tell_late_marker
+            from pytest_gpumem.session.marker import tell_late_marker
 
             known = self._config.stash.get(SESSION, None)
             tell_late_marker(item, gates=known is not None and known.settings.gates)
@@ -170,14 +169,14 @@ class Collecting:
 def gpumem(request: pytest.FixtureRequest) -> Gpumem:
     """Measure GPU memory and throughput of steps: ``gpumem.train_step(model, batch)``, ``.measure(fn)``, ``.track()``."""
     from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.measuring import refuse, run_of
+    from pytest_gpumem.session.measuring import refuse, run_of
 
     return Gpumem(run_of(request.node), lambda why: refuse(request.node, why))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker(CONFIG_MARKER) is not None:
-        from pytest_gpumem.config_matrix import parametrize
+        from pytest_gpumem.session.config_matrix import parametrize
 
         parametrize(metafunc)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.entry import Entry, Key
 from pytest_gpumem.baselines.format import render
 from pytest_gpumem.baselines.store import path_of
+from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.measurement import Environment, Workload
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ H100 = Environment("h100", "NVIDIA H100", {"torch": "2.11.0"})
 MB = 10**6
 
 
-def entry(peak: int = 10 * MB, *, device: Environment = H100, workload: Workload | None = None, **changes) -> Entry:
+def entry(peak: int = 10 * MB, *, device: Environment = H100, workload: Workload | None = None, **changes) -> Baseline:
     """A baseline with this peak; ``metrics`` are added to it."""
     metrics = {"peak_allocated": peak, **changes.pop("metrics", {})}
-    return Entry(workload or Workload("call"), device, metrics, "2026-11-02", "abc1234", **changes)
+    return Baseline(workload or Workload("call"), device, metrics, "2026-11-02", "abc1234", **changes)
 
 
 class Repository:
@@ -38,7 +38,7 @@ class Repository:
         command = ["git", *given, *arguments]
         return subprocess.run(command, cwd=self.path, check=True, capture_output=True, text=True).stdout
 
-    def store(self, entries: dict[str, Entry], file: str = "a.py", slug: str = "h100") -> None:
+    def store(self, entries: dict[str, Baseline], file: str = "a.py", slug: str = "h100") -> None:
         """Make these the baselines of a test file: entries by ``test``, or by ``test (name)``."""
         path = self.path / "gpumem-baselines" / path_of(slug, file)
         if not entries:
@@ -48,7 +48,7 @@ class Repository:
         path.write_text(render({_key(file, said): one for said, one in entries.items()}), encoding="utf-8")
 
     def commit(
-        self, message: str, entries: dict[str, Entry] | None = None, *, author: str = "Ada", **where: str
+        self, message: str, entries: dict[str, Baseline] | None = None, *, author: str = "Ada", **where: str
     ) -> str:
         """Commit the store as it is, after these entries were put in; the commit's name."""
         if entries is not None:

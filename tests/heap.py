@@ -7,8 +7,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from pytest_gpumem import collector
 from pytest_gpumem.explain import holders
+from pytest_gpumem.torch_support import garbage_collector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,11 +20,11 @@ def own_objects_out_of_sight() -> Iterator[None]:
 
     Each would go through all of it, for a quarter of a second; those of all objects then go through what was made within.
     """
-    heap = collector.FrozenHeap()
+    heap = garbage_collector.FrozenHeap()
     heap.freeze()
     try:
         with (
-            patch.object(collector, "everything_in_sight", nullcontext),
+            patch.object(garbage_collector, "everything_in_sight", nullcontext),
             patch.object(holders, "everything_in_sight", nullcontext),
         ):
             yield

@@ -32,7 +32,7 @@ from shipped import PEAK, SECONDS
 
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.values.times import Round, Sample, Times
 
 
 @pytest.fixture(autouse=True)

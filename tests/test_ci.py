@@ -15,7 +15,7 @@ from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
 from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.session_report import SessionReport, Terms
+from pytest_gpumem.reports.session_report import SessionReport, Terms
 from tests.workflows import ACTION, ROOT, Runner, read_yaml
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

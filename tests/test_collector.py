@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 
-from pytest_gpumem import collector
-from pytest_gpumem.collector import FrozenHeap, SessionHeap
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.torch_support import garbage_collector
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, SessionHeap
 
 
 class Node:
@@ -23,8 +23,8 @@ class Device:
 
     held: int | None = None
 
-    def settle(self) -> None:
-        CpuDevice().settle()
+    def quiesce(self) -> None:
+        CpuDevice().quiesce()
 
     def reserved(self) -> int | None:
         return self.held
@@ -103,11 +103,11 @@ def test_all_objects_are_gone_through_where_the_device_holds_bytes(heap, device)
 
 
 def test_all_objects_are_gone_through_when_there_are_many_younger_ones(heap, device, monkeypatch):
-    monkeypatch.setattr(collector, "MOST_YOUNGER", 1000 + len(gc.get_objects()))
+    monkeypatch.setattr(garbage_collector, "MOST_YOUNGER", 1000 + len(gc.get_objects()))
     kept = []
     # The second call freezes what the first has kept.
     assert collected(lambda: kept.extend([number] for number in range(1000)), heap, device) is False
-    monkeypatch.setattr(collector, "MOST_YOUNGER", 1000)
+    monkeypatch.setattr(garbage_collector, "MOST_YOUNGER", 1000)
     assert collected(lambda: kept.extend([number] for number in range(2000)), heap, device)
 
 
@@ -137,10 +137,10 @@ def test_our_own_collections_leave_the_heap_frozen(heap, device):
 
 def test_one_that_python_runs_by_itself_is_told_from_one_that_is_asked_for(monkeypatch):
     def allocates():
-        return collector._is_asked_for(sys._getframe())
+        return garbage_collector._is_asked_for(sys._getframe())
 
     def asks():
-        asked = collector._is_asked_for(sys._getframe())
+        asked = garbage_collector._is_asked_for(sys._getframe())
         return asked, gc.collect
 
     monkeypatch.setattr(gc, "get_threshold", lambda: (700, 10, 10))

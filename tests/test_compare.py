@@ -9,23 +9,23 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.baselines.backend import backend_of
 from pytest_gpumem.baselines.format import render
-from pytest_gpumem.baselines.place import place_of
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.comparing import Failure, compared, side_of_report, side_of_store
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.reports.comparing import Failure, compared, side_of_report, side_of_store
 from pytest_gpumem.reports.comparison import accounting, markdown, remarks
 from pytest_gpumem.reports.comparison import to_json as comparison_json
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import Runs
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.values.times import Round, Sample, Times
 from tests.git_store import H100, MB, Repository, entry
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
@@ -259,7 +259,7 @@ def test_whatever_a_test_is_called_markdown_keeps_its_table(text):
     found = judged(old, replace(new, failures=(Failure("a.py", f"{text}f", text),)))
     page = read(markdown(found, "si"))
     assert [len(row) for row in page.rows] == [7] * 5
-    told = [visible(str(key)) for _, key in sorted(places, key=lambda place: "rdn".index(place[1].test[-1]))]
+    told = [visible(str(key)) for _, key in sorted(places, key=lambda backend: "rdn".index(backend[1].test[-1]))]
     assert [row[0] for row in page.rows[1:]] == [*told, visible(f"a.py::{text}f")]
     assert set(page.tags) <= {"h3", "p", "table", "thead", "tbody", "tr", "th", "td", "code", "ul", "li"}
 
@@ -342,7 +342,7 @@ def test_the_stores_password_is_not_told(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.json").write_text(to_json(shard(measured(peak=10 * MB))), encoding="utf-8")
     url = "memory://me:hunter2secret@host/compared"
-    place_of(url, tmp_path).write(path_of("h100", "a.py"), render({KEY: entry(10 * MB)}))
+    backend_of(url, tmp_path).write(path_of("h100", "a.py"), render({KEY: entry(10 * MB)}))
     result = compare("old.json", "--store", url, *form)
     assert result.exit_code == 0, result.output
     assert "host/compared" in result.output

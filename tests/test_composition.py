@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.composition import (
+from pytest_gpumem.values.composition import (
     CATEGORIES,
     KEPT_SHARE,
     MOST_KEPT,
@@ -23,7 +23,7 @@ from pytest_gpumem.composition import (
     merged,
     row_from_text,
 )
-from pytest_gpumem.module_calls import Calls
+from pytest_gpumem.values.module_calls import Calls
 
 unhurried = settings(deadline=None)
 

@@ -22,18 +22,16 @@ from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.fit import fit
-from pytest_gpumem.composition import CATEGORIES, CompositionError, row_from_text
-from pytest_gpumem.estimate import Estimate
-from pytest_gpumem.explain.difference import difference
 from pytest_gpumem.fixture import Gpumem
+from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.marker import _ARGUMENTS
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.module_calls import Calls
-from pytest_gpumem.options import EXPLAIN_MODES, add_options
+from pytest_gpumem.relations.estimate import Estimate
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.reports.explanation import growth_lines
-from pytest_gpumem.settings import _KEYS, Settings, kind_name, read_table, settings_from_table
+from pytest_gpumem.session.marker import _ARGUMENTS
+from pytest_gpumem.session.options import EXPLAIN_MODES, add_options
+from pytest_gpumem.session.settings import _KEYS, Settings, kind_name, read_table, settings_from_table
 from pytest_gpumem.steps.config import (
     _NOT_IN,
     AXES,
@@ -47,6 +45,8 @@ from pytest_gpumem.steps.config import (
     combinations,
 )
 from pytest_gpumem.units import parse_ratio, parse_size
+from pytest_gpumem.values.composition import CATEGORIES, CompositionError, row_from_text
+from pytest_gpumem.values.module_calls import Calls
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/guide.md", "docs/ci.md", "docs/reference.md", "docs/architecture.md", "CHANGELOG.md"]

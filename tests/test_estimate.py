@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.estimate import Estimate, findings_of
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.steps.state import Share, StateBytes
 
 KB = 1000

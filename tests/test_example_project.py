@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_gpumem.baselines.format import parse
-from pytest_gpumem.composition import MOST_KEPT
+from pytest_gpumem.values.composition import MOST_KEPT
 
 EXAMPLE = Path(__file__).parents[1] / "example_project"
 SECONDS = 240

@@ -13,7 +13,7 @@ from pytest_gpumem.baselines.format import parse
 from tests.needs import NEEDS_COMPILER
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baselines.entry import Entry
+    from pytest_gpumem.gate.baseline import Baseline
     from tests.conftest import Project
 
 MODEL = """
@@ -79,7 +79,7 @@ def explained(project: Project, test: str = "test_it") -> dict[str, Any] | None:
     return explanation
 
 
-def entry(project: Project, test: str = "test_it") -> Entry:
+def entry(project: Project, test: str = "test_it") -> Baseline:
     """The only baseline of a test in test_it.py."""
     (text,) = project.stored().values()
     (found,) = [one for key, one in parse(text, "test_it.py").items() if key.test == test]

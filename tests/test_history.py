@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem.cli.errors import InputError
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.cli.wrong import WrongInput
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.reports.plot import plot
-from pytest_gpumem.reports.screen import Screen
+from pytest_gpumem.reports.text_width import Screen
 from tests.git_store import MB, Repository, entry
 from tests.hostile import TEXTS
 
@@ -256,5 +256,5 @@ def test_what_does_not_vary_is_not_plotted(values):
 
 
 def test_no_id_in_an_error_begins_a_line_of_its_own():
-    said = WrongInput("say which one:", "  a.py::test_a[\n::error::x\x1b[31m]").message
+    said = InputError("say which one:", "  a.py::test_a[\n::error::x\x1b[31m]").message
     assert said == "say which one:\n  a.py::test_a[\\n::error::x\\x1b[31m]"

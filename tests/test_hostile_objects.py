@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from pytest_gpumem.composition import row_from_text
+from pytest_gpumem.values.composition import row_from_text
 from tests import zoo
 
 MODES = """

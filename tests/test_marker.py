@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.marker import BudgetError, budget_from_arguments, budget_of_marks, check_of_a_call
-from pytest_gpumem.options import MARKER_HELP
+from pytest_gpumem.session.marker import BudgetError, budget_from_arguments, budget_of_marks, check_of_a_call
+from pytest_gpumem.session.options import MARKER_HELP
 from pytest_gpumem.units import Rate
 
 unhurried = settings(deadline=None)

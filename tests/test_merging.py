@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.merging import MergeError, in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.matrix import matrices
+from pytest_gpumem.reports.merging import MergeError, in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.summary import measured_in
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.selection import Selection
-from pytest_gpumem.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 
 H100 = Environment("h100", "NVIDIA H100", {"torch": "2.11.0"})

@@ -8,7 +8,7 @@ import pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.over_time import OverTime, Phase, over_time_from_plain
+from pytest_gpumem.values.timeline import OverTime, Phase, over_time_from_plain
 
 unhurried = settings(deadline=None)
 

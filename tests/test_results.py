@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.results import PROPERTY, Results, TestResult, accounting, headline, nothing_gated
+from pytest_gpumem.reports.results import PROPERTY, Results, TestResult, accounting, headline, nothing_gated
 
 unhurried = settings(deadline=None)
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})

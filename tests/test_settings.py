@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.settings import (
+from pytest_gpumem.session.settings import (
     DEFAULT_TOLERANCES,
     PatternBudget,
     Settings,

@@ -7,11 +7,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.baselines.backend import backend_of
 from pytest_gpumem.baselines.format import render
-from pytest_gpumem.baselines.place import place_of
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.measurement import Environment
 from pytest_gpumem.timing.comparison import Runs
 from tests.git_store import MB, Repository, entry
@@ -120,7 +120,7 @@ def test_whatever_a_test_is_called_it_stays_on_its_line(repository, name):
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=str)
 def test_the_stores_password_is_not_told(repository, form, given):
     url = "memory://me:hunter2secret@host/shown"
-    place_of(url, repository.path).write(path_of("h100", "a.py"), render({Key("a.py", "test_a", "call"): entry()}))
+    backend_of(url, repository.path).write(path_of("h100", "a.py"), render({Key("a.py", "test_a", "call"): entry()}))
     if given == "settings":
         (repository.path / "pyproject.toml").write_text(f'[tool.gpumem]\nstore = "{url}"\n', encoding="utf-8")
     result = show(*form, *(["--store", url] if given == "option" else []))

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_gpumem.timing.allowance import DEFAULT_SECONDS
 from pytest_gpumem.timing.comparison import MOST_RUNS
-from pytest_gpumem.timing.samples import FEWEST_ROUNDS
 from pytest_gpumem.timing.sampling import ROUNDS_BEFORE_A_STOP, SECONDS_A_ROUND
+from pytest_gpumem.timing.time_budget import DEFAULT_SECONDS
+from pytest_gpumem.values.times import FEWEST_ROUNDS
 
 CLOCK = """
 steps = 0
@@ -27,7 +27,7 @@ import json
 import pathlib
 
 import clock
-from pytest_gpumem.devices.conditions import Conditions
+from pytest_gpumem.values.interference import Conditions
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measurement import Environment
 

@@ -16,7 +16,7 @@ from pytest_gpumem.ab.schedule import BASE, HEAD
 from pytest_gpumem.ab.stopping import Stopped
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.git import GitError
-from pytest_gpumem.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

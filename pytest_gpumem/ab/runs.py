@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pytest_gpumem.results import PROPERTY, Results
+from pytest_gpumem.reports.results import PROPERTY, Results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.report import STEP_TIME, Figure, LeftOut, Report, Row
-from pytest_gpumem.baselines.entry import entry_of
+from pytest_gpumem.gate.baseline import baseline_of
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome
@@ -211,7 +211,7 @@ def _exact_figures(
                 spread = f"{least} to {most}" if least != most else f"by {max(values) - min(values):.0f}"
                 notes.append(f"{metric.title} differs between the runs of {side}: {spread}")
     # Times are judged by pairs; whatever else a measurement holds is none of the judge's business here.
-    earlier = entry_of(replace(bases[-1], metrics=base_values, times=None, explanation=None), "", None)
+    earlier = baseline_of(replace(bases[-1], metrics=base_values, times=None, explanation=None), "", None)
     now = replace(heads[-1], metrics=head_values, times=None, explanation=None)
     verdict = judge(now, Budget(), earlier, {name: one for name, one in tolerances.items() if name in base_values})
     return [

@@ -8,24 +8,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.advice.ladder import OUT_OF_MEMORY, START, Tried
+from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START, Tried
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError
 from pytest_gpumem.steps.measured import measure_train_step
+from pytest_gpumem.steps.measuring_context import MeasuringContext
 from pytest_gpumem.steps.model_step import NotAStep, built_on
-from pytest_gpumem.timing.allowance import TimeAllowance
+from pytest_gpumem.timing.time_budget import TimeBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from pytest_gpumem.advice.recipe import Holder
+    from pytest_gpumem.advice.snippet import Holder
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.blocks import Block
     from pytest_gpumem.steps.config import StepConfig
@@ -117,12 +117,12 @@ _SECONDS = 0.5
 
 
 def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
-    bench = Bench(device, Windows(device), TimeAllowance(_SECONDS) if device.tells_time else None)
+    bench = MeasuringContext(device, Windows(device), TimeBudget(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
         device.open()
         # In this order, since a device that has failed may not settle any more.
         stack.callback(device.close)
-        stack.callback(device.settle)
+        stack.callback(device.quiesce)
         try:
             step = measure_train_step(bench, subject.build, subject.batch, config=config, loss=subject.loss)
         except Exception as error:

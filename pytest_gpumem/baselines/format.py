@@ -54,14 +54,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from pytest_gpumem.baselines.entry import Entry, Key
-from pytest_gpumem.composition import Composition, CompositionError, row_from_text
+from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.module_calls import Calls, calls_from_text
-from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, Tally, from_texts, to_texts, total
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.units import nearest
+from pytest_gpumem.values.composition import Composition, CompositionError, row_from_text
+from pytest_gpumem.values.module_calls import Calls, calls_from_text
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally, from_texts, to_texts, total
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,7 +70,7 @@ else:
 
 FORMAT = 1
 
-Entries = Mapping[tuple[str, str], Entry]
+Entries = Mapping[tuple[str, str], Baseline]
 """The entries of one file: (test, name of the measurement) -> entry."""
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
@@ -87,7 +87,7 @@ class FormatError(ValueError):
     """A text that is not a file of the store; the message names the line or key, and what would be right."""
 
 
-def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Entry]:
+def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:
     """Return the entries in the text of the baselines of a test file; ``slug`` is the folder that it lies in, if it is known.
 
     Raises `FormatError`.
@@ -103,7 +103,7 @@ def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Entry]:
         raise FormatError(f"has a number that is too large ({error}); restore it from version control") from None
 
 
-def _parse(text: str, file: str, slug: str | None) -> dict[Key, Entry]:
+def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.startswith(_CONFLICT_MARKS):
             raise FormatError(f"line {number} is a merge-conflict mark; keep one side of the conflict")
@@ -132,7 +132,7 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Entry]:
     return entries
 
 
-def render(entries: Mapping[Key, Entry]) -> str:
+def render(entries: Mapping[Key, Baseline]) -> str:
     """The text of a file with these entries: sorted, the same for the same entries."""
     import tomli_w
 
@@ -185,7 +185,7 @@ def _environment(table: object, where: str, expected: str | None) -> Environment
     )
 
 
-def _entry(table: object, where: str, environments: Mapping[str, Environment]) -> Entry:
+def _entry(table: object, where: str, environments: Mapping[str, Environment]) -> Baseline:
     values = dict(_table(table, where))
     name = _value(values, "environment", str, where)
     if name not in environments:
@@ -218,7 +218,7 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
         raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
     composition = _composition(composed, int(metrics["peak_allocated"]), where)
     by_operator = {_AT[key]: _tallies(texts, metrics.get(_AT[key]), f"{where}.{key}") for key, texts in tallies.items()}
-    return Entry(workload, environments[name], metrics, recorded, commit, composition, runs, reason, by_operator)
+    return Baseline(workload, environments[name], metrics, recorded, commit, composition, runs, reason, by_operator)
 
 
 def _runs_table(runs: Runs | None) -> dict[str, list[float]]:

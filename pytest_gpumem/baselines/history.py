@@ -12,7 +12,7 @@ from pytest_gpumem.git import contents, git, is_shallow
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_gpumem.baselines.entry import Entry, Key
+    from pytest_gpumem.gate.baseline import Baseline, Key
 
 _HEADER, _FIELD = "\x1e", "\x1f"
 _NO_BLOB = "0"
@@ -58,8 +58,8 @@ class Event:
     """A change of one baseline. ``commit`` is ``None`` for what has not been committed yet; a state is for no baseline."""
 
     commit: Commit | None
-    before: Entry | Unreadable | None
-    after: Entry | Unreadable | None
+    before: Baseline | Unreadable | None
+    after: Baseline | Unreadable | None
 
 
 def file_changes(top: Path, path: str) -> list[FileChange]:
@@ -122,7 +122,7 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
     """
     files = {blob: _entries(text) for blob, text in texts.items()}
 
-    def state(blob: str | None) -> Entry | Unreadable | None:
+    def state(blob: str | None) -> Baseline | Unreadable | None:
         file = None if blob is None else files[blob]
         return file if file is None or isinstance(file, Unreadable) else file.get((key.test, key.name))
 
@@ -134,7 +134,7 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
     return events
 
 
-def state_in(text: str | None, key: Key) -> Entry | Unreadable | None:
+def state_in(text: str | None, key: Key) -> Baseline | Unreadable | None:
     """The baseline with this key in the text of its file, if there is one. Pure."""
     file = None if text is None else _entries(text.encode("utf-8"))
     return file if file is None or isinstance(file, Unreadable) else file.get((key.test, key.name))
@@ -146,7 +146,7 @@ def names_in(texts: Mapping[str, bytes], test: str) -> set[str]:
     return {name for file in files if not isinstance(file, Unreadable) for one, name in file if one == test}
 
 
-def _entries(text: bytes) -> dict[tuple[str, str], Entry] | Unreadable:
+def _entries(text: bytes) -> dict[tuple[str, str], Baseline] | Unreadable:
     try:
         entries = parse(text.decode("utf-8").replace("\r\n", "\n"), "")
     except (FormatError, UnicodeDecodeError) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_gpumem.baselines.entry import Key
+    from pytest_gpumem.gate.baseline import Key
 
 
 def matches(key: Key, pattern: str) -> bool:

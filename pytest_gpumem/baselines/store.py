@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.baselines.entry import Absent, Entry, Key
+from pytest_gpumem.baselines.backend import SUFFIX, Backend
 from pytest_gpumem.baselines.format import FormatError, parse, render
-from pytest_gpumem.baselines.place import SUFFIX, Place
+from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,8 @@ class StoreError(Exception):
 class Store:
     """The baselines in a place. Files are read when first asked for, and once."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, backend: Backend) -> None:
+        self._place = backend
         self._paths: list[str] | None = None
         self._read: dict[str, _Read] = {}
 
@@ -34,7 +34,7 @@ class Store:
         """Read every file. Raises `StoreError` for the first that cannot be understood."""
         self._look_at(self._known_paths())
 
-    def find(self, key: Key, slug: str) -> Entry | Absent:
+    def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
         """The baseline of ``key`` on the device called ``slug``, or on which other devices there is one."""
         entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
@@ -45,7 +45,7 @@ class Store:
             for path in self._known_paths()
             if path.partition("/")[2] == inside and (other := self._entries(path).get(key)) is not None
         )
-        return Absent(tuple(sorted(set(elsewhere))))
+        return NoBaseline(tuple(sorted(set(elsewhere))))
 
     def names(self, slug: str, file: str, test: str) -> list[str]:
         """Return the names of the measurements of a test that have a baseline on the device called ``slug``, sorted."""
@@ -56,14 +56,14 @@ class Store:
         found = ((_slug(path), path) for path in self._known_paths())
         return sorted((own, key) for own, path in found if slug in (None, own) for key in self._entries(path))
 
-    def change(self, entries: Mapping[Key, Entry], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
+    def change(self, entries: Mapping[Key, Baseline], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
         """Put ``entries`` in, each in the file of its environment's device, and take out ``gone``, given as (slug, key).
 
         Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Returns, as a clause, why
-        others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `PlaceError`; a file
+        others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `BackendError`; a file
         that cannot be understood is left as it was.
         """
-        wanted: dict[str, dict[Key, Entry]] = {}
+        wanted: dict[str, dict[Key, Baseline]] = {}
         unwanted: dict[str, set[Key]] = {}
         for key, entry in entries.items():
             wanted.setdefault(path_of(entry.environment.slug, key.file), {})[key] = entry
@@ -102,7 +102,7 @@ class Store:
         if not fits:
             raise StoreError(f"{self._place.shown(path)}: no baselines can lie there; remove the file from the store")
 
-    def _entries(self, path: str) -> Mapping[Key, Entry]:
+    def _entries(self, path: str) -> Mapping[Key, Baseline]:
         if path not in self._read:
             self._look_at([path])
         return self._read[path].entries
@@ -113,7 +113,7 @@ class Store:
             if path not in self._read or self._read[path].text != text:
                 self._read[path] = _Read(text, self._understood(path, text))
 
-    def _understood(self, path: str, text: str | None) -> Mapping[Key, Entry]:
+    def _understood(self, path: str, text: str | None) -> Mapping[Key, Baseline]:
         if text is None:
             return {}
         try:
@@ -126,7 +126,7 @@ class _Read(NamedTuple):
     """A file's text, ``None`` when there is no such file, and the entries in it."""
 
     text: str | None
-    entries: Mapping[Key, Entry]
+    entries: Mapping[Key, Baseline]
 
 
 def path_of(slug: str, file: str) -> str:

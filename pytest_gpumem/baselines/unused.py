@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from pytest_gpumem.baselines.entry import Key
+    from pytest_gpumem.gate.baseline import Key
 
 
 def unused(

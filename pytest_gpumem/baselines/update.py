@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.entry import Absent, Entry, Key, with_runs
+from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline, with_runs
 from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.operator_counts import without_places
 from pytest_gpumem.timing.comparison import SLOWER_RUN, slower_machine
+from pytest_gpumem.values.operator_counts import without_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pytest_gpumem.baselines.update_modes import UpdateMode
-    from pytest_gpumem.operator_counts import Tally
+    from pytest_gpumem.values.operator_counts import Tally
 
 ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
     None: frozenset(),
@@ -30,18 +30,18 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
 
 
 def entries_to_write(
-    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Entry]], stored: Mapping[Key, Entry | Absent]
-) -> dict[Key, Entry]:
+    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
+) -> dict[Key, Baseline]:
     """Those of ``measured`` (of tests that passed) that ``mode`` wants in the store and that would change it.
 
     ``new`` adds what is missing, also to a stored entry, whose other figures stay; ``improved`` lowers, metric by metric,
     what got better and leaves the rest; ``all`` accepts everything. Times go along with one another. The reason is that of
     the last change that was accepted, and goes when another is accepted without one; one more run of times is none.
     """
-    wanted: dict[Key, Entry] = {}
+    wanted: dict[Key, Baseline] = {}
     for key, (verdict, entry) in measured.items():
         earlier = stored[key]
-        if isinstance(earlier, Absent):
+        if isinstance(earlier, NoBaseline):
             if mode != "improved":
                 wanted[key] = entry
         elif mode == "new":
@@ -61,7 +61,7 @@ def entries_to_write(
     return wanted
 
 
-def _lowered(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry | None:
+def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
     """Lower in ``earlier`` what got better; ``None`` where nothing did, or where what is kept has another environment."""
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     kept = {name: value for name, value in earlier.metrics.items() if name not in better}
@@ -78,14 +78,14 @@ def _lowered(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry | None:
     return _with_times_of(entry if "step_time" in better else earlier, lowered)
 
 
-def _same_decisive(names: Iterable[str], entry: Entry, earlier: Entry) -> bool:
+def _same_decisive(names: Iterable[str], entry: Baseline, earlier: Baseline) -> bool:
     """Compare the details of two environments that decide these metrics; true where they are the same."""
     here, there = entry.environment.details, earlier.environment.details
     return all(here.get(detail) == there.get(detail) for name in names for detail in METRICS[name].decided_by)
 
 
 def times_left_out(
-    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Entry]], stored: Mapping[Key, Entry | Absent]
+    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> list[str]:
     """Why times that were taken are not in the store though ``mode`` wants them there: a clause for each measurement."""
     reasons = [
@@ -96,14 +96,14 @@ def times_left_out(
     return [reason for reason in reasons if reason is not None]
 
 
-def _refusal(verdict: Verdict, entry: Entry, stored: Entry | Absent) -> str | None:
+def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -> str | None:
     """Why this run is no measure for later ones, or none beside those in the store, as a clause."""
     times = verdict.measurement.times
     if times is None:
         return None
     if entry.runs is None:
         return times.best.invalid
-    if isinstance(stored, Absent) or not _goes_on(entry, stored) or stored.runs is None:
+    if isinstance(stored, NoBaseline) or not _goes_on(entry, stored) or stored.runs is None:
         return None
     # Runs that only lie apart from the others stay: without them the others would seem to vary less than runs do.
     slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
@@ -114,7 +114,7 @@ def _refusal(verdict: Verdict, entry: Entry, stored: Entry | Absent) -> str | No
     return None
 
 
-def _accepted(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
+def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     """``entry`` in the place of ``earlier``, with what this session did not take and is of the same work.
 
     That is the composition of the same peak (``--gpumem-explain=never``), and times: those of ``earlier`` where this run
@@ -144,7 +144,7 @@ def _made_of(
     return {name: tallies for name, tallies in by_operator.items() if name in metrics}
 
 
-def _better_placed(entry: Entry, earlier: Entry) -> dict[str, tuple[Tally, ...]]:
+def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
     """What counts of ``earlier`` are made of, where ``entry`` has the same operators and does not know their lines."""
     return {
         name: earlier.by_operator[name]
@@ -153,7 +153,7 @@ def _better_placed(entry: Entry, earlier: Entry) -> dict[str, tuple[Tally, ...]]
     }
 
 
-def _with_times_of(source: Entry, entry: Entry) -> Entry:
+def _with_times_of(source: Baseline, entry: Baseline) -> Baseline:
     """``entry`` with the runs and times of ``source``, all of them, or with none where that is of another machine."""
     metrics = {name: value for name, value in entry.metrics.items() if not _is_time(name)}
     if not _same_machine(source, entry):
@@ -171,18 +171,18 @@ def _has_another_speed(verdict: Verdict) -> bool:
     return speed is not None and speed.outcome in (Outcome.REGRESSED, Outcome.IMPROVED)
 
 
-def _goes_on(entry: Entry, earlier: Entry) -> bool:
+def _goes_on(entry: Baseline, earlier: Baseline) -> bool:
     """Whether the times of ``entry`` are of the work and the machine that those of ``earlier`` are of."""
     return entry.workload == earlier.workload and _same_machine(entry, earlier)
 
 
-def _same_machine(entry: Entry, earlier: Entry) -> bool:
+def _same_machine(entry: Baseline, earlier: Baseline) -> bool:
     return entry.environment.details.get(MACHINE) == earlier.environment.details.get(MACHINE)
 
 
-def _lacks_times(stored: Entry | Absent, entry: Entry) -> bool:
+def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
     """Whether the times of ``entry`` are missing in the store, and may go there."""
-    if isinstance(stored, Absent):
+    if isinstance(stored, NoBaseline):
         return True
     machine = stored.environment.details.get(MACHINE)
     return (
@@ -193,7 +193,7 @@ def _lacks_times(stored: Entry | Absent, entry: Entry) -> bool:
     )
 
 
-def _with_added(earlier: Entry, entry: Entry, verdict: Verdict) -> Entry:
+def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     """``earlier``, with those of the metrics that it lacks that are what its environment gives, too, and with times."""
     here, there = entry.environment.details, earlier.environment.details
     missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]

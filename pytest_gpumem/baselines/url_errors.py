@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import unquote
 
-from pytest_gpumem.baselines.lease import LeaseError
+from pytest_gpumem.baselines.distributed_lock import DistributedLockError
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """The extra of this package that installs what opens a kind of URL."""
@@ -44,7 +44,7 @@ def reason_of(error: Exception, url: str) -> str:
     """Why something behind ``url`` could not be done, in one line, with what mends it where that is known."""
     kind = EXTRAS.get(scheme_of(url))
     text = _said(error, url)
-    if isinstance(error, LeaseError):
+    if isinstance(error, DistributedLockError):
         return text
     if isinstance(error, NotImplementedError):
         return "it can only be read"

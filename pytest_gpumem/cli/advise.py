@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
-    from pytest_gpumem.advice.ladder import Tried
+    from pytest_gpumem.advice.search_order import Tried
     from pytest_gpumem.advice.trial import Subject
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.config import StepConfig
@@ -66,7 +66,7 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
 
     Exit status: 0 when a config fits, 1 when none does, 2 for wrong usage, 130 when interrupted.
     """
-    from pytest_gpumem.advice.ladder import every_config, recommended
+    from pytest_gpumem.advice.search_order import every_config, recommended
     from pytest_gpumem.advice.trial import SubjectError, subject_of
 
     if fits is None and not everything:
@@ -102,7 +102,7 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
 
 def _climbed(tried: Sequence[Tried], fits: int | None, samples: int | None, blocks: str | None) -> Iterator[StepConfig]:
     """The configs to try until one fits, each chosen by what came of those in ``tried``."""
-    from pytest_gpumem.advice.ladder import next_config
+    from pytest_gpumem.advice.search_order import next_config
 
     while (config := next_config(tried, samples, blocks)) is not None:
         yield config
@@ -158,7 +158,7 @@ def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, 
 
 
 def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject) -> None:
-    from pytest_gpumem.advice.recipe import recipe
+    from pytest_gpumem.advice.snippet import recipe
 
     within = "" if fits is None else f" of {format_bytes(fits)}"
     time = "" if chosen.time is None else f", {format_seconds(chosen.time)} a step"
@@ -170,8 +170,8 @@ def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject
 
 def _device(name: str) -> Device:
     from pytest_gpumem.devices.contract import DeviceUnavailable
-    from pytest_gpumem.devices.naming import EMULATED, nearest_device
     from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
+    from pytest_gpumem.values.device_names import EMULATED, nearest_device
 
     if name.startswith(EMULATED):
         return _emulated(name)

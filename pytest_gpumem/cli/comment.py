@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pytest_gpumem.cli.wrong import WrongInput
+from pytest_gpumem.cli.errors import InputError
 
 DEFAULT_NAME = "gpumem"
 _LONGEST_NAME = 100
@@ -70,9 +70,9 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
 
     token = os.environ.get("GITHUB_TOKEN")
     if not token:
-        raise WrongInput("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
+        raise InputError("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
     if repository is None:
-        raise WrongInput("which repository is not known: give --repository OWNER/NAME")
+        raise InputError("which repository is not known: give --repository OWNER/NAME")
     number = pull_request or _number_of_event()
     if number is None:
         _tell("there is no comment, since this job runs for no pull request")
@@ -96,7 +96,7 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
 
 
 def _body(file: Path, name: str, link: str) -> str:
-    """The comment, but for its marker. Raises `WrongInput`."""
+    """The comment, but for its marker. Raises `InputError`."""
     from pytest_gpumem.github.comment import room
     from pytest_gpumem.reports.escaping import plain
     from pytest_gpumem.reports.json_report import ReportError, from_json
@@ -109,11 +109,11 @@ def _body(file: Path, name: str, link: str) -> str:
         text = file.read_text(encoding="utf-8")
         body = markdown(from_json(text, str(file)), most=most) if file.suffix == ".json" else text
     except ReportError as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(str(error)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongInput(f"{file} cannot be read: {error}") from None
+        raise InputError(f"{file} cannot be read: {error}") from None
     if len(body) > most:
-        raise WrongInput(
+        raise InputError(
             f"{file} has {len(body):,} characters, and a comment has room for {most:,}: give the report as JSON, of which "
             "the most important is taken"
         )
@@ -121,16 +121,16 @@ def _body(file: Path, name: str, link: str) -> str:
 
 
 def _number_of_event() -> int | None:
-    """The pull request that this job runs for. Raises `WrongInput` when this is no job."""
+    """The pull request that this job runs for. Raises `InputError` when this is no job."""
     from pytest_gpumem.github.comment import pull_request_of_event
 
     file = os.environ.get("GITHUB_EVENT_PATH")
     if not file:
-        raise WrongInput("which pull request is not known: give --pull-request NUMBER")
+        raise InputError("which pull request is not known: give --pull-request NUMBER")
     try:
         return pull_request_of_event(Path(file))
     except (OSError, ValueError) as error:
-        raise WrongInput(f"GITHUB_EVENT_PATH: {error}") from None
+        raise InputError(f"GITHUB_EVENT_PATH: {error}") from None
 
 
 def _tell(sentence: str) -> None:

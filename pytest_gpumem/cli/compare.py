@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pytest_gpumem.comparing import Side
-    from pytest_gpumem.settings import Settings
+    from pytest_gpumem.reports.comparing import Side
+    from pytest_gpumem.session.settings import Settings
 
 
 @click.command()
@@ -41,12 +41,12 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
     Exit status: 0 when nothing is worse, 1 when something regressed, or failed in NEW only, 2 when nothing could be compared,
     or for wrong input.
     """
+    from pytest_gpumem.cli.output import screen, tell
     from pytest_gpumem.cli.project import project_settings
-    from pytest_gpumem.cli.telling import screen, tell
-    from pytest_gpumem.comparing import compared
+    from pytest_gpumem.reports.comparing import compared
     from pytest_gpumem.reports.comparison import accounting, markdown, remarks, table, to_json
     from pytest_gpumem.reports.layout import laid_out
-    from pytest_gpumem.settings import DEFAULT_TOLERANCES
+    from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 
     settings = project_settings(store)
     sides = _side(old, settings), _side(new, settings)
@@ -67,12 +67,12 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
 
 
 def _side(name: str | None, settings: Settings) -> Side:
-    """What ``name`` means. Raises `WrongInput`."""
+    """What ``name`` means. Raises `InputError`."""
     from pytest_gpumem.baselines.url_errors import without_credentials
+    from pytest_gpumem.cli.errors import InputError
+    from pytest_gpumem.cli.inputs import read_report
     from pytest_gpumem.cli.project import committed, place_of_store, read_baselines
-    from pytest_gpumem.cli.reading import read_report
-    from pytest_gpumem.cli.wrong import WrongInput
-    from pytest_gpumem.comparing import side_of_report, side_of_store
+    from pytest_gpumem.reports.comparing import side_of_report, side_of_store
 
     if name is not None and (name.endswith(".json") or Path(name).is_file()):
         return side_of_report(name, read_report(Path(name)))
@@ -83,10 +83,10 @@ def _side(name: str | None, settings: Settings) -> Side:
         )
     try:
         called, place = committed(name, place, "; a JSON report is a file that ends with .json")
-    except WrongInput as no_revision:
+    except InputError as no_revision:
         try:
             here = read_baselines(place, name)
-        except WrongInput:
+        except InputError:
             raise no_revision from None
         return side_of_store(name, ((one.slug, one.key, one.entry) for one in here))
     return side_of_store(called, ((one.slug, one.key, one.entry) for one in read_baselines(place)))

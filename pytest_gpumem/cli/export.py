@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.wrong import WrongInput
+from pytest_gpumem.cli.errors import InputError
 from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
     try:
         write_scalars(found.figures, output, seconds if step == "time" else commits(Path.cwd()))
     except (ExportError, OSError) as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(str(error)) from None
     click.echo(_legible(found.told), err=True)
 
 
@@ -157,23 +157,23 @@ def _export(
         else:
             write_whole(output, text)
     except (ExportError, OSError) as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(str(error)) from None
     click.echo(_legible(found.told), err=True)
 
 
 def _figures(given: Sequence[str], metrics: Sequence[str], *, over_time: bool) -> Figures:
-    from pytest_gpumem.cli.reading import files_of, read_report
+    from pytest_gpumem.cli.inputs import files_of, read_report
     from pytest_gpumem.exports.figures import ExportError, figures_of
 
     reports = {str(path): read_report(path) for path in files_of(given)}
     try:
         return figures_of(reports, metrics, over_time=over_time)
     except ExportError as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(str(error)) from None
 
 
 def _legible(text: str) -> str:
     """``text``, which may hold ids of tests, as standard error can show it."""
-    from pytest_gpumem.reports.screen import Screen
+    from pytest_gpumem.reports.text_width import Screen
 
     return Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8").legible(text)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.wrong import WrongInput
-from pytest_gpumem.devices.naming import EMULATED
+from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.values.device_names import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,11 +67,11 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
             _say(found, arguments, INTERRUPTED, as_json=as_json)
         sys.exit(INTERRUPTED)
     if found[0].plain.without_statistics:
-        raise WrongInput(
+        raise InputError(
             "it cannot be told what the program takes: it has an allocator of its own, which keeps no statistics"
         )
     if found[0].plain.outcome is Outcome.UNUSED:
-        raise WrongInput("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
+        raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
     status = exit_status(found, every=bool(words))
     _say(found, arguments, status, as_json=as_json)
     sys.exit(status)
@@ -99,7 +99,7 @@ def _gpus(words: Sequence[str]) -> dict[str, Gpu]:
         for word in gpus:
             prepare(word)
     except (EmulationError, ValueError) as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(str(error)) from None
     return gpus
 
 
@@ -116,7 +116,7 @@ def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], ste
         try:
             run = run_on(word, command, {**os.environ, **more}, steps)
         except OSError as error:
-            raise WrongInput(f"{command[0]}: {error.strerror}") from None
+            raise InputError(f"{command[0]}: {error.strerror}") from None
         one = outcome.found(run, gpu.total_bytes, CONTEXT_BYTES)
         click.echo(progress(one, str(Path.cwd())), err=True)
         return one
@@ -131,7 +131,7 @@ def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], ste
 
 
 def _say(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
-    from pytest_gpumem.cli.telling import screen, tell
+    from pytest_gpumem.cli.output import screen, tell
     from pytest_gpumem.emulation.load import CONTEXT_BYTES
     from pytest_gpumem.fit.summary import conclusion, details, table, to_json
     from pytest_gpumem.reports.layout import laid_out

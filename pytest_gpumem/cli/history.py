@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.wrong import WrongInput
+from pytest_gpumem.cli.errors import InputError
 from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pytest_gpumem.baselines.entry import Entry, Key
+    from pytest_gpumem.baselines.backend import Backend
     from pytest_gpumem.baselines.history import Event
-    from pytest_gpumem.baselines.place import Place
-    from pytest_gpumem.reports.stored import Baseline
-    from pytest_gpumem.settings import Settings
+    from pytest_gpumem.gate.baseline import Baseline, Key
+    from pytest_gpumem.reports.stored import StoredBaseline
+    from pytest_gpumem.session.settings import Settings
 
 _MOST_LISTED = 20
 _SHALLOW = (
@@ -51,30 +51,30 @@ def history(*, test: str, metric: str, device: str | None, store: str | None) ->
 
     Exit status: 0 when there is a history, 2 when there is none: no such baseline, several, or no git repository.
     """
-    from pytest_gpumem.baselines.entry import Entry
     from pytest_gpumem.cli.project import checkout_of, committed, place_of_store, project_settings, read_baselines
+    from pytest_gpumem.gate.baseline import Baseline
     from pytest_gpumem.git import GitError, is_shallow
 
     settings = project_settings(store)
-    place = place_of_store(settings)
-    checkout, folder = checkout_of(place)
-    baselines = read_baselines(place, device)
+    backend = place_of_store(settings)
+    checkout, folder = checkout_of(backend)
+    baselines = read_baselines(backend, device)
     try:
         found = _found(checkout.top, folder, baselines, test, device)
-        at_head = committed("HEAD", place)[1]
+        at_head = committed("HEAD", backend)[1]
         told = [(one, _events(checkout.top, folder, at_head, one)) for one in found]
         shallow = is_shallow(checkout.top)
     except GitError as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(str(error)) from None
     values = {
         state.metrics.get(metric)
         for _, events in told
         for event in events
         for state in (event.before, event.after)
-        if isinstance(state, Entry)
+        if isinstance(state, Baseline)
     }
     if values <= {None}:
-        raise WrongInput(f"no baseline of {test!r} ever had {metric}; `gpumem show -v` tells what they have")
+        raise InputError(f"no baseline of {test!r} ever had {metric}; `gpumem show -v` tells what they have")
     for (slug, key, _), events in told:
         _tell(slug, key, events, metric, settings)
     if shallow:
@@ -82,9 +82,9 @@ def history(*, test: str, metric: str, device: str | None, store: str | None) ->
 
 
 def _found(
-    top: Path, folder: str, baselines: list[Baseline], said: str, device: str | None
-) -> list[tuple[str, Key, Entry | None]]:
-    """The baselines of the one test that ``said`` means, as (slug, key, entry). Raises `WrongInput` and `GitError`."""
+    top: Path, folder: str, baselines: list[StoredBaseline], said: str, device: str | None
+) -> list[tuple[str, Key, Baseline | None]]:
+    """The baselines of the one test that ``said`` means, as (slug, key, entry). Raises `InputError` and `GitError`."""
     from pytest_gpumem.baselines.matching import meant, nearest_tests
 
     keys = meant((one.key for one in baselines), said)
@@ -92,27 +92,27 @@ def _found(
     if len(tests) > 1:
         more = [f"... and {len(tests) - _MOST_LISTED} more"] if len(tests) > _MOST_LISTED else []
         listed = [f"  {test}" for test in [*tests[:_MOST_LISTED], *more]]
-        raise WrongInput(f"{said!r} is in the ids of {len(tests)} tests; say which one:", *listed)
+        raise InputError(f"{said!r} is in the ids of {len(tests)} tests; say which one:", *listed)
     if tests:
         return [(one.slug, one.key, one.entry) for one in baselines if one.key in keys]
     gone = _gone(top, folder, said, device)
     if not gone:
         near = nearest_tests((one.key for one in baselines), said)
         hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists what there is"
-        raise WrongInput(f"there is no baseline of {said!r}, and there never was{hint}")
+        raise InputError(f"there is no baseline of {said!r}, and there never was{hint}")
     return gone
 
 
-def _gone(top: Path, folder: str, said: str, device: str | None) -> list[tuple[str, Key, Entry | None]]:
+def _gone(top: Path, folder: str, said: str, device: str | None) -> list[tuple[str, Key, Baseline | None]]:
     """Baselines of the test with just this id, which the store does not have any more."""
-    from pytest_gpumem.baselines.entry import Key
     from pytest_gpumem.baselines.history import file_changes, names_in, paths_ever, texts_of
     from pytest_gpumem.baselines.store import path_of
+    from pytest_gpumem.gate.baseline import Key
 
     file, _, test = said.partition("::")
     if not test:
         return []
-    found: list[tuple[str, Key, Entry | None]] = []
+    found: list[tuple[str, Key, Baseline | None]] = []
     below = _below(folder)
     for path in sorted(paths_ever(top, folder)):
         slug = path.removeprefix(below).partition("/")[0]
@@ -126,10 +126,10 @@ def _gone(top: Path, folder: str, said: str, device: str | None) -> list[tuple[s
     return sorted(found, key=lambda baseline: (baseline[1], baseline[0]))
 
 
-def _events(top: Path, folder: str, at_head: Place, baseline: tuple[str, Key, Entry | None]) -> list[Event]:
-    """The changes of a baseline, the latest last. Raises `WrongInput` and `GitError`."""
+def _events(top: Path, folder: str, at_head: Backend, baseline: tuple[str, Key, Baseline | None]) -> list[Event]:
+    """The changes of a baseline, the latest last. Raises `InputError` and `GitError`."""
+    from pytest_gpumem.baselines.backend import BackendError
     from pytest_gpumem.baselines.history import Event, events_of, file_changes, state_in, texts_of
-    from pytest_gpumem.baselines.place import PlaceError
     from pytest_gpumem.baselines.store import path_of
 
     slug, key, entry = baseline
@@ -137,11 +137,11 @@ def _events(top: Path, folder: str, at_head: Place, baseline: tuple[str, Key, En
     changes = file_changes(top, _below(folder) + path)
     events = events_of(changes, texts_of(top, changes), key)
     if not events:
-        raise WrongInput(f"the baseline of {key} is in no commit yet: `git add {_below(folder)}{path}`, and commit it")
+        raise InputError(f"the baseline of {key} is in no commit yet: `git add {_below(folder)}{path}`, and commit it")
     try:
         committed = state_in(at_head.read(path), key)
-    except PlaceError as error:
-        raise WrongInput(str(error)) from None
+    except BackendError as error:
+        raise InputError(str(error)) from None
     return events if committed == entry else [*events, Event(None, committed, entry)]
 
 
@@ -150,7 +150,7 @@ def _below(folder: str) -> str:
 
 
 def _tell(slug: str, key: Key, events: list[Event], metric: str, settings: Settings) -> None:
-    from pytest_gpumem.cli.telling import screen, tell
+    from pytest_gpumem.cli.output import screen, tell
     from pytest_gpumem.reports.history import history_lines
 
     tell([f"{key} on {slug}: {METRICS[metric].title}", ""])

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.wrong import WrongInput
+from pytest_gpumem.cli.errors import InputError
 
 if TYPE_CHECKING:
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.session_report import SessionReport
 
 _MOST_NAMED = 3
 
 
 def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Path, ...]) -> tuple[Path, ...]:
-    from pytest_gpumem.options import REPORT_SUFFIXES
     from pytest_gpumem.reports.needs import lacking
+    from pytest_gpumem.session.options import REPORT_SUFFIXES
 
     for path in value:
         if path.suffix not in REPORT_SUFFIXES:
@@ -70,10 +70,10 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
     Exit status: 0 when the whole passed, 1 when it did not, 2 for wrong input: a file that is no report, shards of different
     commits or options, fewer or more than --shards, or, with --shards, the same shard twice while tests are in none of them.
     """
-    from pytest_gpumem.cli.reading import files_of, read_report
-    from pytest_gpumem.cli.telling import tell
-    from pytest_gpumem.merging import MergeError, merged
+    from pytest_gpumem.cli.inputs import files_of, read_report
+    from pytest_gpumem.cli.output import tell
     from pytest_gpumem.reports.github import told_to_github
+    from pytest_gpumem.reports.merging import MergeError, merged
 
     paths = files_of(reports)
     parts = [read_report(path) for path in paths]
@@ -81,10 +81,10 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
     try:
         whole = merged(parts, [str(path) for path in paths])
     except MergeError as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(str(error)) from None
     if shards is not None and whole.shards != shards:
         given = "1 shard" if whole.shards == 1 else f"{whole.shards} shards"
-        raise WrongInput(f"there are reports of {given}, expected {shards}: {', '.join(map(str, paths))}")
+        raise InputError(f"there are reports of {given}, expected {shards}: {', '.join(map(str, paths))}")
     if shards is not None:
         _refuse_what_ran_twice(paths, parts, whole)
     _tell(whole, parts, verbose)
@@ -98,17 +98,17 @@ def _refuse_copies(paths: list[Path], parts: list[SessionReport]) -> None:
     for number, part in enumerate(parts):
         earlier = parts.index(part)
         if earlier < number and part.results:
-            raise WrongInput(f"{paths[number]} is the same report as {paths[earlier]}: give each shard once")
+            raise InputError(f"{paths[number]} is the same report as {paths[earlier]}: give each shard once")
 
 
 def _refuse_what_ran_twice(paths: list[Path], parts: list[SessionReport], whole: SessionReport) -> None:
     """A job that was repeated stands for one that got lost, and the number of reports is right."""
-    from pytest_gpumem.merging import in_no_shard, run_twice
+    from pytest_gpumem.reports.merging import in_no_shard, run_twice
 
     idle, twice = in_no_shard(whole), run_twice(parts)
     if idle and twice is not None:
         earlier, later = twice
-        raise WrongInput(
+        raise InputError(
             f"{paths[later]} ran the same tests as {paths[earlier]}, and {_tests(idle)} ran in none of the shards: "
             f"{_named(idle)}; give each shard once, or, if this is meant, leave out --shards"
         )
@@ -120,11 +120,11 @@ def _write(path: Path, whole: SessionReport) -> None:
     try:
         write_report(path, whole)
     except OSError as error:
-        raise WrongInput(f"{path}: the report cannot be written: {error}") from None
+        raise InputError(f"{path}: the report cannot be written: {error}") from None
 
 
 def _tell(whole: SessionReport, parts: list[SessionReport], verbose: int) -> None:
-    from pytest_gpumem.cli.telling import screen, tell
+    from pytest_gpumem.cli.output import screen, tell
     from pytest_gpumem.reports.terminal import failure_lines, terminal_text
 
     said = terminal_text(replace(whole, said=(*whole.said, *_lines(whole, parts))), screen(), verbose)
@@ -139,7 +139,7 @@ def _tell(whole: SessionReport, parts: list[SessionReport], verbose: int) -> Non
 def _lines(whole: SessionReport, parts: list[SessionReport]) -> list[str]:
     """What only the whole can tell, beside its verdict."""
     from pytest_gpumem.baselines.unused import unused_line
-    from pytest_gpumem.merging import in_no_shard, several
+    from pytest_gpumem.reports.merging import in_no_shard, several
 
     again, idle, unused = several(parts), in_no_shard(whole), whole.unused
     return [

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.cli.wrong import WrongInput
-from pytest_gpumem.settings import SettingsError, settings_of
+from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.session.settings import SettingsError, settings_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.ab.checkout import Checkout
-    from pytest_gpumem.baselines.place import Place
-    from pytest_gpumem.reports.stored import Baseline
-    from pytest_gpumem.settings import Settings
+    from pytest_gpumem.baselines.backend import Backend
+    from pytest_gpumem.reports.stored import StoredBaseline
+    from pytest_gpumem.session.settings import Settings
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 """A command has imported the plugin before pytest could, of which pytest warns."""
@@ -27,7 +27,7 @@ def project_settings(store: str | None = None) -> Settings:
     """The settings of the project around this folder, with ``addopts``; ``store`` replaces theirs, counted from here.
 
     pytest says which folder is the root: it is started, and stopped before it loads or collects a file of the project.
-    Raises `WrongInput`.
+    Raises `InputError`.
     """
     found = _Settings()
     said = _started(found, "--noconftest")
@@ -35,86 +35,86 @@ def project_settings(store: str | None = None) -> Settings:
         # addopts may have an option that a conftest.py adds.
         said = _started(found)
     if found.error is not None:
-        raise WrongInput(found.error)
+        raise InputError(found.error)
     if found.settings is None:
-        raise WrongInput("pytest cannot be started here:", *said.splitlines())
+        raise InputError("pytest cannot be started here:", *said.splitlines())
     if store is None:
         return found.settings
     if not store:
-        raise WrongInput("--store is empty, expected a folder or a URL")
+        raise InputError("--store is empty, expected a folder or a URL")
     return replace(found.settings, store=store, store_base=Path.cwd())
 
 
-def place_of_store(settings: Settings) -> Place:
-    """Where the project's baselines lie. Raises `WrongInput` when there is no such place."""
-    from pytest_gpumem.baselines.folder import Folder
-    from pytest_gpumem.baselines.place import PlaceError, place_of
+def place_of_store(settings: Settings) -> Backend:
+    """Where the project's baselines lie. Raises `InputError` when there is no such place."""
+    from pytest_gpumem.baselines.backend import BackendError, backend_of
+    from pytest_gpumem.baselines.folder_backend import Folder
 
     try:
-        place = place_of(settings.store, settings.store_base)
-    except PlaceError as error:
-        raise WrongInput(str(error)) from None
-    if isinstance(place, Folder) and not place.root.is_dir():
-        raise WrongInput(
-            f"there is no store at {place.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "
+        backend = backend_of(settings.store, settings.store_base)
+    except BackendError as error:
+        raise InputError(str(error)) from None
+    if isinstance(backend, Folder) and not backend.root.is_dir():
+        raise InputError(
+            f"there is no store at {backend.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "
             "--store PATH"
         )
-    return place
+    return backend
 
 
-def read_baselines(place: Place, device: str | None = None) -> list[Baseline]:
-    """The baselines in ``place``, those of the device with this slug if one is given; sorted. Raises `WrongInput`."""
-    from pytest_gpumem.baselines.entry import Entry
-    from pytest_gpumem.baselines.place import PlaceError
+def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBaseline]:
+    """The baselines in ``backend``, those of the device with this slug if one is given; sorted. Raises `InputError`."""
+    from pytest_gpumem.baselines.backend import BackendError
     from pytest_gpumem.baselines.store import Store, StoreError
-    from pytest_gpumem.reports.stored import Baseline
+    from pytest_gpumem.gate.baseline import Baseline
+    from pytest_gpumem.reports.stored import StoredBaseline
     from pytest_gpumem.units import nearest
 
-    store = Store(place)
+    store = Store(backend)
     try:
         keys = store.keys()
         slugs = sorted({slug for slug, _ in keys})
         if device is not None and device not in slugs:
-            raise WrongInput(
+            raise InputError(
                 f"--device {device}: the store has no baseline of it; "
                 + (nearest(device, slugs) if slugs else "it is empty")
             )
         found = [(slug, key, store.find(key, slug)) for slug, key in keys if device in (None, slug)]
-    except (StoreError, PlaceError) as error:
-        raise WrongInput(str(error)) from None
-    baselines = [Baseline(slug, key, entry) for slug, key, entry in found if isinstance(entry, Entry)]
+    except (StoreError, BackendError) as error:
+        raise InputError(str(error)) from None
+    baselines = [StoredBaseline(slug, key, entry) for slug, key, entry in found if isinstance(entry, Baseline)]
     return sorted(baselines, key=lambda one: (one.key, one.slug))
 
 
-def checkout_of(place: Place) -> tuple[Checkout, str]:
-    """The checkout that the store lies in, and the store's path from its top. Raises `WrongInput`."""
+def checkout_of(backend: Backend) -> tuple[Checkout, str]:
+    """The checkout that the store lies in, and the store's path from its top. Raises `InputError`."""
     from pytest_gpumem.ab.checkout import Checkout
-    from pytest_gpumem.baselines.folder import Folder
+    from pytest_gpumem.baselines.folder_backend import Folder
     from pytest_gpumem.git import GitError
 
-    if not isinstance(place, Folder):
-        raise WrongInput(f"the store {place.shown('')} is no folder: only in a git repository does it have a history")
+    if not isinstance(backend, Folder):
+        raise InputError(f"the store {backend.shown('')} is no folder: only in a git repository does it have a history")
     try:
-        checkout = Checkout.around(place.root)
+        checkout = Checkout.around(backend.root)
     except GitError as error:
-        raise WrongInput(f"the store {place.root} is in no git repository: {error}") from None
+        raise InputError(f"the store {backend.root} is in no git repository: {error}") from None
     return checkout, checkout.folder.as_posix()
 
 
-def committed(revision: str, place: Place, hint: str = "") -> tuple[str, Place]:
-    """The store as it is in a revision, and what to call that. Raises `WrongInput`."""
-    from pytest_gpumem.baselines.committed import Committed
-    from pytest_gpumem.baselines.place import PlaceError
+def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Backend]:
+    """The store as it is in a revision, and what to call that. Raises `InputError`."""
+    from pytest_gpumem.baselines.backend import BackendError
+    from pytest_gpumem.baselines.git_backend import GitBackend
     from pytest_gpumem.git import GitError
 
-    checkout, folder = checkout_of(place)
+    checkout, folder = checkout_of(backend)
     try:
         found = checkout.revision(revision)
-        return str(found), Committed(checkout.top, found.commit, folder, revision)
+        return str(found), GitBackend(checkout.top, found.commit, folder, revision)
     except GitError as error:
-        raise WrongInput(f"{error}{hint}") from None
-    except PlaceError as error:
-        raise WrongInput(str(error)) from None
+        raise InputError(f"{error}{hint}") from None
+    except BackendError as error:
+        raise InputError(str(error)) from None
 
 
 def _started(plugin: _Settings, *arguments: str) -> str:

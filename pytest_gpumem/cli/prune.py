@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
+from pytest_gpumem.cli.output import tell
 from pytest_gpumem.cli.project import QUIET
-from pytest_gpumem.cli.telling import tell
-from pytest_gpumem.plugin import SESSION
+from pytest_gpumem.session.options import SESSION
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pytest_gpumem.baselines.entry import Key
-    from pytest_gpumem.session import GpumemSession
+    from pytest_gpumem.gate.baseline import Key
+    from pytest_gpumem.session.process import GpumemSession
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -36,7 +36,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     Exit status: 0 when it has removed what was unused, 1 when tests could not be collected, the store not be read, or none
     of its test files is below the root directory, as in another project, and nothing was removed, 2 for wrong usage.
     """
-    from pytest_gpumem.baselines.place import PlaceError
+    from pytest_gpumem.baselines.backend import BackendError
     from pytest_gpumem.baselines.store import StoreError
     from pytest_gpumem.baselines.unused import of_absent_devices, unused
 
@@ -65,7 +65,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         left = of_absent_devices(found, present=present, exists=lambda file: (root / file).exists())
         gone = [entry for entry in found if entry not in left]
         unguarded = store.change({}, gone) if gone and not dry_run else None
-    except (StoreError, PlaceError) as error:
+    except (StoreError, BackendError) as error:
         raise click.ClickException(str(error)) from None
     for slug, key in gone:
         tell([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pytest_gpumem.cli.wrong import WrongInput
+from pytest_gpumem.cli.errors import InputError
 
 
 @click.command()
@@ -30,8 +30,8 @@ def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as
     """
     from pytest_gpumem.baselines.matching import matches, nearest_tests
     from pytest_gpumem.baselines.url_errors import without_credentials
+    from pytest_gpumem.cli.output import screen, tell
     from pytest_gpumem.cli.project import place_of_store, project_settings, read_baselines
-    from pytest_gpumem.cli.telling import screen, tell
     from pytest_gpumem.reports.layout import laid_out
     from pytest_gpumem.reports.stored import accounting, table, to_json
 
@@ -42,7 +42,7 @@ def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as
         if not any(matches(one.key, pattern) for one in baselines):
             near = nearest_tests([one.key for one in baselines], pattern)
             hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists them all"
-            raise WrongInput(f"no baseline is of {pattern}{hint}")
+            raise InputError(f"no baseline is of {pattern}{hint}")
     kept = [one for one in baselines if not patterns or any(matches(one.key, pattern) for pattern in patterns)]
     if as_json:
         click.echo(to_json(kept, where), nl=False)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.devices.conditions import Conditions
-    from pytest_gpumem.devices.events import Token
     from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.values.events import Token
+    from pytest_gpumem.values.interference import Conditions
 
 Blocks = Mapping[int, int]
 """Memory blocks: address -> bytes."""
@@ -44,7 +44,7 @@ class Peak:
 class Device(Protocol):
     """A device as measuring sees it.
 
-    Readings (`live`, `take_peak`) count bytes from a zero of the device's own choosing, so only differences between
+    Readings (`live`, `pop_peak`) count bytes from a zero of the device's own choosing, so only differences between
     readings of one `open` ... `close` stretch are meaningful. Readings taken outside of one raise ``RuntimeError``.
     """
 
@@ -90,7 +90,7 @@ class Device(Protocol):
     def close(self) -> None:
         """Stop counting and give back what `open` took. Closing twice does nothing."""
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
 
     def release_workspaces(self) -> None:
@@ -102,13 +102,13 @@ class Device(Protocol):
     def reserved(self) -> int | None:
         """Bytes that the allocator holds from the device now; ``None`` where there is no such thing."""
 
-    def take_peak(self) -> Peak:
+    def pop_peak(self) -> Peak:
         """The peak since the last call of this (or `open`), and start the next one from what is live now."""
 
     def turnover(self) -> int:
         """Bytes allocated until the latest reading, whether freed or not: only differences mean anything."""
 
-    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+    def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 
     def known(self) -> Known:
@@ -126,13 +126,13 @@ class Device(Protocol):
     def keep_snapshot(self, path: Path) -> None:
         """Write what the allocator itself recorded in the latest `recorded` stretch, where it does. Raises ``OSError``."""
 
-    def paused(self) -> AbstractContextManager[None]:
+    def unrecorded(self) -> AbstractContextManager[None]:
         """A stretch in which nothing is recorded or slowed down, for taking times.
 
-        Allocations and frees may go unnoticed in it; `believe` sets that right.
+        Allocations and frees may go unnoticed in it; `reconcile` sets that right.
         """
 
-    def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
+    def reconcile(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""
 
     def time(self, run: Callable[[], object]) -> float:
@@ -154,7 +154,7 @@ class Device(Protocol):
         """The rate of the clock that steps run by now, so that seconds times pace is a step's time in its cycles.
 
         On CUDA the SM clock in Hz: to be read right after a round's end, before the GPU has come to rest. On the CPU runs
-        per second of a fixed piece of work, which is run for it, within `paused`. ``None`` where nobody can tell.
+        per second of a fixed piece of work, which is run for it, within `unrecorded`. ``None`` where nobody can tell.
         """
 
     @property

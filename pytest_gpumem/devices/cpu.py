@@ -13,16 +13,21 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.event_tree import tokens_of
-from pytest_gpumem.devices.events import AllocationEvent
-from pytest_gpumem.devices.ledger import Ledger
-from pytest_gpumem.devices.naming import CPU_SLUG
-from pytest_gpumem.devices.obituaries import Obituaries
-from pytest_gpumem.devices.torch_internals import allocation_events, beneath_modes, compiled_graphs_so_far, quiet_kineto
-from pytest_gpumem.devices.yardstick import Yardstick
+from pytest_gpumem.devices.free_callbacks import FreeCallbacks
+from pytest_gpumem.devices.live_blocks import LiveBlocks
+from pytest_gpumem.devices.reference_workload import ReferenceWorkload
 from pytest_gpumem.measurement import Environment, MeasuringError
+from pytest_gpumem.torch_support.private_api import (
+    allocation_events,
+    beneath_modes,
+    compiled_graphs_so_far,
+    quiet_kineto,
+)
+from pytest_gpumem.values.device_names import CPU_SLUG
+from pytest_gpumem.values.events import AllocationEvent
+from pytest_gpumem.values.interference import Conditions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +37,9 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Blocks, Known
     from pytest_gpumem.devices.device_lock import DeviceLock
-    from pytest_gpumem.devices.events import Token
-    from pytest_gpumem.devices.obituaries import AnyToken
-    from pytest_gpumem.devices.torch_internals import Profile
+    from pytest_gpumem.devices.free_callbacks import AnyToken
+    from pytest_gpumem.torch_support.private_api import Profile
+    from pytest_gpumem.values.events import Token
 
 _PROBE_BYTES = 61
 """Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
@@ -68,11 +73,11 @@ class CpuDevice:
     def __init__(self, lock: DeviceLock | None = None) -> None:
         self._lock = lock
         self._leases = ExitStack()
-        self._ledger = Ledger()
-        self._obituaries = Obituaries()
+        self._ledger = LiveBlocks()
+        self._obituaries = FreeCallbacks()
         self._profiler: Profile | None = None
         self._threads: int | None = None
-        self._yardstick: Yardstick | None = None
+        self._yardstick: ReferenceWorkload | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -121,8 +126,8 @@ class CpuDevice:
             self._threads = torch.get_num_threads()
             self._leases.callback(self._give_back_threads)
             torch.set_num_threads(1)
-            self._ledger = Ledger()
-            self._obituaries = Obituaries()
+            self._ledger = LiveBlocks()
+            self._obituaries = FreeCallbacks()
             self._start()
             self._flush()
         except (MeasuringError, RuntimeError) as error:
@@ -140,7 +145,7 @@ class CpuDevice:
                 with suppress(MeasuringError):
                     self._stop()
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         gc.collect()
 
     def release_workspaces(self) -> None:
@@ -153,20 +158,20 @@ class CpuDevice:
     def reserved(self) -> int | None:
         return None
 
-    def take_peak(self) -> Peak:
+    def pop_peak(self) -> Peak:
         self._flush()
-        return Peak(self._ledger.take_peak())
+        return Peak(self._ledger.pop_peak())
 
     def turnover(self) -> int:
         return self._ledger.turnover
 
-    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+    def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
         known = self._ledger.addresses
         for storage in storages:
             address = storage.data_ptr()
             if address not in known:
-                self._ledger.adopt({address: storage.nbytes()})
+                self._ledger.register_existing({address: storage.nbytes()})
                 self._obituaries.watch(storage, recording=lambda: self._profiler is not None)
 
     def known(self) -> Known:
@@ -196,14 +201,14 @@ class CpuDevice:
         """The host's allocator keeps no history."""
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         self._pause()
         try:
             yield
         finally:
             self._start()
 
-    def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
+    def reconcile(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
         seen = self._ledger.addresses
         blocks: dict[int, int] = {}
@@ -242,7 +247,7 @@ class CpuDevice:
 
     def pace(self) -> float:
         if self._yardstick is None:
-            self._yardstick = Yardstick()
+            self._yardstick = ReferenceWorkload()
         return self._yardstick.pace()
 
     @contextmanager

@@ -11,13 +11,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
-from pytest_gpumem.devices.events import AllocationEvent
-from pytest_gpumem.devices.reset_guard import before_each_reset
-from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
 from pytest_gpumem.measurement import Environment, MeasuringError
+from pytest_gpumem.torch_support.private_api import compiled_graphs_so_far
+from pytest_gpumem.torch_support.reset_guard import before_each_reset
+from pytest_gpumem.values.events import AllocationEvent
+from pytest_gpumem.values.interference import Conditions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Blocks, Known
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
     from pytest_gpumem.devices.device_lock import DeviceLock
-    from pytest_gpumem.devices.events import Token
+    from pytest_gpumem.values.events import Token
 
 _PROBE_BYTES = 4096
 _REQUESTED, _ALLOCATED = "requested_bytes", "allocated_bytes"
@@ -122,7 +122,7 @@ class CudaDevice:
             self._leases = None
         self._snapshot = None
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         gc.collect()
         self.release_workspaces()
 
@@ -138,7 +138,7 @@ class CudaDevice:
     def reserved(self) -> int | None:
         return self._statistic("reserved_bytes.all.current")
 
-    def take_peak(self) -> Peak:
+    def pop_peak(self) -> Peak:
         self._keep_peak()
         peak = self._seen_peak
         assert peak is not None, "_keep_peak has just set it"
@@ -148,7 +148,7 @@ class CudaDevice:
     def turnover(self) -> int:
         return self._statistic(f"{self._counter}.all.allocated")
 
-    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+    def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to learn: the allocator counts every block."""
 
     def known(self) -> Known:
@@ -163,7 +163,7 @@ class CudaDevice:
         self._snapshot = None
         before = self.live()
         requested = self._counter == _REQUESTED
-        with self.paused(), self._runtime.recorded(with_history=requested) as stretch:
+        with self.unrecorded(), self._runtime.recorded(with_history=requested) as stretch:
             yield
         self._snapshot = stretch.snapshot
         told = in_order_of_time(stretch.tokens)
@@ -183,7 +183,7 @@ class CudaDevice:
                 pickle.dump(self._snapshot, file)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         # Statistics cost nothing, so there is nothing to pause; what the stretch did to the peak is not the step's.
         self._keep_peak()
         kept = self._seen_peak
@@ -193,7 +193,7 @@ class CudaDevice:
             self._runtime.reset_peaks()
             self._seen_peak = kept
 
-    def believe(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
+    def reconcile(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing to set right: the allocator counts every block."""
 
     def time(self, run: Callable[[], object]) -> float:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open, Seen, Token
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open, Seen, Threads, Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,13 +30,6 @@ class HistoryEntry(NamedTuple):
     action: str
     address: int
     nbytes: int
-
-
-class Threads(NamedTuple):
-    """The thread that an operator or a node ran on, and the one that made the node (0 for none), by torch's numbers."""
-
-    ran: int
-    made: int
 
 
 def history_of(trace: Iterable[Mapping[str, Any]]) -> list[HistoryEntry]:

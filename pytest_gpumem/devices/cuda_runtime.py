@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.cuda_history import history_of, numbered_by_thread
 from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
-from pytest_gpumem.devices.events import Open
 from pytest_gpumem.devices.launches import launches_of
 from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.devices.proc import is_of_session, workers_of_session
-from pytest_gpumem.devices.torch_internals import (
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.torch_support.private_api import (
     beneath_modes,
     clear_cublas_workspaces,
     cuda_history_is_on,
@@ -28,7 +28,7 @@ from pytest_gpumem.devices.torch_internals import (
     stop_cuda_history,
     threads_of_spans,
 )
-from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.values.events import Open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.cuda_history import HistoryEntry
-    from pytest_gpumem.devices.events import Token
     from pytest_gpumem.devices.nvml import GpuNow
+    from pytest_gpumem.values.events import Token
 
 _END = -1
 """The mark at the end of every recording: a recording that lacks it has lost what came before, too."""

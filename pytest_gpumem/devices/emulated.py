@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.devices.launches import kernel_name
-from pytest_gpumem.devices.naming import EMULATED_SLUG
+from pytest_gpumem.values.device_names import EMULATED_SLUG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

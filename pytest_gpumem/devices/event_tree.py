@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
-from pytest_gpumem.devices.torch_internals import event_tree
+from pytest_gpumem.torch_support.private_api import event_tree
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
 
-    from pytest_gpumem.devices.torch_internals import Profile
+    from pytest_gpumem.torch_support.private_api import Profile
 
 MARK_PREFIX = "gpumem#"
 """A span of this name and a number is a mark."""

@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import quiet_kineto
+from pytest_gpumem.torch_support.private_api import quiet_kineto
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -44,7 +44,7 @@ class Windows:
 
     def border(self) -> None:
         """End of a phase: what was the peak until now is told to every open window."""
-        peak = self._device.take_peak()
+        peak = self._device.pop_peak()
         for window in self._open:
             window.see(peak)
 

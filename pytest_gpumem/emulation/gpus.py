@@ -9,8 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.naming import EMULATED, nearest_device
 from pytest_gpumem.units import parse_size
+from pytest_gpumem.values.device_names import EMULATED, nearest_device
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,7 +16,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.devices.torch_internals import never_compiled
 from pytest_gpumem.emulation.host_operators import (
     BIGGEST_COPY,
     Operator,
@@ -31,6 +30,7 @@ from pytest_gpumem.emulation.host_operators import (
     on_the_same_memory,
     operator_of,
 )
+from pytest_gpumem.torch_support.private_api import never_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from pytest_gpumem.devices.reset_guard import before_each_reset
+from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 
 def keeps_statistics() -> bool:

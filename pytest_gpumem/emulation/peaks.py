@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import cuda_snapshot, start_cuda_history, when_cuda_begins
+from pytest_gpumem.torch_support.private_api import cuda_snapshot, start_cuda_history, when_cuda_begins
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pytest_gpumem.devices.torch_internals import (
-    expandable_segments_are_on,
-    observe_out_of_memory,
-    when_cuda_begins,
-)
 from pytest_gpumem.emulation.kept_peaks import KeptPeaks, keeps_statistics
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, to_text
 from pytest_gpumem.emulation.values import current
+from pytest_gpumem.torch_support.private_api import (
+    expandable_segments_are_on,
+    observe_out_of_memory,
+    when_cuda_begins,
+)
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pytest_gpumem.devices.torch_internals import (
+from pytest_gpumem.emulation.host_values import HostValues
+from pytest_gpumem.torch_support.private_api import (
     current_dispatch_mode,
     engine_run_within,
     in_backward,
     print_by_way_of_the_host,
 )
-from pytest_gpumem.emulation.host_values import HostValues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.recording import Recorded
-    from pytest_gpumem.settings import Settings
 
 TIMELINE_FORMAT = 1
 _LONGEST_NAME = 120
@@ -27,10 +26,10 @@ def artifact_name(nodeid: str, number: int) -> str:
 
 
 class Artifacts:
-    """Writes what was recorded of one test into the folder of the settings, if there is one."""
+    """Writes what was recorded of one test into a folder, if there is one."""
 
-    def __init__(self, settings: Settings, nodeid: str, device: Device) -> None:
-        self._folder = settings.artifacts_base / settings.artifacts if settings.artifacts is not None else None
+    def __init__(self, folder: Path | None, nodeid: str, device: Device) -> None:
+        self._folder = folder
         self._nodeid = nodeid
         self._device = device
         self._count = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.inspection import instance_dict, is_a
+from pytest_gpumem.torch_support.static_access import instance_dict, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.composition import Composition, Row, merged
 from pytest_gpumem.explain.trace import folded
+from pytest_gpumem.values.composition import Composition, Row, merged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_gpumem.explain.lives import Life, Timeline
+    from pytest_gpumem.explain.lifetimes import Lifetime, Timeline
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
@@ -33,7 +33,7 @@ def composition_of_retained(timeline: Timeline) -> Composition:
     return _composition(timeline, left, sum(life.nbytes for life in left))
 
 
-def left_by(timeline: Timeline) -> list[Life]:
+def left_by(timeline: Timeline) -> list[Lifetime]:
     """The blocks that the step allocated, and that are still there when garbage has been collected."""
     return [
         life for life in timeline.lives if life.born >= 0 and life.died is None and not _is_workspace(life, timeline)
@@ -49,7 +49,7 @@ def composition_of_garbage(timeline: Timeline) -> Composition:
     return _composition(timeline, collected, sum(life.nbytes for life in collected))
 
 
-def _composition(timeline: Timeline, lives: Iterable[Life], total: int) -> Composition:
+def _composition(timeline: Timeline, lives: Iterable[Lifetime], total: int) -> Composition:
     rows = merged(_row(life, timeline) for life in lives if life.own)
     unattributed = total - sum(row.nbytes for row in rows)
     if unattributed:
@@ -57,7 +57,7 @@ def _composition(timeline: Timeline, lives: Iterable[Life], total: int) -> Compo
     return Composition(total, rows, timeline.recomputed)
 
 
-def _row(life: Life, timeline: Timeline) -> Row:
+def _row(life: Lifetime, timeline: Timeline) -> Row:
     category = category_of(life, timeline)
     life = life.like or life
     mark, label = life.mark, life.label
@@ -80,7 +80,7 @@ def _row(life: Life, timeline: Timeline) -> Row:
     )
 
 
-def category_of(life: Life, timeline: Timeline) -> str:
+def category_of(life: Lifetime, timeline: Timeline) -> str:
     """What a block is for: by what it was seen to be, or else by who allocated it and how long it lived."""
     if life.like is not None:
         return category_of(life.like, timeline)
@@ -95,7 +95,7 @@ def category_of(life: Life, timeline: Timeline) -> str:
     return _of_python_code(life, timeline)
 
 
-def _of_python_code(life: Life, timeline: Timeline) -> str:
+def _of_python_code(life: Lifetime, timeline: Timeline) -> str:
     """The category of what forward, code that is recomputed, or an optimizer allocated."""
     if life.in_optimizer:
         return "temporary" if life.died is not None else "other"
@@ -109,7 +109,7 @@ def _of_python_code(life: Life, timeline: Timeline) -> str:
     return "temporary" if _died_by(life, ended) else "other"
 
 
-def _is_workspace(life: Life, timeline: Timeline) -> bool:
+def _is_workspace(life: Lifetime, timeline: Timeline) -> bool:
     """Whether it went with the workspaces that the backend gave back after the step."""
     if timeline.workspaces is None or life.died is None:
         return False
@@ -117,5 +117,5 @@ def _is_workspace(life: Life, timeline: Timeline) -> bool:
     return begin <= life.died <= end
 
 
-def _died_by(life: Life, moment: int | None) -> bool:
+def _died_by(life: Lifetime, moment: int | None) -> bool:
     return moment is not None and life.died is not None and life.died <= moment

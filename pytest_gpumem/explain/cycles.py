@@ -6,7 +6,7 @@ import gc
 import types
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.inspection import class_name, is_a, package_of
+from pytest_gpumem.torch_support.static_access import class_name, is_a, package_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

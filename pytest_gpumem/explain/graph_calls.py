@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.trace import folded
-from pytest_gpumem.module_calls import ModuleCalls, counted
+from pytest_gpumem.values.module_calls import ModuleCalls, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.devices.events import Open
     from pytest_gpumem.explain.trace import Mark
+    from pytest_gpumem.values.events import Open
 
 
 class GraphCalls:

@@ -7,9 +7,9 @@ import types
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.collector import everything_in_sight
-from pytest_gpumem.inspection import class_name, instance_dict, package_of
-from pytest_gpumem.reach import NOT_THE_TESTS, storage_of
+from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.reachability import NOT_THE_TESTS, storage_of
+from pytest_gpumem.torch_support.static_access import class_name, instance_dict, package_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection

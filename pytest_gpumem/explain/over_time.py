@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.composition import CATEGORIES
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open
 from pytest_gpumem.explain.compose import category_of
-from pytest_gpumem.over_time import OverTime, Phase
+from pytest_gpumem.values.composition import CATEGORIES
+from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from pytest_gpumem.values.timeline import OverTime, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.torch_internals import next_node_number, running_node_number
 from pytest_gpumem.explain.trace import folded
 from pytest_gpumem.explain.tracker import Tracker
-from pytest_gpumem.operator_counts import NOWHERE, Place
+from pytest_gpumem.torch_support.private_api import next_node_number, running_node_number
+from pytest_gpumem.values.operator_counts import NOWHERE, Place
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

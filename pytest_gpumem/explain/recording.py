@@ -8,9 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.composition import NOT_EXPLAINED, Explanation
-from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open
-from pytest_gpumem.devices.torch_internals import compiled_graphs_so_far
 from pytest_gpumem.explain.compose import (
     composition_at,
     composition_of_garbage,
@@ -20,11 +17,14 @@ from pytest_gpumem.explain.compose import (
 )
 from pytest_gpumem.explain.cycles import collect_and_tell
 from pytest_gpumem.explain.holders import holders_of
-from pytest_gpumem.explain.lives import Timeline, timeline_of
+from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
-from pytest_gpumem.tracebacks import clear_frames
+from pytest_gpumem.torch_support.private_api import compiled_graphs_so_far
+from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import parse_size
+from pytest_gpumem.values.composition import NOT_EXPLAINED, Explanation
+from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.devices.events import Token
     from pytest_gpumem.explain.sites import Site, Sites
+    from pytest_gpumem.values.events import Token
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
@@ -94,7 +94,7 @@ class Subject:
     prepare: Callable[[], None] = nothing_to_prepare
     """What has to be undone of an earlier run before it runs again."""
     left: Callable[[], Left] = nothing_left
-    births: Mapping[int, Site] = field(default_factory=dict)
+    creation_sites: Mapping[int, Site] = field(default_factory=dict)
     once: bool = False
     """Whether it is run once, whatever comes of it: what it does besides allocating is done again with each run."""
     compiled: bool = False
@@ -197,15 +197,15 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     Python's cyclic collector has to be off, as in the steps that were measured.
     """
     subject.prepare()
-    device.settle()
+    device.quiesce()
     own = list(subject.own())
-    device.adopt(own)
+    device.register_existing(own)
     held = {storage.data_ptr(): storage.nbytes() for storage in own}
     del own
     before = {**held, **device.blocks()}
     left = subject.left()
     own_bytes = subject.own_bytes()
-    tracker = Tracker(device.torch_device, sites, level, subject.births)
+    tracker = Tracker(device.torch_device, sites, level, subject.creation_sites)
     tokens: list[Token] = []
     error: BaseException | None = None
     cycles: tuple[str, ...] = ()

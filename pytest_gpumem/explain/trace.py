@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_gpumem.devices.events import Seen, Token, tokens_from_plain, tokens_to_plain
+from pytest_gpumem.values.events import Seen, Token, tokens_from_plain, tokens_to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,11 +13,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.devices.event_tree import MARK_PREFIX
-from pytest_gpumem.devices.events import Seen
-from pytest_gpumem.devices.torch_internals import engine_run_within, outside_torch_function, span
-from pytest_gpumem.explain.known import Known
+from pytest_gpumem.explain.owners import Known
 from pytest_gpumem.explain.trace import Label, Mark
-from pytest_gpumem.inspection import contents_of, dense_bytes, dtype_and_shape, is_a
+from pytest_gpumem.torch_support.private_api import engine_run_within, outside_torch_function, span
+from pytest_gpumem.torch_support.static_access import contents_of, dense_bytes, dtype_and_shape, is_a
+from pytest_gpumem.values.events import Seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_
 
 
 class Tracker:
-    """Marks and looks of one recording. ``device``, ``births`` and ``blocks_of`` as in `Known`.
+    """Marks and looks of one recording. ``device``, ``creation_sites`` and ``blocks_of`` as in `Known`.
 
     Without ``looks`` no tensor is looked at: for who only asks in which module it is.
     """
@@ -47,7 +47,7 @@ class Tracker:
         device: torch.device,
         sites: Sites,
         level: Level = "calls",
-        births: Mapping[int, Site] | None = None,
+        creation_sites: Mapping[int, Site] | None = None,
         blocks_of: BlocksOf | None = None,
         *,
         looks: bool = True,
@@ -61,7 +61,7 @@ class Tracker:
         self._sites = sites
         self._level = level
         self._looks = looks
-        self.known = Known(device, births or {}, blocks_of)
+        self.known = Known(device, creation_sites or {}, blocks_of)
         self._busy = False
         self._thread = threading.get_ident()
         self._modules: list[tuple[int, str, Any]] = []

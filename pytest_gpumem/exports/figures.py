@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Environment
-    from pytest_gpumem.session_report import SessionReport
-    from pytest_gpumem.timing.samples import Times
+    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.values.times import Times
 
 _MOST_NAMED = 3
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.entry import Absent, Entry
-from pytest_gpumem.explain.count_difference import changed_tallies
-from pytest_gpumem.explain.difference import Difference, difference
+from pytest_gpumem.gate.baseline import Baseline, NoBaseline
+from pytest_gpumem.gate.count_difference import changed_tallies
+from pytest_gpumem.gate.difference import Difference, difference
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
-from pytest_gpumem.operator_counts import kept
+from pytest_gpumem.values.operator_counts import kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.gate.budget import Budget
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.operator_counts import Tally
+    from pytest_gpumem.values.operator_counts import Tally
 
 
 MOST_DOUBTED = 0.40
@@ -32,7 +32,7 @@ a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64).
 def judge(
     measurement: Measurement,
     budget: Budget,
-    baseline: Entry | Absent | None,
+    baseline: Baseline | NoBaseline | None,
     tolerances: Mapping[str, Tolerance],
 ) -> Verdict:
     """The verdict on a measurement.
@@ -41,7 +41,7 @@ def judge(
     ``tolerances`` holds the tolerance of every metric that is judged against a baseline.
     """
     why_not, outcome = _not_comparable(measurement, baseline)
-    entry = baseline if isinstance(baseline, Entry) else None
+    entry = baseline if isinstance(baseline, Baseline) else None
     metrics = tuple(
         judge_step_time(measurement, budget, entry if outcome is None else None, tolerances.get(name))
         if name == "step_time"
@@ -53,7 +53,7 @@ def judge(
     if throughput is not None:
         metrics += (throughput,)
     origin = _origin(entry) if entry is not None else None
-    elsewhere = baseline.elsewhere if isinstance(baseline, Absent) else ()
+    elsewhere = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
     return Verdict(
         measurement,
         metrics,
@@ -65,14 +65,14 @@ def judge(
     )
 
 
-def _growth(measurement: Measurement, baseline: Entry | None) -> Difference | None:
+def _growth(measurement: Measurement, baseline: Baseline | None) -> Difference | None:
     """What changed in the peak's composition, if it was recorded now as well as then."""
     if baseline is None or baseline.composition is None or measurement.explanation is None:
         return None
     return difference(baseline.composition, measurement.explanation.peak)
 
 
-def _more(measurement: Measurement, baseline: Entry | None) -> dict[str, tuple[Tally, ...]]:
+def _more(measurement: Measurement, baseline: Baseline | None) -> dict[str, tuple[Tally, ...]]:
     """Return the operators of which each count that grew has more, where both sides know them."""
     if baseline is None:
         return {}
@@ -88,7 +88,7 @@ def _judge_metric(
     value: float,
     limit: int | None,
     measurement: Measurement,
-    baseline: Entry | None,
+    baseline: Baseline | None,
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
@@ -107,11 +107,13 @@ def _judge_metric(
     return MetricVerdict(metric.name, outcome, value, earlier, budget=limit)
 
 
-def _not_comparable(measurement: Measurement, baseline: Entry | Absent | None) -> tuple[str | None, Outcome | None]:
+def _not_comparable(
+    measurement: Measurement, baseline: Baseline | NoBaseline | None
+) -> tuple[str | None, Outcome | None]:
     """Why a measurement cannot be compared, as a sentence, and the outcome that this is; nothing when it can."""
     if baseline is None:
         return None, None
-    if isinstance(baseline, Absent):
+    if isinstance(baseline, NoBaseline):
         here = measurement.environment.device
         if baseline.elsewhere:
             return f"there are baselines for {', '.join(baseline.elsewhere)}, this is {here}", Outcome.FOREIGN
@@ -123,7 +125,7 @@ def _not_comparable(measurement: Measurement, baseline: Entry | Absent | None) -
 
 
 def _compare(
-    metric: Metric, value: float, limit: int | None, measurement: Measurement, baseline: Entry, tolerance: Tolerance
+    metric: Metric, value: float, limit: int | None, measurement: Measurement, baseline: Baseline, tolerance: Tolerance
 ) -> MetricVerdict:
     earlier = baseline.metrics.get(metric.name, metric.where_absent)
     if earlier is None:
@@ -150,7 +152,7 @@ def _compare(
     return MetricVerdict(metric.name, outcome, value, earlier, allowed, limit, reason)
 
 
-def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurement, baseline: Entry) -> str | None:
+def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurement, baseline: Baseline) -> str | None:
     """Why a change for the worse may not be the code's, if there is such a reason."""
     # Of counts there is no such limit: a release of torch may do anything in another way.
     if metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_DOUBTED * earlier:
@@ -171,7 +173,7 @@ def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurem
     return "the step's peak did not settle: " + "; ".join(measurement.notes)
 
 
-def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Entry) -> str | None:
+def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
     """That one of ``details`` of the environment is another one, and known on both sides, if so."""
     here, there = measurement.environment.details, baseline.environment.details
     for detail in details:
@@ -180,7 +182,7 @@ def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement
     return None
 
 
-def _origin(baseline: Entry) -> Origin:
+def _origin(baseline: Baseline) -> Origin:
     environment = baseline.environment
     torch = str(environment.details.get("torch", "?"))
     return Origin(baseline.recorded, environment.device, torch, baseline.commit, baseline.reason)

@@ -10,7 +10,7 @@ from pytest_gpumem.timing.comparison import SpeedOutcome, compare
 from pytest_gpumem.timing.intervals import LEVEL
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baselines.entry import Entry
+    from pytest_gpumem.gate.baseline import Baseline
     from pytest_gpumem.gate.budget import Budget
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Tolerance
@@ -30,7 +30,7 @@ _OUTCOMES: dict[SpeedOutcome, Outcome] = {
 
 
 def judge_step_time(
-    measurement: Measurement, budget: Budget, baseline: Entry | None, tolerance: Tolerance | None
+    measurement: Measurement, budget: Budget, baseline: Baseline | None, tolerance: Tolerance | None
 ) -> MetricVerdict:
     """The verdict on a step's time; ``baseline`` is there when it is of the same device and work.
 

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.explain.difference import Difference
+from pytest_gpumem.gate.difference import Difference
 from pytest_gpumem.measurement import Measurement, from_plain
-from pytest_gpumem.operator_counts import from_texts, to_texts
+from pytest_gpumem.values.operator_counts import from_texts, to_texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pytest_gpumem.operator_counts import Tally
+    from pytest_gpumem.values.operator_counts import Tally
 
 
 class Outcome(str, Enum):

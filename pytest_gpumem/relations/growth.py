@@ -7,12 +7,12 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.collector import cyclic_collector_off
-from pytest_gpumem.inspection import has_graph, is_a
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.reach import blocks_of, storages_of
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.steps.growth import grows
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.reachability import blocks_of, storages_of
+from pytest_gpumem.torch_support.static_access import has_graph, is_a
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object
         began = device.live()
         for _ in range(half):
             step()
-        device.settle()
+        device.quiesce()
         live = [device.live()]
         # Weakly: a tensor that the steps replace must go.
         before = [weakref.ref(tensor) for tensor in _tensors(device).values()]
         for _ in range(half, steps):
             step()
-            device.settle()
+            device.quiesce()
             live.append(device.live())
         if windows.close(window).allocated <= began and {*live} == {began}:
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: it runs elsewhere, or not at all")

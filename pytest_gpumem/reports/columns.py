@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out, text_of
-from pytest_gpumem.reports.screen import Screen
+from pytest_gpumem.reports.text_width import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -15,7 +15,7 @@ from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
-    from pytest_gpumem.comparing import Change, Compared, OneSided, Row
+    from pytest_gpumem.reports.comparing import Change, Compared, OneSided, Row
     from pytest_gpumem.reports.layout import Style
     from pytest_gpumem.units import UnitSystem
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, total
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.values import difference, shown
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, total
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pytest_gpumem.gate.verdict import Verdict
-    from pytest_gpumem.operator_counts import Tally
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.operator_counts import Tally
 
 MOST_ROWS = 5
 

@@ -12,10 +12,10 @@ from pytest_gpumem.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.gate.verdict import MetricVerdict
     from pytest_gpumem.reports.summary import Measured
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.composition import Explanation
 
 Piece = Table | Line
 """What is shown beneath one another."""

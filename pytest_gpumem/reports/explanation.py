@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.difference import REST
+from pytest_gpumem.gate.difference import REST
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.columns import columns, plain_lines
 from pytest_gpumem.reports.counts import count_lines, count_tables
@@ -14,10 +14,10 @@ from pytest_gpumem.units import UnitSystem, format_bytes, format_bytes_change
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from pytest_gpumem.composition import Composition, Explanation, Row
-    from pytest_gpumem.explain.difference import Difference
+    from pytest_gpumem.gate.difference import Difference
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.metrics import Unit
+    from pytest_gpumem.values.composition import Composition, Explanation, Row
 
 MOST_ROWS = 5
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.naming import memory_title
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
-from pytest_gpumem.reports.screen import Screen
+from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.reports.values import allowance, change, difference, shown
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
+from pytest_gpumem.values.device_names import memory_title
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.session_report import SessionReport
 
 
 def _html(report: SessionReport) -> str:

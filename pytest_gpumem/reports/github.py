@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_gpumem.gate.verdict import TestVerdict
-    from pytest_gpumem.results import TestResult
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_ANNOTATIONS = 10
 """Of a kind that GitHub shows of a step:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.entry import Entry
 from pytest_gpumem.baselines.history import Unreadable
+from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
 from pytest_gpumem.reports.plot import plot
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baselines.history import Event
     from pytest_gpumem.reports.layout import Line, Style
-    from pytest_gpumem.reports.screen import Screen
+    from pytest_gpumem.reports.text_width import Screen
     from pytest_gpumem.units import UnitSystem
 
 _SHORT = 9
@@ -31,8 +31,8 @@ def told_of(events: Sequence[Event], metric: str) -> list[Event]:
     return [
         event
         for event in events
-        if not isinstance(event.before, Entry)
-        or not isinstance(event.after, Entry)
+        if not isinstance(event.before, Baseline)
+        or not isinstance(event.after, Baseline)
         or event.before.metrics.get(metric) != event.after.metrics.get(metric)
         or event.before.workload != event.after.workload
         or (event.after.reason is not None and event.before.reason != event.after.reason)
@@ -59,7 +59,7 @@ def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, scree
         tuple(columns[number] for number in kept), tuple(tuple(row[number] for number in kept) for row in rows)
     )
     lines = laid_out(table, screen)
-    values = [event.after.metrics.get(metric) if isinstance(event.after, Entry) else None for event in told]
+    values = [event.after.metrics.get(metric) if isinstance(event.after, Baseline) else None for event in told]
     plotted = plot(values, lambda value: shown(metric, value, units), screen)
     lines += [(Span(text),) for text in (*([""] if plotted else []), *plotted)]
     others = len(events) - len(told)

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem import __version__
-from pytest_gpumem.session_report import SessionReport
+from pytest_gpumem.reports.session_report import SessionReport
 
 if TYPE_CHECKING:
     from typing import NoReturn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.reports.screen import Screen, cells
+from pytest_gpumem.reports.text_width import Screen, cells
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

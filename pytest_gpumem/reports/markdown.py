@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.reports import markdown_tables as tables
 from pytest_gpumem.reports.escaping import block, code, details, html_code, plain
 from pytest_gpumem.reports.matrix import matrices
-from pytest_gpumem.results import headline
+from pytest_gpumem.reports.results import headline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_gpumem.results import TestResult
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_OF_A_SUMMARY = 2**20
 """Bytes of a step's summary. Of more GitHub shows nothing, and reports an error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.difference import REST
+from pytest_gpumem.gate.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.counts import count_tables, grown_counts
@@ -18,16 +18,16 @@ from pytest_gpumem.units import format_bytes, format_bytes_change
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_gpumem.composition import Composition
-    from pytest_gpumem.composition import Row as CompositionRow
-    from pytest_gpumem.explain.difference import Difference
+    from pytest_gpumem.gate.difference import Difference
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.reports.counts import CountTable
     from pytest_gpumem.reports.matrix import Row
-    from pytest_gpumem.results import TestResult
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.composition import Composition
+    from pytest_gpumem.values.composition import Row as CompositionRow
 
 _CHANGED = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 _COLUMNS = ("peak_allocated", "peak_reserved", *EXCEPTIONAL, "step_time", "throughput")

@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.relations.rates import return_on
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.units import format_bytes, format_ratio, format_seconds
+from pytest_gpumem.values.rates import return_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.results import TestResult
+    from pytest_gpumem.reports.results import TestResult
     from pytest_gpumem.units import UnitSystem
 
 EFFICIENT = "*"

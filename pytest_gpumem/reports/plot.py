@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.reports.screen import Screen, cells
+from pytest_gpumem.reports.text_width import Screen, cells
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

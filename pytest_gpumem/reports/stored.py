@@ -14,7 +14,7 @@ from pytest_gpumem.reports.values import shown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_gpumem.baselines.entry import Entry, Key
+    from pytest_gpumem.gate.baseline import Baseline, Key
     from pytest_gpumem.units import UnitSystem
 
 FORMAT = 1
@@ -25,15 +25,15 @@ _TITLES = {"peak_allocated": "peak", "peak_reserved": "reserved", "cyclic_garbag
 
 
 @dataclass(frozen=True, slots=True)
-class Baseline:
+class StoredBaseline:
     """An entry of the store: ``slug`` is its device's folder."""
 
     slug: str
     key: Key
-    entry: Entry
+    entry: Baseline
 
 
-def table(baselines: Sequence[Baseline], units: UnitSystem, *, everything: bool = False) -> Table | None:
+def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything: bool = False) -> Table | None:
     """A row a baseline, a column a metric that any of them has; phases and counts with ``everything`` only."""
     if not baselines:
         return None
@@ -62,7 +62,7 @@ def table(baselines: Sequence[Baseline], units: UnitSystem, *, everything: bool 
     return Table(tuple(columns), tuple(tuple(map(Span, row)) for row in cells))
 
 
-def accounting(baselines: Sequence[Baseline], of: int, where: str) -> str:
+def accounting(baselines: Sequence[StoredBaseline], of: int, where: str) -> str:
     """The line that counts: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
 
     ``where`` is shown as it is: a URL has no credentials any more.
@@ -76,13 +76,13 @@ def accounting(baselines: Sequence[Baseline], of: int, where: str) -> str:
     return f"{counted}, of {tests} test{'' if tests == 1 else 's'} on {devices} device{'' if devices == 1 else 's'}, in {where}"
 
 
-def to_json(baselines: Sequence[Baseline], where: str) -> str:
+def to_json(baselines: Sequence[StoredBaseline], where: str) -> str:
     """The baselines for programs; values are in bytes, counts, seconds and items a second. ``where``: see `accounting`."""
     plain = {"format": FORMAT, "store": where, "baselines": [_plain(one) for one in baselines]}
     return json.dumps(plain, indent=2, allow_nan=False) + "\n"
 
 
-def _plain(one: Baseline) -> dict[str, Any]:
+def _plain(one: StoredBaseline) -> dict[str, Any]:
     entry = one.entry
     composition = entry.composition
     return {
@@ -106,14 +106,14 @@ def _ordered(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in METRICS if name in metrics}
 
 
-def _is_told(name: str, baselines: Sequence[Baseline], *, everything: bool) -> bool:
+def _is_told(name: str, baselines: Sequence[StoredBaseline], *, everything: bool) -> bool:
     values = [one.entry.metrics[name] for one in baselines if name in one.entry.metrics]
     if everything or name in _ALWAYS:
         return bool(values)
     return name in EXCEPTIONAL and any(values)
 
 
-def _cell(name: str, entry: Entry, units: UnitSystem) -> str:
+def _cell(name: str, entry: Baseline, units: UnitSystem) -> str:
     value = entry.metrics.get(name)
     if value is None:
         return "-"

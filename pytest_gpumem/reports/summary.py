@@ -14,8 +14,8 @@ from pytest_gpumem.reports.values import change, shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_gpumem.results import TestResult
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.units import UnitSystem
 
 MOST_FIGURES = 60

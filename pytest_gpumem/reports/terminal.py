@@ -9,6 +9,7 @@ from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.reports.details import NOTHING, Piece, compositions, details
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
+from pytest_gpumem.reports.results import headline, recording_notes
 from pytest_gpumem.reports.summary import (
     LEAST_NAME,
     measured_in,
@@ -20,15 +21,14 @@ from pytest_gpumem.reports.summary import (
     ungated_times,
     unstored_times,
 )
-from pytest_gpumem.results import headline, recording_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.reports.matrix import Row
-    from pytest_gpumem.reports.screen import Screen
+    from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.summary import Measured
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.text_width import Screen
     from pytest_gpumem.units import UnitSystem
 
 MARKUP: dict[Style | None, dict[str, bool]] = {

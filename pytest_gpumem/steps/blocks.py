@@ -6,8 +6,8 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.inspection import class_name, elements_of
 from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.torch_support.static_access import class_name, elements_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence

@@ -8,11 +8,11 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import activation_memory_budget
-from pytest_gpumem.inspection import class_name, instance_dict, is_a
 from pytest_gpumem.steps.blocks import Block, modules_matching, pattern_of_called, repeated_blocks, told
 from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError, StepConfig
 from pytest_gpumem.steps.segments import Segment, sizes_of_segments
+from pytest_gpumem.torch_support.private_api import activation_memory_budget
+from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator

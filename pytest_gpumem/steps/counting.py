@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import watched_operators
-from pytest_gpumem.operator_counts import NOWHERE, Place, Tally, summed, total, without_places
 from pytest_gpumem.steps.host_tensors import HostTensors
 from pytest_gpumem.steps.syncs import Syncs, is_of_higher_order, name_of, title_of
-from pytest_gpumem.tracebacks import RAISED_BY_A_STEP, clear_frames
+from pytest_gpumem.torch_support.private_api import watched_operators
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
+from pytest_gpumem.values.operator_counts import NOWHERE, Place, Tally, summed, total, without_places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

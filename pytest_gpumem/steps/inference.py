@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.inspection import attribute, is_a
-from pytest_gpumem.module_tree import named_modules
 from pytest_gpumem.steps.batches import describe, feed
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import autocasting
 from pytest_gpumem.steps.quiet_import import import_quietly
 from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.torch_support.module_tree import named_modules
+from pytest_gpumem.torch_support.static_access import attribute, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.inspection import is_a
 from pytest_gpumem.steps.batches import feed, micro_batches
 from pytest_gpumem.steps.precision import autocasting
 from pytest_gpumem.steps.surroundings import surroundings
+from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
     import torch

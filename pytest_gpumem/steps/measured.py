@@ -7,34 +7,34 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.explain.recording import Expected, is_out_of_memory, not_explained_note
 from pytest_gpumem.measurement import ITEMS, Workload
 from pytest_gpumem.steps.batches import describe, number_of_items, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.dry_run import dry_run_inference
 from pytest_gpumem.steps.inference import infer_phases, quantized
 from pytest_gpumem.steps.lazy import initialise
 from pytest_gpumem.steps.model_step import build_model, given_model, parameters_of, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.prepared import can_run, prepared_train_step
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.rehearsal import rehearse_inference
 from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.state import StateBytes, state_of
 from pytest_gpumem.steps.surroundings import surroundings
-from pytest_gpumem.tracebacks import RAISED_BY_A_STEP, clear_frames
+from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.explain.recording import Subject
     from pytest_gpumem.explain.sites import Site
     from pytest_gpumem.explain.tracker import Tracker
-    from pytest_gpumem.steps.bench import Bench
+    from pytest_gpumem.steps.measuring_context import MeasuringContext
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
     from pytest_gpumem.steps.runner import StepFigures
+    from pytest_gpumem.values.composition import Explanation
 
 _PLAIN = StepConfig()
 MOST_SAMPLES = 3
@@ -91,14 +91,16 @@ def metrics_of(figures: StepFigures, items: float | None) -> dict[str, float]:
 
 
 def measure_function(
-    bench: Bench, fn: Callable[[], object], items: float | None = None, asked: Asked = NOTHING
+    bench: MeasuringContext, fn: Callable[[], object], items: float | None = None, asked: Asked = NOTHING
 ) -> MeasuredStep:
     """Measure ``fn()`` as a step that repeats. What it holds belongs to the step."""
     with random_numbers_given_back(bench.device):
         return _measured_function(bench, fn, items, asked)
 
 
-def _measured_function(bench: Bench, fn: Callable[[], object], items: float | None, asked: Asked) -> MeasuredStep:
+def _measured_function(
+    bench: MeasuringContext, fn: Callable[[], object], items: float | None, asked: Asked
+) -> MeasuredStep:
     start = bench.begin(fn)
     phases = [Phase("step", fn)]
 
@@ -117,7 +119,7 @@ def _measured_function(bench: Bench, fn: Callable[[], object], items: float | No
 
 
 def measure_train_step(
-    bench: Bench,
+    bench: MeasuringContext,
     model_or_factory: ModelOrFactory,
     batch: Any,
     *,
@@ -148,7 +150,7 @@ def measure_train_step(
 
 
 def timed_again(
-    step: MeasuredStep, bench: Bench, phases: Sequence[Phase], held: Callable[[], object], asked: Asked
+    step: MeasuredStep, bench: MeasuringContext, phases: Sequence[Phase], held: Callable[[], object], asked: Asked
 ) -> MeasuredStep:
     """The step, with other samples of its time as long as those that there are leave it ``doubted``, and `MOST_SAMPLES`."""
     times = step.figures.times
@@ -158,7 +160,7 @@ def timed_again(
     return step
 
 
-def placed(step: MeasuredStep, bench: Bench, phases: Sequence[Phase], asked: Asked) -> MeasuredStep:
+def placed(step: MeasuredStep, bench: MeasuringContext, phases: Sequence[Phase], asked: Asked) -> MeasuredStep:
     """The step, with the lines of its counts if they are asked for."""
     counted = step.figures.counted
     # Kernels are told by the GPU, which does not know lines.
@@ -169,7 +171,7 @@ def placed(step: MeasuredStep, bench: Bench, phases: Sequence[Phase], asked: Ask
     return replace(step, figures=replace(step.figures, counted=bench.locate(phases, counted)))
 
 
-def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Asking | None) -> MeasuredStep:
+def explained(step: MeasuredStep, bench: MeasuringContext, subject: Subject, wanted: Asking | None) -> MeasuredStep:
     """The step, with its explanation if it is ``wanted``."""
     if bench.explaining is None or wanted is None or not wanted(step):
         return step
@@ -183,7 +185,7 @@ def explained(step: MeasuredStep, bench: Bench, subject: Subject, wanted: Asking
 
 
 @contextmanager
-def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Asking | None) -> Iterator[None]:
+def out_of_memory_explained(bench: MeasuringContext, subject: Subject, wanted: Asking | None) -> Iterator[None]:
     """An out-of-memory error within is explained on its way out."""
     try:
         yield
@@ -198,7 +200,7 @@ def out_of_memory_explained(bench: Bench, subject: Subject, wanted: Asking | Non
 
 
 def measure_infer_step(
-    bench: Bench,
+    bench: MeasuringContext,
     model_or_factory: ModelOrFactory,
     batch: Any,
     *,
@@ -216,14 +218,14 @@ def measure_infer_step(
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(bench.device))
         start = bench.begin((given, batch))
-        births: dict[int, Site] = {}
-        with bench.born(births):
+        creation_sites: dict[int, Site] = {}
+        with bench.born(creation_sites):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
             initialise(model, batch, config, device, training=False)
             precision = precision_of(model)
             model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, device, training=False))
-        rehearse_inference(infer_phases(model, model, batch, config, device), config)
+        dry_run_inference(infer_phases(model, model, batch, config, device), config)
         run = stack.enter_context(compiled(model, config.compile))
         phases = infer_phases(model, run, batch, config, device)
         compile_now(phases, config.compile)
@@ -232,7 +234,9 @@ def measure_infer_step(
         def know(tracker: Tracker) -> None:
             tracker.know(model, inputs=batch)
 
-        subject = bench.subject(phases, start, lambda: (model, batch), know=know, births_of=births, compiled=compiles)
+        subject = bench.subject(
+            phases, start, lambda: (model, batch), know=know, births_of=creation_sites, compiled=compiles
+        )
 
         def held() -> object:
             return model, batch

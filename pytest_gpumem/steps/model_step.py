@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.trace import tensor_text
-from pytest_gpumem.inspection import class_name, dtype_and_shape, elements_of, is_a
+from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, elements_of, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -6,9 +6,9 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import load_compiler
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.quiet_import import import_quietly
+from pytest_gpumem.torch_support.private_api import load_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -6,10 +6,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.torch_internals import tf32_allowed
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.reach import tensors_in
 from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.torch_support.private_api import tf32_allowed
+from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

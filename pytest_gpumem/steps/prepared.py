@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.torch_internals import compiled_graphs
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.dry_run import DryRun, dry_run
 from pytest_gpumem.steps.lazy import initialise
 from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, parameters_of, precision_of
 from pytest_gpumem.steps.optimizers import optimizer_named
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.rehearsal import Rehearsal, rehearse
 from pytest_gpumem.steps.surroundings import surroundings
 from pytest_gpumem.steps.training import Training
+from pytest_gpumem.torch_support.private_api import compiled_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.recording import Subject
     from pytest_gpumem.explain.sites import Site
     from pytest_gpumem.explain.tracker import Tracker
-    from pytest_gpumem.steps.bench import Bench, Start
+    from pytest_gpumem.steps.measuring_context import MeasuringContext, Start
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
     from pytest_gpumem.steps.runner import Phase, StepFigures
 
@@ -40,12 +40,12 @@ _PLAIN = StepConfig()
 class PreparedTrainStep:
     """A training step that is ready to run under its config, on ``bench``; ``start`` is what was live before its model."""
 
-    bench: Bench
+    bench: MeasuringContext
     training: Training
     phases: tuple[Phase, ...]
     start: Start
-    seen: Rehearsal
-    births: Mapping[int, Site]
+    seen: DryRun
+    creation_sites: Mapping[int, Site]
 
     def measure(self) -> StepFigures:
         """Run the step until it repeats, then measure it."""
@@ -73,7 +73,7 @@ class PreparedTrainStep:
             self.start,
             held=self.held,
             know=know,
-            births_of=self.births,
+            births_of=self.creation_sites,
             compiled=training.config.compile != "none",
         )
 
@@ -91,7 +91,7 @@ class PreparedTrainStep:
 
 @contextmanager
 def prepared_train_step(
-    bench: Bench,
+    bench: MeasuringContext,
     model_or_factory: ModelOrFactory,
     batch: Any,
     *,
@@ -119,8 +119,8 @@ def prepared_train_step(
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(bench.device))
         start = bench.begin((given, batch, optimizer))
-        births: dict[int, Site] = {}
-        with bench.born(births):
+        creation_sites: dict[int, Site] = {}
+        with bench.born(creation_sites):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
             initialise(model, batch, config, device, training=True)
         made = None
@@ -133,12 +133,12 @@ def prepared_train_step(
             # It compiles its step by itself.
             stack.enter_context(warnings_of_compiling())
         stack.enter_context(surroundings(model, config, device, training=True))
-        seen = rehearse(training) if config_given else Rehearsal()
+        seen = dry_run(training) if config_given else DryRun()
         stack.enter_context(checkpointed(model, config))
         training.run = stack.enter_context(compiled(model, config.compile))
         phases = training.phases()
         compile_now(phases, config.compile)
-        yield PreparedTrainStep(bench, training, tuple(phases), start, seen, births)
+        yield PreparedTrainStep(bench, training, tuple(phases), start, seen, creation_sites)
 
 
 def can_run(device: Device, config: StepConfig) -> None:

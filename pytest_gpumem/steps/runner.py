@@ -6,14 +6,15 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.collector import collect_everything, cyclic_collector_off
 from pytest_gpumem.devices.windows import highest
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.timing import bounds
-from pytest_gpumem.timing.samples import Sample, Times
 from pytest_gpumem.timing.sampling import sample_step, time_phases
+from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import Sample, Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.devices.windows import Windows
-    from pytest_gpumem.timing.allowance import TimeAllowance
+    from pytest_gpumem.timing.time_budget import TimeBudget
 
 MOST_WARM_UPS = 6
 SECONDS_BETWEEN_SAMPLES = 1.0
@@ -91,7 +92,7 @@ def measure_step(
     own: Callable[[], Iterable[torch.UntypedStorage]],
     own_before: int,
     live_before: int,
-    allowance: TimeAllowance | None,
+    time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
 ) -> StepFigures:
@@ -101,14 +102,14 @@ def measure_step(
     optimizer state and autotuning are behind, then measures one more. ``own_before`` bytes of those ``live_before`` are the
     step's own; ``own`` gives the storages that are at any moment. A step that changes ``state()`` (graphs that were compiled,
     the gradient scale) is not like the next one, and up to `MOST_RESTLESS_WARM_UPS` are run until it stays. Without an
-    ``allowance`` no time is taken. Of a step that was ``compiled`` no operators are counted.
+    ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted.
     """
 
     def one_step(rest: Callable[[Device, int], int] = live_at_rest) -> Figures:
         return _one_step(phases, device, windows, own_before, live_before, rest)
 
     since = device.known()
-    device.settle()
+    device.quiesce()
     with cyclic_collector_off():
         seen = [one_step()]
         settled = False
@@ -124,15 +125,15 @@ def measure_step(
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         counted = _counted(phases, device, windows, compiled=compiled)
-        if allowance is not None:
+        if time_budget is not None:
             try:
-                with device.paused():
-                    times = _times(phases, device, allowance)
+                with device.unrecorded():
+                    times = _times(phases, device, time_budget)
                 # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
                 one_step()
             finally:
                 # Also when a step raised: the test may go on, and measure another.
-                device.believe(since, own())
+                device.reconcile(since, own())
     peaks = tuple(figures.memory_metrics()["peak_allocated"] for figures in seen)
     return StepFigures(memory, settled, peaks, times, counted, growth)
 
@@ -161,7 +162,7 @@ def _counted(phases: Sequence[Phase], device: Device, windows: Windows, *, compi
     """The counts of one more step, whose peak is no window's."""
     windows.border()
     counted = count_step(_whole(phases), device, compiled=compiled)
-    device.take_peak()
+    device.pop_peak()
     return counted
 
 
@@ -180,32 +181,32 @@ def sample_again(
     # What it holds may be replaced where nobody sees it: that is believed only as far as it is held in the end.
     held = {storage.data_ptr() for storage in own()}
     since = frozenset(block for block in device.known() if block[0] not in held)
-    device.settle()
+    device.quiesce()
     with cyclic_collector_off():
         try:
-            with device.paused(), device.alone() as crowded:
+            with device.unrecorded(), device.alone() as crowded:
                 # Settling has emptied the caches, and of few rounds none may be one that fills them again.
                 _whole(phases)()
                 sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
             _one_step(phases, device, windows, 0, 0)
         finally:
-            device.believe(since, own())
+            device.reconcile(since, own())
     return _unless(crowded, sample, device)
 
 
-def _times(phases: Sequence[Phase], device: Device, allowance: TimeAllowance) -> Times:
+def _times(phases: Sequence[Phase], device: Device, time_budget: TimeBudget) -> Times:
     """The first sample of a step's time and the times of its phases, both taken alone."""
     with device.alone() as crowded:
-        sample = sample_step(_whole(phases), device, allowance.share)
-        allowance.spend(sample.spent)
-        laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, allowance)
+        sample = sample_step(_whole(phases), device, time_budget.share)
+        time_budget.spend(sample.spent)
+        laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, time_budget)
     return Times((_unless(crowded, sample, device),), laps)
 
 
 def _unless(crowded: str | None, sample: Sample, device: Device) -> Sample:
     if crowded is None:
         return sample
-    slowed = sample.slowed or bounds.Slowed()
+    slowed = sample.slowed or Slowed()
     shared = max(slowed.shared, bounds.crowded(device.conditions()))
     return replace(sample, invalid=crowded, slowed=replace(slowed, shared=shared))
 
@@ -222,7 +223,7 @@ def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
 
 def _live_when_settled(device: Device, _expected: int) -> int:
     """Bytes that are live when garbage among young objects has been collected."""
-    device.settle()
+    device.quiesce()
     return device.live()
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.inspection import class_name, is_a
 from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.torch_support.static_access import class_name, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.inspection import is_a
-from pytest_gpumem.reach import blocks_of, reachable_tensors
 from pytest_gpumem.steps.lazy import is_uninitialised
 from pytest_gpumem.steps.optimizers import state_bytes
 from pytest_gpumem.steps.precision import precision_named
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
+from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
 
-    from pytest_gpumem.steps.bench import Bench
+    from pytest_gpumem.steps.measuring_context import MeasuringContext
     from pytest_gpumem.steps.runner import StepFigures
     from pytest_gpumem.steps.training import Training
 
@@ -48,7 +48,7 @@ class StateBytes:
     peak: int
 
 
-def state_of(training: Training, figures: StepFigures, bench: Bench) -> StateBytes:
+def state_of(training: Training, figures: StepFigures, bench: MeasuringContext) -> StateBytes:
     """Run one more step and look at what model, optimizer and batch hold when all gradients are there."""
     model, optimizer = training.model, training.optimizer
     device = bench.device.torch_device

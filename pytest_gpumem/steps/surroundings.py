@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.torch_internals import outside_autocast
 from pytest_gpumem.steps.inference import caching
 from pytest_gpumem.steps.model_step import in_mode
 from pytest_gpumem.steps.precision import float32_precision
+from pytest_gpumem.torch_support.private_api import outside_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

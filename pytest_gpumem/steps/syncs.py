@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.inspection import is_a
-from pytest_gpumem.reach import tensors_in
+from pytest_gpumem.torch_support.reachability import tensors_in
+from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable

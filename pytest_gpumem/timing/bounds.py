@@ -11,13 +11,13 @@ with two cores (AMD EPYC, Intel Xeon), as the time of a step without its waiting
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.timing.validity import elapsed, growth, is_throttled, share, sm_clock_share, strangers
+from pytest_gpumem.values.interference import Slowed
 
 if TYPE_CHECKING:
-    from pytest_gpumem.devices.conditions import Conditions
+    from pytest_gpumem.values.interference import Conditions
 
 BESIDE = 0.2
 """For each other core that is kept busy. At most 0.12 was measured where the pace stayed; where it did not, it tells more."""
@@ -36,32 +36,8 @@ SECONDS_A_RETRY = 1.0
 """For the allocator to give back all that it cached, up to a whole GPU's memory, and to take it again."""
 SECONDS_A_GRAPH = 100.0
 """For torch.compile to compile a graph."""
-PACE = 1.6
-"""The power of what the pace lost by which a step may be slowed. Where a virtual machine's speed moved by 1.75 times with
-little else at work, it was 1.1 in the median of 577 pairs of runs and 1.66 in the highest tenth. What else goes through memory
-slows the step by more; of that the other factors tell. With 2, 5 % of steps twice as long could not be told from a slow machine
-there, with 1.6 less than 1 %, and comparisons of a step with itself failed as often (8 of 3,000)."""
 GPU_CLOCK = 2
 """The same of a GPU's clock. Not measured."""
-UNREAD_PACE = 3
-"""Power of what slowed a sample where no pace can be compared: alone, sharing made steps up to 1.76 times as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slowed:
-    """By what factors a sample was slowed at most: ``shared`` shows in the pace, too, and ``refilled`` does not."""
-
-    shared: float = 1.0
-    refilled: float = 1.0
-
-    def by(self, lost: float) -> float:
-        """The factor where the pace is lower by ``lost``, a ratio of at least 1."""
-        return max(self.shared, self.refilled * lost**PACE)
-
-    @property
-    def alone(self) -> float:
-        """The factor where no pace can be compared."""
-        return max(self.shared, self.refilled) ** UNREAD_PACE
 
 
 def taken(before: Conditions, after: Conditions) -> float:

@@ -13,14 +13,14 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.timing.bounds import PACE, Slowed
 from pytest_gpumem.timing.intervals import ratio_of_pairs, ratio_to_runs
+from pytest_gpumem.values.interference import PACE, Slowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.timing.intervals import Interval
-    from pytest_gpumem.timing.samples import Round, Sample, Times
+    from pytest_gpumem.values.times import Round, Sample, Times
 
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 

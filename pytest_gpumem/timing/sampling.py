@@ -9,14 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.timing import bounds
-from pytest_gpumem.timing.samples import FEWEST_ROUNDS, Round, Sample
 from pytest_gpumem.timing.validity import disturbance, load
+from pytest_gpumem.values.times import FEWEST_ROUNDS, Round, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.timing.allowance import TimeAllowance
+    from pytest_gpumem.timing.time_budget import TimeBudget
+    from pytest_gpumem.values.interference import Slowed
 
 SECONDS_A_ROUND = 0.02
 """A round is made of enough steps to last this long, so that the clock's resolution and a launch do not count."""
@@ -122,7 +123,7 @@ class _Rounds:
         """What kept the machine busy all the while, as a clause."""
         return load(self._begun, self._before)
 
-    def slowed(self, *, disturbed: bool) -> bounds.Slowed:
+    def slowed(self, *, disturbed: bool) -> Slowed:
         """By what factors, at most, the steps were slowed by what was at work; ``disturbed``: also in the rounds that count."""
         on_host = bounds.slowed(self._begun, self._before)
         return replace(on_host, shared=max(on_host.shared, self._slowed_on_gpu)) if disturbed else on_host
@@ -138,17 +139,17 @@ def _needed(took: float) -> int:
 
 
 def time_phases(
-    phases: Sequence[tuple[str, Callable[[], object]]], device: Device, steps: int, allowance: TimeAllowance
+    phases: Sequence[tuple[str, Callable[[], object]]], device: Device, steps: int, time_budget: TimeBudget
 ) -> Mapping[str, float]:
     """Median seconds of each phase of a step, from rounds of ``steps`` steps. Phases of one name are one.
 
-    There are `ROUNDS_OF_PHASES`, or fewer when the share of the ``allowance`` is spent. Nothing is run for a single phase.
+    There are `ROUNDS_OF_PHASES`, or fewer when the share of the ``time_budget`` is spent. Nothing is run for a single phase.
     They are not taken from the rounds of a sample: reading the clock at every border would be in them.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
     if len(seconds) == 1:
         return {}
-    share, spent = allowance.share, 0.0
+    share, spent = time_budget.share, 0.0
     for _ in range(ROUNDS_OF_PHASES):
         if spent and spent >= share:
             break
@@ -159,7 +160,7 @@ def time_phases(
         for name, lap in took.items():
             seconds[name].append(lap / steps)
         spent += sum(laps)
-    allowance.spend(spent)
+    time_budget.spend(spent)
     return {name: statistics.median(rounds) for name, rounds in seconds.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_gpumem.devices.conditions import Conditions
+    from pytest_gpumem.values.interference import Conditions
 
 WAITED = 0.02
 """Share of the time that the thread may have waited for a core: that much longer the step took, at least. A quiet machine

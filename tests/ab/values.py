@@ -6,8 +6,8 @@ from pytest_gpumem.ab.report import Revision
 from pytest_gpumem.ab.runs import Run
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.timing.bounds import Slowed
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import Round, Sample, Times
 
 BASE = Revision("main", "1f3c9ab00000")
 HEAD = Revision("HEAD", "2b4d8ce00000")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_gpumem.advice import trial
-from pytest_gpumem.advice.ladder import OUT_OF_MEMORY, START
+from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.model_step import NotAStep
@@ -100,7 +100,7 @@ def test_a_device_that_fails_is_closed_all_the_same(monkeypatch):
     device = CpuDevice()
     subject = trial.subject_of(make, device.torch_device)
     with monkeypatch.context() as patched:
-        patched.setattr(device, "settle", lambda: (_ for _ in ()).throw(RuntimeError("device-side assert")))
+        patched.setattr(device, "quiesce", lambda: (_ for _ in ()).throw(RuntimeError("device-side assert")))
         assert trial.try_config(device, subject, LATER).why_not == "RuntimeError: device-side assert"
     assert trial.try_config(device, subject, LATER).peak
 

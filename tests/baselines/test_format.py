@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.entry import Entry, Key
 from pytest_gpumem.baselines.format import FORMAT, FormatError, parse, render
-from pytest_gpumem.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.module_calls import Calls
-from pytest_gpumem.operator_counts import MADE_OF_OPERATORS, Place, Tally, summed, total
 from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.values.module_calls import Calls
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Place, Tally, summed, total
 from tests.hostile import RAW
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ H100 = Environment(
     "NVIDIA H100 80GB HBM3",
     {"total_memory": 85_017_100_288, "torch": "2.11.0", "cuda": "13.0", "allocator": "default"},
 )
-TRAIN = Entry(
+TRAIN = Baseline(
     Workload("train_step", "fp32", 124_439_808, "int64[8, 1024]"),
     H100,
     {"peak_allocated": 8_120_000_000, "peak_reserved": 9_000_000_000, "step_time": 0.01231, "throughput": 649.9},
     "2026-11-02",
     "abc1234",
 )
-CALL = Entry(Workload("call"), H100, {"peak_allocated": 512, "retained": 0}, "2026-11-02")
+CALL = Baseline(Workload("call"), H100, {"peak_allocated": 512, "retained": 0}, "2026-11-02")
 ENTRIES = {
     Key(FILE, "test_generate", "call"): CALL,
     Key(FILE, "TestTrain::test_step[amp-bf16]", "train_step"): TRAIN,
@@ -138,7 +138,7 @@ COMPOSITIONS = st.none() | st.builds(
 )
 
 
-def entry_with(entry: Entry, composition: Composition | None) -> Entry:
+def entry_with(entry: Baseline, composition: Composition | None) -> Baseline:
     """An entry with a composition whose rows, and what its total says as their rest, are together its peak."""
     if composition is None:
         return entry
@@ -152,7 +152,7 @@ OPERATORS = TEXTS.map(lambda text: text.replace("|", "/").replace(",", ";"))
 TALLIES = st.lists(st.builds(Tally, OPERATORS, st.integers(1, 99), st.builds(Place, NAMES, NAMES, NAMES)), max_size=3)
 
 
-def made_of(entry: Entry, by_operator: dict[str, list[Tally]]) -> Entry:
+def made_of(entry: Baseline, by_operator: dict[str, list[Tally]]) -> Baseline:
     """An entry whose counts are made of these."""
     tallies = {name: summed(found) for name, found in by_operator.items()}
     metrics = {**entry.metrics, **{name: total(found) for name, found in tallies.items()}}
@@ -163,7 +163,7 @@ FILES_ENTRIES = st.dictionaries(
     st.builds(Key, st.just(FILE), IDS, IDS),
     st.builds(
         lambda entry, composition, tallies: made_of(entry_with(entry, composition), tallies),
-        st.builds(Entry, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS, reason=st.none() | TEXTS),
+        st.builds(Baseline, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS, reason=st.none() | TEXTS),
         COMPOSITIONS,
         st.dictionaries(st.sampled_from(MADE_OF_OPERATORS), TALLIES, max_size=3),
     ),
@@ -217,7 +217,7 @@ def test_the_text_of_a_file_is_read_into_entries_of_its_test_file():
 def test_an_environment_that_entries_share_stands_once():
     assert TEXT.count("NVIDIA H100 80GB HBM3") == 1
     other = Environment(H100.slug, H100.device, {**H100.details, "driver": "580"})
-    mixed = {**ENTRIES, Key(FILE, "test_z", "call"): Entry(CALL.workload, other, CALL.metrics, CALL.recorded)}
+    mixed = {**ENTRIES, Key(FILE, "test_z", "call"): Baseline(CALL.workload, other, CALL.metrics, CALL.recorded)}
     assert render(mixed).count("NVIDIA H100 80GB HBM3") == 2
 
 
@@ -242,7 +242,7 @@ def test_a_file_with_the_line_ends_of_windows_is_read_alike():
 )
 def test_an_environment_that_could_not_be_read_back_is_not_written(details):
     with pytest.raises((TypeError, ValueError)):
-        render({Key(FILE, "test_a", "call"): Entry(Workload("call"), Environment("slug", "GPU", details), {}, "")})
+        render({Key(FILE, "test_a", "call"): Baseline(Workload("call"), Environment("slug", "GPU", details), {}, "")})
 
 
 # What counts are made of

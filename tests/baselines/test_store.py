@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.entry import Absent, Entry, Key
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.place import PlaceError
+from pytest_gpumem.baselines.backend import BackendError
+from pytest_gpumem.baselines.folder_backend import Folder
 from pytest_gpumem.baselines.store import Store, StoreError, path_of
-from pytest_gpumem.baselines.url import Url
+from pytest_gpumem.baselines.url_backend import Url
+from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
 from pytest_gpumem.measurement import Environment, Workload
 from tests.baselines.racing import all_at_once
 
@@ -30,8 +30,8 @@ H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "
 A100 = Environment("nvidia-a100", "NVIDIA A100", {"torch": "2.11.0"})
 
 
-def entry(peak: int, environment: Environment = CPU) -> Entry:
-    return Entry(Workload("call"), environment, {"peak_allocated": peak}, "2026-11-02")
+def entry(peak: int, environment: Environment = CPU) -> Baseline:
+    return Baseline(Workload("call"), environment, {"peak_allocated": peak}, "2026-11-02")
 
 
 def key(test: str = "test_a", file: str = FILE, name: str = "call") -> Key:
@@ -63,7 +63,7 @@ def test_what_was_stored_is_found_by_another_session(root):
 
 def test_what_was_stored_is_found_by_the_same_session(root):
     store = Store(Folder(root))
-    assert store.find(key(), CPU.slug) == Absent()
+    assert store.find(key(), CPU.slug) == NoBaseline()
     store.change({key(): entry(5)})
     assert store.find(key(), CPU.slug) == entry(5)
 
@@ -73,33 +73,33 @@ def test_what_was_stored_is_listed_by_the_same_session_that_had_looked_before(ro
     assert store.keys() == []
     store.change({key(): entry(5, H100)})
     assert store.keys() == [(H100.slug, key())]
-    assert store.find(key(), CPU.slug) == Absent(("NVIDIA H100 80GB HBM3",))
+    assert store.find(key(), CPU.slug) == NoBaseline(("NVIDIA H100 80GB HBM3",))
     store.change({}, gone=[(H100.slug, key())])
     assert store.keys() == []
-    assert store.find(key(), CPU.slug) == Absent()
+    assert store.find(key(), CPU.slug) == NoBaseline()
 
 
 def test_nothing_is_found_in_an_empty_store(root):
-    assert Store(Folder(root)).find(key(), CPU.slug) == Absent()
+    assert Store(Folder(root)).find(key(), CPU.slug) == NoBaseline()
     assert not root.exists()
 
 
 @pytest.mark.parametrize("other", [key("test_b"), key(file="tests/test_other.py"), key(name="call-2")])
 def test_a_baseline_belongs_to_one_test_of_one_file_and_one_measurement(root, other):
     Store(Folder(root)).change({key(): entry(5)})
-    assert Store(Folder(root)).find(other, CPU.slug) == Absent()
+    assert Store(Folder(root)).find(other, CPU.slug) == NoBaseline()
 
 
 def test_what_is_only_stored_for_other_devices_is_absent_and_names_them(root):
     Store(Folder(root)).change({key(): entry(5, H100)})
     Store(Folder(root)).change({key(): entry(6, A100), key("test_b"): entry(7, H100)})
-    assert Store(Folder(root)).find(key(), CPU.slug) == Absent(("NVIDIA A100", "NVIDIA H100 80GB HBM3"))
-    assert Store(Folder(root)).find(key("test_b"), CPU.slug) == Absent(("NVIDIA H100 80GB HBM3",))
+    assert Store(Folder(root)).find(key(), CPU.slug) == NoBaseline(("NVIDIA A100", "NVIDIA H100 80GB HBM3"))
+    assert Store(Folder(root)).find(key("test_b"), CPU.slug) == NoBaseline(("NVIDIA H100 80GB HBM3",))
 
 
 def test_a_file_of_the_same_name_in_another_folder_is_not_elsewhere(root):
     Store(Folder(root)).change({key(file="sub/test_gpt.py"): entry(5, H100)})
-    assert Store(Folder(root)).find(key(file="test_gpt.py"), CPU.slug) == Absent()
+    assert Store(Folder(root)).find(key(file="test_gpt.py"), CPU.slug) == NoBaseline()
 
 
 @pytest.mark.parametrize("file", ["../outside/test_gpt.py", "../../test_gpt.py"])
@@ -173,7 +173,7 @@ def test_entries_that_are_gone_are_taken_out(root):
     Store(Folder(root)).change({key("test_a"): entry(5), key("test_b"): entry(6)})
     store = Store(Folder(root))
     store.change({}, gone=[(CPU.slug, key("test_a"))])
-    assert store.find(key("test_a"), CPU.slug) == Absent()
+    assert store.find(key("test_a"), CPU.slug) == NoBaseline()
     assert store.find(key("test_b"), CPU.slug) == entry(6)
 
 
@@ -223,8 +223,8 @@ def test_sessions_that_write_at_the_same_time_lose_nothing(root):
         import sys
         from pathlib import Path
 
-        from pytest_gpumem.baselines.entry import Entry, Key
-        from pytest_gpumem.baselines.folder import Folder
+        from pytest_gpumem.gate.baseline import Baseline, Key
+        from pytest_gpumem.baselines.folder_backend import Folder
         from pytest_gpumem.baselines.store import Store
         from pytest_gpumem.measurement import Environment, Workload
 
@@ -233,7 +233,7 @@ def test_sessions_that_write_at_the_same_time_lose_nothing(root):
         print("ready", flush=True)
         sys.stdin.readline()
         for number in range(entries):
-            entry = Entry(Workload("call"), environment, {"peak_allocated": number}, "2026-11-02")
+            entry = Baseline(Workload("call"), environment, {"peak_allocated": number}, "2026-11-02")
             Store(Folder(root)).change({Key("tests/test_gpt.py", f"test_{mine}_{number}", "call"): entry})
         """
     )
@@ -430,7 +430,7 @@ def test_a_change_that_cannot_be_written_leaves_the_store_as_it_was(root, monkey
     store = Store(Folder(root))
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full_disk)
-        with pytest.raises(PlaceError, match="No space left on device"):
+        with pytest.raises(BackendError, match="No space left on device"):
             store.change({key(): entry(6)})
     assert toml_files(root) == before
     assert Store(Folder(root)).find(key(), CPU.slug) == entry(5)

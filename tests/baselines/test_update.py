@@ -7,30 +7,30 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.baselines.entry import Absent, Entry, Key, entry_of
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
-from pytest_gpumem.composition import Composition, Explanation, Row
+from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline, baseline_of
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.timing.bounds import Slowed
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import Round, Sample, Times
 
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 KEY = Key("tests/test_gpt.py", "test_a", "call")
 GB = 10**9
 
 
-def written(mode, stored, workload=None, peak=None, environment=CPU, **metrics) -> Entry | None:
+def written(mode, stored, workload=None, peak=None, environment=CPU, **metrics) -> Baseline | None:
     """What an update writes for a test that now measures ``metrics``; ``peak`` is its composition."""
     explanation = None if peak is None else Explanation(peak)
     measurement = Measurement("call", workload or Workload("call"), environment, metrics, explanation=explanation)
     verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
-    entry = entry_of(measurement, "2026-12-24", "new1234")
+    entry = baseline_of(measurement, "2026-12-24", "new1234")
     return entries_to_write(mode, {KEY: (verdict, entry)}, {KEY: stored}).get(KEY)
 
 
@@ -38,18 +38,18 @@ def planned_by(cudnn: str) -> Environment:
     return Environment("emulated-h100-80gb", "H100 (emulated)", {"torch": "2.13.0", "emulated_cudnn": cudnn})
 
 
-def stored_entry(**metrics) -> Entry:
-    return Entry(Workload("call"), CPU, metrics, "2026-11-02", "old1234")
+def stored_entry(**metrics) -> Baseline:
+    return Baseline(Workload("call"), CPU, metrics, "2026-11-02", "old1234")
 
 
 @pytest.mark.parametrize("mode", ["new", "all"])
-@pytest.mark.parametrize("absent", [Absent(), Absent(("NVIDIA A100",))], ids=["nowhere", "elsewhere"])
+@pytest.mark.parametrize("absent", [NoBaseline(), NoBaseline(("NVIDIA A100",))], ids=["nowhere", "elsewhere"])
 def test_what_is_missing_is_added(mode, absent):
     assert written(mode, absent, peak_allocated=GB).metrics == {"peak_allocated": GB}
 
 
 def test_what_is_missing_is_not_added_when_only_improvements_are_wanted():
-    assert written("improved", Absent(), peak_allocated=GB) is None
+    assert written("improved", NoBaseline(), peak_allocated=GB) is None
 
 
 @pytest.mark.parametrize("now", [GB // 2, GB, 2 * GB])
@@ -159,7 +159,7 @@ def test_each_measurement_is_decided_by_itself():
     same = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB})
     stored = {KEY: stored_entry(peak_allocated=GB), other: stored_entry(peak_allocated=GB)}
     measured = {
-        key: (judge(one, Budget(), stored[key], DEFAULT_TOLERANCES), entry_of(one, "2026-12-24", None))
+        key: (judge(one, Budget(), stored[key], DEFAULT_TOLERANCES), baseline_of(one, "2026-12-24", None))
         for key, one in ((KEY, better), (other, same))
     }
     assert list(entries_to_write("improved", measured, stored)) == [KEY]
@@ -174,13 +174,13 @@ def of(total: int, site: str = "model.py:1") -> Composition:
     return Composition(total, (Row("activation", total, site=site),))
 
 
-def composed(total: int, **metrics) -> Entry:
+def composed(total: int, **metrics) -> Baseline:
     return replace(stored_entry(peak_allocated=total, **metrics), composition=of(total))
 
 
 @pytest.mark.parametrize("mode", ["new", "all"])
 def test_what_is_added_has_its_composition(mode):
-    assert written(mode, Absent(), peak=of(GB), peak_allocated=GB).composition == of(GB)
+    assert written(mode, NoBaseline(), peak=of(GB), peak_allocated=GB).composition == of(GB)
 
 
 def test_a_composition_that_the_store_lacks_is_added_with_everything():
@@ -233,14 +233,14 @@ TRAIN = Workload("train_step", "fp32", 1000, "int64[8]")
 XEON, EPYC = (Environment("cpu-x86_64", "CPU (x86_64)", {"machine": name}) for name in ("Xeon", "EPYC"))
 
 
-def timed_entry(*seconds: float, machine=XEON, **metrics) -> Entry:
+def timed_entry(*seconds: float, machine=XEON, **metrics) -> Baseline:
     runs = Runs(seconds) if seconds else None
-    return Entry(TRAIN, machine, {"peak_allocated": GB, "step_time": 1.0, **metrics}, "2026-11-02", runs=runs)
+    return Baseline(TRAIN, machine, {"peak_allocated": GB, "step_time": 1.0, **metrics}, "2026-11-02", runs=runs)
 
 
 def judged_times(
     stored, *seconds: float, machine=XEON, workload=TRAIN, invalid=None, pace=None, peak_allocated=GB, **times_of
-) -> tuple[Verdict, Entry]:
+) -> tuple[Verdict, Baseline]:
     """A step with a steady sample of each of ``seconds``; of none, it was not timed."""
     times = (
         Times(tuple(Sample((Round(one, pace),) * 12, 1, invalid, invalid and Slowed(4.0)) for one in seconds))
@@ -252,10 +252,10 @@ def judged_times(
         "train_step", workload, machine, metrics | ({} if times is None else {"step_time": times.median}), times=times
     )
     verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
-    return verdict, entry_of(measurement, "2026-12-24", "new1234")
+    return verdict, baseline_of(measurement, "2026-12-24", "new1234")
 
 
-def written_times(mode, stored, *seconds: float, **more) -> Entry | None:
+def written_times(mode, stored, *seconds: float, **more) -> Baseline | None:
     """What an update writes for the step that `judged_times` describes."""
     return entries_to_write(mode, {KEY: judged_times(stored, *seconds, **more)}, {KEY: stored}).get(KEY)
 
@@ -328,7 +328,7 @@ def test_a_slower_sample_that_the_gate_did_not_believe_is_none_of_the_runs():
     measurement = Measurement("train_step", TRAIN, XEON, metrics, times=times)
     verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
     assert verdict.outcome is Outcome.OK
-    assert entries_to_write("all", {KEY: (verdict, entry_of(measurement, "2026-12-24", None))}, {KEY: stored}) == {}
+    assert entries_to_write("all", {KEY: (verdict, baseline_of(measurement, "2026-12-24", None))}, {KEY: stored}) == {}
 
 
 def test_runs_of_another_machine_begin_anew():
@@ -352,7 +352,7 @@ def test_a_disturbed_sample_is_none_of_the_runs():
     assert written_times("all", stored, 1.0, invalid="the GPU was throttled") is None
     entry = written_times("all", stored, 1.0, invalid="the GPU was throttled", peak_allocated=2 * GB)
     assert entry.runs == Runs((1.0, 1.0))
-    assert written_times("new", Absent(), 1.0, invalid="the GPU was throttled").runs is None
+    assert written_times("new", NoBaseline(), 1.0, invalid="the GPU was throttled").runs is None
 
 
 def test_a_session_that_takes_no_time_keeps_the_runs_of_this_machine_only():
@@ -385,7 +385,7 @@ def test_an_improvement_seen_on_another_machine_does_not_make_its_times_those_of
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
 def test_stored_times_stay_where_only_the_new_is_wanted(seconds):
     assert written_times("new", timed_entry(1.0), seconds) is None
-    assert written_times("new", Absent(), seconds).runs == Runs((seconds,))
+    assert written_times("new", NoBaseline(), seconds).runs == Runs((seconds,))
 
 
 @pytest.mark.parametrize("environment", [XEON, CPU], ids=["same machine", "no machine was told"])
@@ -410,7 +410,7 @@ THROTTLED = "the GPU was throttled"
 @pytest.mark.parametrize(
     ("mode", "stored", "seconds", "reasons"),
     [
-        ("new", Absent(), [1.0], []),
+        ("new", NoBaseline(), [1.0], []),
         ("new", timed_entry(), [1.0], []),
         ("all", timed_entry(1.0), [1.0], []),
         ("all", timed_entry(1.0), [2.0, 2.0], []),
@@ -432,10 +432,10 @@ def test_the_time_of_a_slower_machine_is_left_out_and_said_to_be():
 @pytest.mark.parametrize(
     ("mode", "stored", "told"),
     [
-        ("new", Absent(), True),
+        ("new", NoBaseline(), True),
         ("new", timed_entry(), True),
         ("new", timed_entry(1.0), False),
-        ("all", Absent(), True),
+        ("all", NoBaseline(), True),
         ("all", timed_entry(1.0), True),
         ("improved", timed_entry(1.0), False),
     ],
@@ -447,15 +447,15 @@ def test_disturbed_times_are_told_where_they_are_wanted(mode, stored, told):
 # Reasons
 
 
-def reasoned(mode, stored, judged, reason) -> Entry | None:
+def reasoned(mode, stored, judged, reason) -> Baseline | None:
     """What an update writes when it is told why."""
     verdict, entry = judged
     return entries_to_write(mode, {KEY: (verdict, replace(entry, reason=reason))}, {KEY: stored}).get(KEY)
 
 
-def judged_call(stored, **metrics) -> tuple[Verdict, Entry]:
+def judged_call(stored, **metrics) -> tuple[Verdict, Baseline]:
     measurement = Measurement("call", Workload("call"), CPU, metrics)
-    return judge(measurement, Budget(), stored, DEFAULT_TOLERANCES), entry_of(measurement, "2026-12-24", "new1234")
+    return judge(measurement, Budget(), stored, DEFAULT_TOLERANCES), baseline_of(measurement, "2026-12-24", "new1234")
 
 
 OLD = replace(stored_entry(peak_allocated=GB), reason="the old reason")
@@ -463,13 +463,13 @@ OLD = replace(stored_entry(peak_allocated=GB), reason="the old reason")
 
 def test_an_entry_has_the_reason_that_it_is_made_with():
     measurement = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB})
-    assert entry_of(measurement, "2026-12-24", None, "why").reason == "why"
-    assert entry_of(measurement, "2026-12-24", None).reason is None
+    assert baseline_of(measurement, "2026-12-24", None, "why").reason == "why"
+    assert baseline_of(measurement, "2026-12-24", None).reason is None
 
 
 @pytest.mark.parametrize("reason", ["a new reason", None])
 @pytest.mark.parametrize(
-    ("mode", "stored", "peak"), [("new", Absent(), GB), ("all", OLD, 2 * GB), ("improved", OLD, GB // 2)]
+    ("mode", "stored", "peak"), [("new", NoBaseline(), GB), ("all", OLD, 2 * GB), ("improved", OLD, GB // 2)]
 )
 def test_a_change_that_is_accepted_has_its_own_reason_or_none(mode, stored, peak, reason):
     assert reasoned(mode, stored, judged_call(stored, peak_allocated=peak), reason).reason == reason

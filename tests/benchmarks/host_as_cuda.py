@@ -38,7 +38,7 @@ class HostAsCuda(SilentCuda):
         return GpuProperties("A host", 10**9, "none", "no uuid", (9, 0))
 
     def statistics(self) -> dict[str, int]:
-        self._peak = max(self._peak, self._host.take_peak().allocated)
+        self._peak = max(self._peak, self._host.pop_peak().allocated)
         readings = {"current": self._host.live(), "peak": self._peak, "allocated": self._host.turnover()}
         return {
             f"{name}_bytes.all.{which}": times * size
@@ -47,7 +47,7 @@ class HostAsCuda(SilentCuda):
         }
 
     def reset_peaks(self) -> None:
-        self._host.take_peak()
+        self._host.pop_peak()
         self._peak = self._host.live()
 
     def allocate(self, nbytes: int) -> object:

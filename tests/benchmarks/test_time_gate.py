@@ -51,8 +51,8 @@ from time_trials import ANY_LOAD, QUIET, in_turns, same_in_turns, same_step
 from time_trials import planted as planted_trials
 
 from pytest_gpumem.cli.ab import ab
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.steps.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
+from pytest_gpumem.values.interference import Conditions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.session_report import SessionReport
 
 ARGUMENTS = (
     "--no-sandbox",

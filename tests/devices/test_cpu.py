@@ -12,10 +12,10 @@ from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.reach import blocks_of, storages_of
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
+from pytest_gpumem.torch_support.reachability import blocks_of, storages_of
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 from tests.locking import state_of
 
 KB = 1000
@@ -30,7 +30,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 def test_nothing_is_live_and_nothing_was_when_the_device_is_opened(device):
     assert device.live() == 0
-    assert device.take_peak() == Peak(0)
+    assert device.pop_peak() == Peak(0)
 
 
 def test_a_tensor_is_as_many_bytes_as_it_asked_for(device):
@@ -47,38 +47,38 @@ def test_a_known_pattern_of_allocations_has_a_known_peak(device):
     third = tensor(20 * KB)
     del second
     assert device.live() == 20 * KB
-    assert device.take_peak() == Peak(150 * KB)
+    assert device.pop_peak() == Peak(150 * KB)
     del third
-    assert device.take_peak() == Peak(20 * KB)
-    assert device.take_peak() == Peak(0)
+    assert device.pop_peak() == Peak(20 * KB)
+    assert device.pop_peak() == Peak(0)
 
 
 def test_what_an_operator_needs_for_a_moment_is_in_the_peak(device):
     left, right = torch.ones(1000), torch.ones(1000)
-    device.take_peak()
+    device.pop_peak()
     total = (left + right).square().sum()
     # The sum of the two, then its square beside it; both are gone when the total is there.
-    assert device.take_peak() == Peak(2 * 4000 + 2 * 4000)
+    assert device.pop_peak() == Peak(2 * 4000 + 2 * 4000)
     assert device.live() == 2 * 4000 + 4
     assert float(total) == 4 * 1000
 
 
 def test_a_view_and_a_write_in_place_cost_nothing(device):
     base = torch.zeros(1000)
-    device.take_peak()
+    device.pop_peak()
     view = base[10:20]
     view.neg_()
-    assert device.take_peak() == Peak(4000)
+    assert device.pop_peak() == Peak(4000)
 
 
 def test_the_same_work_is_the_same_bytes_every_time(device):
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 1))
     peaks = []
     for _ in range(3):
-        device.take_peak()
+        device.pop_peak()
         model(torch.ones(16, 64)).sum().backward()
         model.zero_grad(set_to_none=True)
-        peaks.append(device.take_peak())
+        peaks.append(device.pop_peak())
     assert len(set(peaks)) == 1
 
 
@@ -86,10 +86,10 @@ def test_readings_take_no_memory(device):
     before = device.live()
     for _ in range(3):
         device.live()
-        device.take_peak()
+        device.pop_peak()
         device.known()
     assert device.live() == before
-    assert device.take_peak() == Peak(before)
+    assert device.pop_peak() == Peak(before)
 
 
 def test_the_known_blocks_are_those_that_are_live(device):
@@ -133,7 +133,7 @@ def test_the_free_of_an_adopted_block_is_seen():
     device.close()
     device.open()
     try:
-        device.adopt(storages_of(tensors[:1], device.torch_device))
+        device.register_existing(storages_of(tensors[:1], device.torch_device))
         assert device.live() == 100 * KB
         tensors.pop(0)
         assert device.live() == 0
@@ -149,9 +149,9 @@ def adopted():
     tensors = [tensor(100 * KB), tensor(70 * KB), tensor(40 * KB)]
     device = CpuDevice()
     device.open()
-    device.adopt(storages_of(tensors, device.torch_device))
+    device.register_existing(storages_of(tensors, device.torch_device))
     assert device.live() == 210 * KB
-    device.take_peak()
+    device.pop_peak()
     yield device, tensors
     device.close()
 
@@ -161,7 +161,7 @@ def test_the_free_of_a_block_that_nobody_counted_is_seen_in_its_place(adopted):
     first = tensor(50 * KB)
     tensors.pop(0)
     second = tensor(80 * KB)
-    assert device.take_peak() == Peak(260 * KB)
+    assert device.pop_peak() == Peak(260 * KB)
     assert device.live() == (70 + 40 + 50 + 80) * KB
     assert first.numel() + second.numel() == 130 * KB
 
@@ -173,19 +173,19 @@ def test_several_blocks_that_nobody_counted_are_freed_one_after_the_other(adopte
     tensors.pop(0)
     after = tensor(80 * KB)
     tensors.pop(0)
-    assert device.take_peak() == Peak(210 * KB)
+    assert device.pop_peak() == Peak(210 * KB)
     assert device.live() == between.numel() + after.numel()
 
 
 def test_a_block_that_nobody_counted_is_seen_to_be_freed_in_a_pause(adopted):
     device, tensors = adopted
-    with device.paused():
+    with device.unrecorded():
         tensors.pop(0)
     assert device.live() == 110 * KB
     tensors.pop(0)
     kept = tensor(KB)
     assert device.live() == 40 * KB + kept.numel()
-    assert device.take_peak() == Peak(210 * KB)
+    assert device.pop_peak() == Peak(210 * KB)
 
 
 def test_a_block_that_nobody_counted_lives_as_long_as_its_last_view(adopted):
@@ -212,7 +212,7 @@ def test_no_size_of_a_tensor_is_taken_for_a_free_of_another(adopted, nbytes):
     large = tensor(500 * KB)
     del large
     tensors.pop(0)
-    assert device.take_peak() == Peak(710 * KB)
+    assert device.pop_peak() == Peak(710 * KB)
     assert device.live() == 110 * KB
 
 
@@ -231,15 +231,15 @@ def test_adopted_blocks_are_part_of_the_peak_since_the_device_was_opened():
     try:
         temporary = tensor(10 * KB)
         del temporary
-        device.adopt(storages_of([adopted], device.torch_device))
-        assert device.take_peak() == Peak(110 * KB)
+        device.register_existing(storages_of([adopted], device.torch_device))
+        assert device.pop_peak() == Peak(110 * KB)
     finally:
         device.close()
 
 
 def test_a_block_that_the_device_saw_itself_is_not_adopted_twice(device):
     seen = tensor(100 * KB)
-    device.adopt(storages_of([seen], device.torch_device))
+    device.register_existing(storages_of([seen], device.torch_device))
     assert device.live() == 100 * KB
 
 
@@ -253,7 +253,7 @@ def test_settling_frees_what_only_cycles_hold(device):
         cycle.append(cycle)
         del cycle
         assert device.live() == 100 * KB
-        device.settle()
+        device.quiesce()
         assert device.live() == 0
     finally:
         gc.enable()
@@ -267,7 +267,7 @@ def test_there_are_no_workspaces_to_release(device):
 
 def test_the_cpu_reserves_nothing(device):
     assert device.reserved() is None
-    assert device.take_peak().reserved is None
+    assert device.pop_peak().reserved is None
 
 
 # Threads
@@ -352,13 +352,13 @@ def test_closing_a_device_twice_does_nothing():
     "read",
     [
         CpuDevice.live,
-        CpuDevice.take_peak,
+        CpuDevice.pop_peak,
         CpuDevice.known,
-        lambda device: device.adopt([]),
-        lambda device: device.paused().__enter__(),
-        lambda device: device.believe(frozenset(), []),
+        lambda device: device.register_existing([]),
+        lambda device: device.unrecorded().__enter__(),
+        lambda device: device.reconcile(frozenset(), []),
     ],
-    ids=["live", "take_peak", "known", "adopt", "paused", "believe"],
+    ids=["live", "pop_peak", "known", "register_existing", "unrecorded", "reconcile"],
 )
 def test_nothing_can_be_read_from_a_closed_device(read):
     with pytest.raises(RuntimeError, match="the cpu device is not open"):
@@ -394,62 +394,62 @@ def test_a_device_can_be_closed_after_a_profiler_was_within():
 
 def test_a_pause_records_nothing_and_keeps_what_was_there(device):
     before = tensor(100 * KB)
-    device.take_peak()
-    with device.paused():
+    device.pop_peak()
+    with device.unrecorded():
         temporary = tensor(500 * KB)
         del temporary
     assert device.live() == before.numel()
-    assert device.take_peak() == Peak(100 * KB)
+    assert device.pop_peak() == Peak(100 * KB)
 
 
 def test_what_came_before_a_pause_is_not_lost_in_it(device):
     first = tensor(100 * KB)
     del first
     kept = tensor(30 * KB)
-    with device.paused():
+    with device.unrecorded():
         pass
     assert device.live() == kept.numel()
-    assert device.take_peak() == Peak(100 * KB)
+    assert device.pop_peak() == Peak(100 * KB)
 
 
 def test_of_what_a_pause_left_only_what_is_believed_is_live(device):
     since = device.known()
-    with device.paused():
+    with device.unrecorded():
         left = [tensor(30 * KB), tensor(70 * KB)]
-    device.believe(since, storages_of(left[:1], device.torch_device))
+    device.reconcile(since, storages_of(left[:1], device.torch_device))
     assert device.live() == 30 * KB
-    assert device.take_peak() == Peak(30 * KB)
+    assert device.pop_peak() == Peak(30 * KB)
 
 
 def test_what_was_freed_in_a_pause_is_not_believed_to_be_live(device):
     since = device.known()
     freed = tensor(100 * KB)
-    with device.paused():
+    with device.unrecorded():
         del freed
-    device.believe(since, [])
+    device.reconcile(since, [])
     assert device.live() == 0
 
 
 def test_what_was_known_before_is_believed_whatever_is_told(device):
     before = tensor(100 * KB)
     since = device.known()
-    with device.paused():
+    with device.unrecorded():
         pass
-    device.believe(since, [])
+    device.reconcile(since, [])
     assert device.live() == before.numel()
     del before
     assert device.live() == 0
 
 
 def test_counting_goes_on_after_an_error_in_a_pause(device):
-    with pytest.raises(ZeroDivisionError), device.paused():
+    with pytest.raises(ZeroDivisionError), device.unrecorded():
         raise ZeroDivisionError
     kept = tensor(KB)
     assert device.live() == kept.numel()
 
 
 def test_no_profiler_slows_a_pause_down(device):
-    with device.paused():
+    with device.unrecorded():
         assert not torch.autograd._profiler_enabled()
     assert torch.autograd._profiler_enabled()
 
@@ -492,17 +492,17 @@ def test_recorded_allocations_are_within_the_operators_that_made_them(device):
 
 def test_the_device_counts_on_through_a_recorded_stretch(device):
     before = tensor(100 * KB)
-    device.take_peak()
+    device.pop_peak()
     with device.recorded([]):
         temporary = tensor(50 * KB)
         del temporary
         kept = tensor(20 * KB)
         del before
     assert device.live() == 20 * KB
-    assert device.take_peak() == Peak(150 * KB)
+    assert device.pop_peak() == Peak(150 * KB)
     assert device.blocks() == {kept.data_ptr(): 20 * KB}
     tensor(30 * KB)
-    assert device.take_peak() == Peak(50 * KB), "recording is over, and counting goes on"
+    assert device.pop_peak() == Peak(50 * KB), "recording is over, and counting goes on"
 
 
 def test_the_free_of_a_block_that_nobody_counted_has_its_place_in_a_recording(adopted):
@@ -626,7 +626,7 @@ def test_conditions_can_be_read_where_there_is_no_proc(device, monkeypatch):
 
 
 def test_the_pace_is_a_rate_and_taking_it_is_not_recorded(device):
-    with device.paused():
+    with device.unrecorded():
         assert device.pace() > 0
     before = device.turnover()
     device.pace()

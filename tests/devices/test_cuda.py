@@ -18,12 +18,12 @@ from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open
 from pytest_gpumem.devices.nvml import GpuNow, Strangers
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.steps.figures import Figures
+from pytest_gpumem.values.events import AllocationEvent, Close, Open
 
 MIB = 2**20
 FEATURES = [*PRECISIONS, *(word.partition(":")[0] for word in CHECKPOINTS)]
@@ -203,15 +203,15 @@ def test_bytes_are_counted_as_they_were_asked_for_and_not_as_they_were_rounded(c
 
 
 def test_the_peak_is_that_since_the_last_was_taken(cuda, device):
-    device.take_peak()
+    device.pop_peak()
     first = cuda.allocate(100 * MIB)
     del first
     second = cuda.allocate(30 * MIB)
-    assert device.take_peak() == Peak(100 * MIB, 100 * MIB)
-    assert device.take_peak().allocated == 30 * MIB
+    assert device.pop_peak() == Peak(100 * MIB, 100 * MIB)
+    assert device.pop_peak().allocated == 30 * MIB
     del second
-    assert device.take_peak().allocated == 30 * MIB
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak().allocated == 30 * MIB
+    assert device.pop_peak().allocated == 0
 
 
 def test_the_first_peak_does_not_reach_back_before_the_device_was_opened(cuda):
@@ -219,12 +219,12 @@ def test_the_first_peak_does_not_reach_back_before_the_device_was_opened(cuda):
     del before
     device = CudaDevice(cuda)
     device.open()
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak().allocated == 0
     device.close()
 
 
 def test_the_allocation_that_finds_the_statistics_is_in_no_peak(device):
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak().allocated == 0
     assert device.live() == 0
 
 
@@ -233,7 +233,7 @@ def test_reserved_memory_is_what_the_allocator_holds(cuda, device):
     assert device.reserved() == SEGMENT
     del block
     assert device.reserved() == SEGMENT
-    device.settle()
+    device.quiesce()
     assert device.reserved() == 0
 
 
@@ -294,7 +294,7 @@ def test_an_allocator_that_does_not_count_requests_is_read_as_rounded(monkeypatc
     before = device.live()
     kept = made.allocate(1)
     assert device.live() - before == ROUNDING
-    assert device.take_peak().allocated == ROUNDING
+    assert device.pop_peak().allocated == ROUNDING
     device.close()
     assert kept is not None
 
@@ -321,8 +321,8 @@ def test_a_reset_by_measured_code_does_not_hide_the_peak_before_it(cuda, device)
     torch.cuda.reset_peak_memory_stats()
     second = cuda.allocate(30 * MIB)
     del second
-    assert device.take_peak() == Peak(100 * MIB, 100 * MIB)
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak() == Peak(100 * MIB, 100 * MIB)
+    assert device.pop_peak().allocated == 0
 
 
 def test_the_peak_after_a_reset_by_measured_code_counts_as_well(cuda, device):
@@ -332,7 +332,7 @@ def test_the_peak_after_a_reset_by_measured_code_counts_as_well(cuda, device):
     second = cuda.allocate(100 * MIB)
     del second
     torch.cuda.reset_peak_memory_stats(0)
-    assert device.take_peak().allocated == 100 * MIB
+    assert device.pop_peak().allocated == 100 * MIB
 
 
 def test_what_measured_code_reads_after_its_own_reset_is_what_it_would_read_without_us(cuda, device):
@@ -341,7 +341,7 @@ def test_what_measured_code_reads_after_its_own_reset_is_what_it_would_read_with
     torch.cuda.reset_peak_memory_stats()
     second = cuda.allocate(30 * MIB)
     assert cuda.statistics()["requested_bytes.all.peak"] == 30 * MIB
-    assert device.take_peak().allocated == 100 * MIB
+    assert device.pop_peak().allocated == 100 * MIB
     del second
 
 
@@ -362,7 +362,7 @@ def test_a_peak_that_measured_code_reset_is_not_carried_into_the_next_stretch(cu
     torch.cuda.reset_peak_memory_stats()
     device.close()
     device.open()
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak().allocated == 0
     device.close()
 
 
@@ -370,34 +370,34 @@ def test_a_peak_that_measured_code_reset_is_not_carried_into_the_next_stretch(cu
 
 
 def test_what_happens_in_a_pause_is_not_in_the_peak(cuda, device):
-    device.take_peak()
-    with device.paused():
+    device.pop_peak()
+    with device.unrecorded():
         temporary = cuda.allocate(100 * MIB)
         del temporary
         torch.cuda.reset_peak_memory_stats()
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak().allocated == 0
 
 
 def test_a_pause_keeps_the_peak_before_it(cuda, device):
-    device.take_peak()
+    device.pop_peak()
     first = cuda.allocate(30 * MIB)
     del first
-    with device.paused():
+    with device.unrecorded():
         temporary = cuda.allocate(100 * MIB)
         del temporary
-    assert device.take_peak().allocated == 30 * MIB
+    assert device.pop_peak().allocated == 30 * MIB
 
 
 def test_what_a_pause_left_behind_is_live(cuda, device):
-    with device.paused():
+    with device.unrecorded():
         kept = cuda.allocate(MIB)
     assert device.live() == MIB
     assert kept is not None
 
 
 def test_the_allocator_knows_every_block_so_that_there_is_none_to_adopt_or_believe(device):
-    device.adopt([])
-    device.believe(frozenset(), [])
+    device.register_existing([])
+    device.reconcile(frozenset(), [])
     assert device.live() == 0
     assert device.known() == frozenset()
 
@@ -453,14 +453,14 @@ def test_the_tokens_of_another_thread_come_where_they_happened(cuda, device):
 
 
 def test_the_peak_of_what_is_recorded_is_nobodys_and_that_before_it_is_kept(cuda, device):
-    device.take_peak()
+    device.pop_peak()
     first = cuda.allocate(30 * MIB)
     del first
     with device.recorded([]):
         cuda.allocate(100 * MIB)
         torch.cuda.reset_peak_memory_stats()
-    assert device.take_peak().allocated == 30 * MIB
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak().allocated == 30 * MIB
+    assert device.pop_peak().allocated == 0
 
 
 def test_a_device_is_read_after_a_recording_as_before(cuda, device):
@@ -507,7 +507,7 @@ def test_what_is_raised_in_a_recording_comes_out_and_leaves_the_device_usable(cu
 
     with pytest.raises(KeyboardInterrupt):
         record(device, run)
-    assert device.take_peak().allocated == 0
+    assert device.pop_peak().allocated == 0
 
 
 def test_a_closed_device_records_nothing(cuda):
@@ -587,7 +587,7 @@ def test_closing_twice_does_nothing(cuda):
     device.close()
 
 
-@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.reserved, CudaDevice.take_peak, CudaDevice.turnover])
+@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.reserved, CudaDevice.pop_peak, CudaDevice.turnover])
 def test_nothing_can_be_read_from_a_closed_device(cuda, read):
     with pytest.raises(RuntimeError, match="the cuda device is not open"):
         read(CudaDevice(cuda))
@@ -600,7 +600,7 @@ def test_settling_waits_and_drops_workspaces_before_the_cache(cuda, device):
     cuda.make_workspace(32 * MIB)
     assert device.live() == 32 * MIB
     cuda.calls.clear()
-    device.settle()
+    device.quiesce()
     assert cuda.calls == ["synchronize", "clear_workspaces", "empty_cache"]
     assert (device.live(), device.reserved()) == (0, 0)
 

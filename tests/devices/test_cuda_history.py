@@ -15,8 +15,8 @@ from pytest_gpumem.devices.cuda_history import (
     numbered_by_thread,
     with_requested_sizes,
 )
-from pytest_gpumem.devices.events import NOWHERE, AllocationEvent, Close, Open, Seen
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open, Seen
 
 A, B, C = 0xA000, 0xB000, 0xC000
 MS = 1_000_000

@@ -12,9 +12,9 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import Stretch
-from pytest_gpumem.devices.events import AllocationEvent
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.runner import Phase, measure_step
+from pytest_gpumem.values.events import AllocationEvent
 from tests.gpu.recording import (
     ACTIVATIONS,
     COUNTERS,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
-    from pytest_gpumem.devices.events import Token
+    from pytest_gpumem.values.events import Token
 
 DATA = Path(__file__).parents[1] / "data"
 RECORDINGS = sorted(DATA.glob("cuda-statistics-*.json"))
@@ -208,7 +208,7 @@ def test_a_replay_keeps_the_cache_until_it_is_emptied() -> None:
     for name in ("parameters", *STEP):
         runtime.play(name)
     cached = device.reserved()
-    device.settle()
+    device.quiesce()
     rest = device.reserved()
     device.close()
     assert cached is not None
@@ -234,7 +234,7 @@ def measured_step(recording: Recording) -> dict[str, int]:
     device.open()
     try:
         runtime.play("parameters")
-        device.settle()
+        device.quiesce()
         figures = measure_step(
             [Phase(name, playing(runtime, name)) for name in STEP],
             device,
@@ -242,7 +242,7 @@ def measured_step(recording: Recording) -> dict[str, int]:
             own=dict,
             own_before=PARAMETERS,
             live_before=device.live(),
-            allowance=None,
+            time_budget=None,
         )
         metrics = figures.memory.memory_metrics()
         assert figures.settled

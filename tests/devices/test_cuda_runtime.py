@@ -13,15 +13,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pytest_gpumem.devices import cuda_runtime
 from pytest_gpumem.devices.cuda_history import HistoryEntry, in_order_of_time
 from pytest_gpumem.devices.cuda_runtime import Stretch, TorchCuda, profiled
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open
-from pytest_gpumem.devices.torch_internals import (
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.torch_support.private_api import (
     cuda_history_is_on,
     cuda_snapshot,
     quiet_kineto,
     start_cuda_history,
     stop_cuda_history,
 )
-from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.values.events import AllocationEvent, Close, Open
 
 
 def tensor(nbytes: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_history_is_recorded_with_the_frames_that_the_viewer_shows_and_then_forg
     assert cuda_snapshot()["device_traces"][1][0]["size"] == 8
     stop_cuda_history()
     assert not cuda_history_is_on()
-    assert history.asked == [("all", {"context": "all", "stacks": "python"}), (None, {})]
+    assert history.asked == [("all", {"context": "alloc", "stacks": "python"}), (None, {})]
 
 
 def test_a_torch_that_cannot_tell_whether_history_is_recorded_says_so(monkeypatch):

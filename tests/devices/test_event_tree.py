@@ -7,8 +7,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
-from pytest_gpumem.devices.torch_internals import allocation_events, span
+from pytest_gpumem.torch_support.private_api import allocation_events, span
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 
 
 class PassingOn(TorchDispatchMode):

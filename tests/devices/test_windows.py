@@ -30,7 +30,7 @@ class Memory:
         self.change(nbytes)
         self.change(-nbytes)
 
-    def take_peak(self) -> Peak:
+    def pop_peak(self) -> Peak:
         peak, self._peak = self._peak, self.live
         return Peak(peak, 2 * peak)
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from pytest_gpumem.devices.torch_internals import compiles_within_modes
+from pytest_gpumem.torch_support.private_api import compiles_within_modes
 from tests.emulated.conftest import REPOSITORY, WITHOUT_VALUES
 
 old = not compiles_within_modes()

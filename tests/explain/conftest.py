@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.collector import cyclic_collector_off
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from tests.explain.recorder import Recorder
 
 if TYPE_CHECKING:

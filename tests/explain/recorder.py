@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.recording import Expected, Recorded, Subject, explain, phase, record
-from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pytest_gpumem.composition import Explanation
     from pytest_gpumem.devices.cpu import CpuDevice
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Level, Tracker
+    from pytest_gpumem.values.composition import Explanation
 
 Phases = dict[str, "Callable[[], object]"]
 
@@ -30,7 +30,7 @@ class Recorder:
         phases: Phases,
         held: object = (),
         know: Callable[[Tracker], None] | None = None,
-        births: Mapping[int, Site] | None = None,
+        creation_sites: Mapping[int, Site] | None = None,
         *,
         compiled: bool = False,
     ) -> Subject:
@@ -45,20 +45,20 @@ class Recorder:
             own=lambda: list(storages_of(reachable_tensors([held]), here)),
             own_bytes=lambda: sum(blocks_of(reachable_tensors([held]), here).values()),
             know=know or (lambda tracker: tracker.known.within(held)),
-            births=births or {},
+            creation_sites=creation_sites or {},
             compiled=compiled,
         )
 
     def measured(self, phases: Phases, held: object = ()) -> Expected:
         """What the step needs, run as it is."""
-        self.device.settle()
-        self.device.adopt(storages_of(reachable_tensors([held]), self.device.torch_device))
+        self.device.quiesce()
+        self.device.register_existing(storages_of(reachable_tensors([held]), self.device.torch_device))
         own = sum(blocks_of(reachable_tensors([held]), self.device.torch_device).values())
-        self.device.take_peak()
+        self.device.pop_peak()
         live, turnover = self.device.live(), self.device.turnover()
         for one in phases.values():
             one()
-        peak = own + self.device.take_peak().allocated - live
+        peak = own + self.device.pop_peak().allocated - live
         return Expected(peak, self.device.turnover() - turnover)
 
     def record(self, phases: Phases, held: object = (), level: Level = "calls") -> Recorded:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, Token
-from pytest_gpumem.explain.lives import Timeline, timeline_of
+from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Label, Mark, MarkKind, Trace
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_gpumem.devices.events import SpanKind
-    from pytest_gpumem.explain.lives import Life
+    from pytest_gpumem.explain.lifetimes import Lifetime
+    from pytest_gpumem.values.events import SpanKind
 
 
 class Stream:
@@ -79,7 +79,7 @@ class Stream:
     def timeline(self) -> Timeline:
         return timeline_of(self.trace())
 
-    def lives(self) -> dict[int, Life]:
+    def lives(self) -> dict[int, Lifetime]:
         """The blocks by address, of a recording that uses each address once."""
         lives = self.timeline().lives
         found = {life.address: life for life in lives}

@@ -13,7 +13,7 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.artifacts import TIMELINE_FORMAT, Artifacts, artifact_name, timeline_to_plain
 from pytest_gpumem.explain.recording import Recorded
 from pytest_gpumem.explain.trace import Label
-from pytest_gpumem.settings import Settings
+from pytest_gpumem.session.settings import Settings
 from tests.explain.stream import Stream
 
 unhurried = settings(deadline=None)
@@ -141,7 +141,7 @@ def test_categories_add_up_to_the_total_at_every_moment(actions, before, unknown
 
 
 def artifacts(folder: Path, artifacts: str | None = "recordings") -> Artifacts:
-    return Artifacts(Settings(artifacts=artifacts, artifacts_base=folder), NODEID, CpuDevice())
+    return Artifacts(Settings(artifacts=artifacts, artifacts_base=folder).artifacts_folder, NODEID, CpuDevice())
 
 
 def test_each_recording_of_a_test_is_a_file_in_the_folder_of_the_settings(tmp_path):
@@ -183,7 +183,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_as_well(tmp_path):
         def keep_snapshot(self, path: Path) -> None:
             raise OSError(28, "No space left on device", str(path))
 
-    kept = Artifacts(Settings(artifacts="recordings", artifacts_base=tmp_path), NODEID, FullDevice())
+    kept = Artifacts(tmp_path / "recordings", NODEID, FullDevice())
     trouble = kept.keep(step())
     assert trouble is not None
     assert "No space left on device" in trouble

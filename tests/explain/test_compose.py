@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.explain.compose import (
     category_of,
     composition_at,
@@ -16,12 +15,13 @@ from pytest_gpumem.explain.compose import (
     composition_of_peak,
     composition_of_retained,
 )
-from pytest_gpumem.explain.lives import timeline_of
+from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.trace import Label
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Row
 from tests.explain.stream import Stream
 
 if TYPE_CHECKING:
-    from pytest_gpumem.devices.events import SpanKind
+    from pytest_gpumem.values.events import SpanKind
 
 unhurried = settings(deadline=None)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.events import AllocationEvent, Close, Open, Seen, tokens_from_plain, tokens_to_plain
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, tokens_from_plain, tokens_to_plain
 
 unhurried = settings(deadline=None)
 NUMBERS = st.integers(-1, 2**63 - 1)

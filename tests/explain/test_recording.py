@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpumem.composition import Composition
-from pytest_gpumem.devices.events import Open
 from pytest_gpumem.explain.compose import composition_at, composition_of_peak
 from pytest_gpumem.explain.recording import (
     Expected,
@@ -20,6 +18,8 @@ from pytest_gpumem.explain.recording import (
     explain_out_of_memory,
     is_out_of_memory,
 )
+from pytest_gpumem.values.composition import Composition
+from pytest_gpumem.values.events import Open
 from tests.explain.conftest import opened
 from tests.explain.recorder import Phases, Recorder
 
@@ -385,7 +385,7 @@ def test_a_step_that_fails_without_marks_raises_what_it_raised(recorder):
     subject = recorder.subject({"step": step})
     with pytest.raises(ValueError, match="by the step"):
         explain(recorder.device, recorder.sites, subject, Expected(4000, 4000))
-    recorder.device.settle()
+    recorder.device.quiesce()
     assert recorder.device.live() == 0
 
 

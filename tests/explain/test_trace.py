@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.events import AllocationEvent, Seen
-from pytest_gpumem.explain.lives import timeline_of
+from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.trace import Label, Mark, Trace, folded, tensor_text, trace_from_plain
+from pytest_gpumem.values.events import AllocationEvent, Seen
 from tests.explain.stream import Stream
 
 unhurried = settings(deadline=None)

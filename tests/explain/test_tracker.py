@@ -12,11 +12,11 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpumem.devices.events import Close, Open
 from pytest_gpumem.explain.compose import category_of, composition_of_peak
 from pytest_gpumem.explain.recording import record
 from pytest_gpumem.explain.sites import Site
 from pytest_gpumem.explain.tracker import Tracker
+from pytest_gpumem.values.events import Close, Open
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -378,7 +378,7 @@ def test_a_part_of_a_larger_block_does_not_say_what_the_block_is_as_a_tensor(rec
 def test_a_parameter_has_the_line_that_made_it_and_a_gradient_at_the_same_address_has_not(recorder):
     model = nn.Linear(4, 4)
     born = Site("model.py:3", "")
-    tracker = Tracker(torch.device("cpu"), recorder.sites, births={address(model.weight): born})
+    tracker = Tracker(torch.device("cpu"), recorder.sites, creation_sites={address(model.weight): born})
     tracker.know(model)
     tracker.look()
     ((weight, bias),) = tracker.looks.values()

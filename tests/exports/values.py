@@ -5,10 +5,10 @@ from __future__ import annotations
 from pytest_gpumem.exports.figures import Figure
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.session_report import SessionReport
-from pytest_gpumem.timing.bounds import Slowed
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.reports.session_report import SessionReport
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import Round, Sample, Times
 
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0", "machine": "a box"})
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {})

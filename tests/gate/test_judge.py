@@ -9,18 +9,18 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.entry import Absent, Entry
 from pytest_gpumem.baselines.update import ACCEPTS
-from pytest_gpumem.composition import Composition, Explanation, Row
-from pytest_gpumem.explain.difference import difference
+from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_ratio
+from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.values.times import Round, Sample, Times
 
 unhurried = settings(deadline=None)
 GB = 10**9
@@ -32,8 +32,8 @@ def measured(environment=H100, workload=TRAIN, settled=True, notes=(), **metrics
     return Measurement("train_step", workload, environment, metrics, settled, notes)
 
 
-def stored(environment=H100, workload=TRAIN, **metrics) -> Entry:
-    return Entry(workload, environment, metrics, "2026-11-02", "abc1234")
+def stored(environment=H100, workload=TRAIN, **metrics) -> Baseline:
+    return Baseline(workload, environment, metrics, "2026-11-02", "abc1234")
 
 
 def outcome_of(measurement, budget=None, baseline=None, tolerances=DEFAULT_TOLERANCES, metric="peak_allocated"):
@@ -207,12 +207,12 @@ def test_a_metric_is_held_to_its_budget_first_and_then_to_its_baseline(now, outc
 
 
 def test_a_budget_is_held_where_there_is_no_baseline():
-    verdict = judge(measured(peak_allocated=2), Budget(peak_allocated=1), Absent(), DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=2), Budget(peak_allocated=1), NoBaseline(), DEFAULT_TOLERANCES)
     assert verdict.outcome is Outcome.OVER_BUDGET
 
 
 def test_a_test_within_its_budget_and_without_a_baseline_is_new_but_gated():
-    verdict = judge(measured(peak_allocated=1), Budget(peak_allocated=1), Absent(), DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=1), Budget(peak_allocated=1), NoBaseline(), DEFAULT_TOLERANCES)
     assert verdict.outcome is Outcome.NEW
     assert verdict.gated
 
@@ -227,7 +227,7 @@ def test_a_stale_baseline_does_not_lift_the_budget():
 
 
 def test_a_measurement_without_a_baseline_is_new_and_says_so():
-    verdict = judge(measured(peak_allocated=GB, peak_forward=GB), Budget(), Absent(), DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=GB, peak_forward=GB), Budget(), NoBaseline(), DEFAULT_TOLERANCES)
     assert [metric.outcome for metric in verdict.metrics] == [Outcome.NEW, Outcome.RECORDED]
     assert verdict.reason == "there is no baseline for NVIDIA H100 80GB HBM3 yet"
     assert not verdict.gated
@@ -235,7 +235,7 @@ def test_a_measurement_without_a_baseline_is_new_and_says_so():
 
 def test_a_measurement_with_baselines_on_other_devices_is_foreign_and_names_them():
     elsewhere = ("NVIDIA A100", "NVIDIA B200")
-    verdict = judge(measured(peak_allocated=GB), Budget(), Absent(elsewhere), DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=GB), Budget(), NoBaseline(elsewhere), DEFAULT_TOLERANCES)
     assert verdict.outcome is Outcome.FOREIGN
     assert verdict.reason == "there are baselines for NVIDIA A100, NVIDIA B200, this is NVIDIA H100 80GB HBM3"
     assert verdict.elsewhere == elsewhere
@@ -537,8 +537,8 @@ def test_a_composition_changes_no_outcome(budget, peak):
     "baseline",
     [
         None,
-        Absent(),
-        Absent(("NVIDIA A100",)),
+        NoBaseline(),
+        NoBaseline(("NVIDIA A100",)),
         stored(peak_allocated=GB),
     ],
     ids=["nobody compares", "new", "foreign", "not recorded then"],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.baselines.entry import Entry
+from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.timing.bounds import Slowed
 from pytest_gpumem.timing.comparison import Runs
-from pytest_gpumem.timing.samples import Round, Sample, Times
 from pytest_gpumem.units import Rate, parse_rate
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import Round, Sample, Times
 
 TRAIN = Workload("train_step", "fp32", 1000, "int64[4, 256]")
 HERE, THERE = "Xeon, 8 cores", "EPYC, 64 cores"
@@ -39,9 +39,9 @@ def measured(*samples: float | Sample, machine: str | None = HERE, work=DEFAULT)
     return Measurement("train_step", TRAIN, on(machine), metrics, times=times, work=work)
 
 
-def stored(*seconds: float, machine: str | None = HERE) -> Entry:
+def stored(*seconds: float, machine: str | None = HERE) -> Baseline:
     runs = Runs(seconds) if seconds else None
-    return Entry(TRAIN, on(machine), {"peak_allocated": 1}, "2026-11-02", runs=runs)
+    return Baseline(TRAIN, on(machine), {"peak_allocated": 1}, "2026-11-02", runs=runs)
 
 
 # Against the baseline

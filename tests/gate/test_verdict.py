@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.composition import CATEGORIES, Composition, Explanation, Row
-from pytest_gpumem.explain.difference import Change, Difference
+from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.timing.bounds import Slowed
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Explanation, Row
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import Round, Sample, Times
 
 unhurried = settings(deadline=None)
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})

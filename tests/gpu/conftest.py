@@ -85,7 +85,7 @@ def device() -> Iterator[Device]:
     """The cuda device, open and at rest. Not for tests that are measured: theirs is open already."""
     device = make_cuda()
     device.open()
-    device.settle()
+    device.quiesce()
     yield device
     device.close()
 

@@ -221,11 +221,11 @@ def seen_by_device(recording: Recording) -> list[Seen]:
     try:
         seen = []
         for moment in recording.moments:
-            device.settle()
+            device.quiesce()
             before = device.live()
-            device.take_peak()
+            device.pop_peak()
             runtime.play(moment.name)
-            peak = device.take_peak().allocated - before
+            peak = device.pop_peak().allocated - before
             device.release_workspaces()
             seen.append(Seen(moment.name, device.live() - before, peak))
         return seen

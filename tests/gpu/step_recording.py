@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from pytest_gpumem.composition import composition_from_plain
 from pytest_gpumem.devices.cuda_history import HistoryEntry, in_order_of_time, with_requested_sizes
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
-from pytest_gpumem.devices.events import tokens_from_plain, tokens_to_plain
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.compose import composition_of_peak
-from pytest_gpumem.explain.lives import timeline_of
+from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.explain.trace import trace_from_plain
-from pytest_gpumem.steps.bench import Bench, Explaining
 from pytest_gpumem.steps.config import as_config
 from pytest_gpumem.steps.measured import Asked, measure_train_step
+from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
+from pytest_gpumem.values.composition import composition_from_plain
+from pytest_gpumem.values.events import tokens_from_plain, tokens_to_plain
 from tests.gpu.project import REPOSITORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_gpumem.composition import Composition, Explanation
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.cuda_runtime import Stretch
-    from pytest_gpumem.devices.events import Token
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.explain.trace import Trace
+    from pytest_gpumem.values.composition import Composition, Explanation
+    from pytest_gpumem.values.events import Token
 
 FORMAT = 1
 WIDTH, CLASSES, SAMPLES = 36, 10, 24
@@ -153,8 +153,8 @@ def run_step(device: Device, config: str = "fp32") -> Ran:
     def ran_out(explanation: Explanation) -> None:
         raise AssertionError(f"the step ran out of memory: {explanation}")
 
-    bench = Bench(
-        device, Windows(device), allowance=None, explaining=Explaining(Sites(REPOSITORY), kept.append, ran_out)
+    bench = MeasuringContext(
+        device, Windows(device), time_budget=None, explaining=Explaining(Sites(REPOSITORY), kept.append, ran_out)
     )
     step = measure_train_step(bench, TwoLayers, batch(), config=as_config(config), asked=Asked(lambda _: True))
     assert step.explanation is not None

@@ -9,19 +9,19 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as computed_again
 
-from pytest_gpumem.devices.events import AllocationEvent, Open
 from pytest_gpumem.units import format_bytes
+from pytest_gpumem.values.events import AllocationEvent, Open
 from tests.gpu.gpt2 import batch, gpt2_small
 from tests.gpu.project import without_chance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.composition import Composition, Row
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.devices.events import Token
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.values.composition import Composition, Row
+    from pytest_gpumem.values.events import Token
     from tests.gpu.project import GpuProject
 
 # What another library or its torch warn of is not what these tests are about.
@@ -231,7 +231,7 @@ def plain(name: str) -> str:
 def test_the_highest_point_of_the_events_is_the_peak_of_the_statistics(device: Device, checkpoints: bool) -> None:
     step = step_of(checkpoints)
     step()
-    device.settle()
+    device.quiesce()
     live = device.live()
     recorded: list[Token] = []
     with device.recorded(recorded):

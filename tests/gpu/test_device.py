@@ -36,21 +36,21 @@ def test_live_bytes_are_those_that_were_asked_for(device: Device, nbytes: int) -
 
 def test_a_peak_holds_what_lived_at_once(device: Device) -> None:
     before = device.live()
-    device.take_peak()
+    device.pop_peak()
     held = [tensor(nbytes) for nbytes in SIZES]
     temporary = tensor(TEMPORARY)
     del temporary
-    assert device.take_peak().allocated - before == sum(SIZES) + TEMPORARY
+    assert device.pop_peak().allocated - before == sum(SIZES) + TEMPORARY
     del held
 
 
 def test_a_peak_begins_with_what_is_live(device: Device) -> None:
     before = device.live()
     held = [tensor(nbytes) for nbytes in SIZES]
-    device.take_peak()
+    device.pop_peak()
     del held
-    assert device.take_peak().allocated - before == sum(SIZES)
-    assert device.take_peak().allocated == before
+    assert device.pop_peak().allocated - before == sum(SIZES)
+    assert device.pop_peak().allocated == before
 
 
 def test_turnover_is_what_was_asked_for_in_all(device: Device) -> None:
@@ -86,7 +86,7 @@ def test_rest_gives_back_garbage_workspaces_and_cache(device: Device) -> None:
     cycle: list[object] = [matrix @ matrix]
     cycle.append(cycle)
     del matrix, cycle
-    device.settle()
+    device.quiesce()
     assert device.live() == live
     assert device.reserved() == reserved
 
@@ -107,7 +107,7 @@ def test_a_block_that_another_stream_still_uses_is_free_at_rest(device: Device) 
         torch.cuda._sleep(100_000_000)
         used.record_stream(side)
     del used
-    device.settle()
+    device.quiesce()
     assert device.live() == before
 
 

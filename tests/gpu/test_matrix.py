@@ -12,9 +12,9 @@ from tests.gpu.gpt2 import FLOAT, MOST_WORKSPACES, PARAMETERS, TENSORS, batch, g
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.estimate import Estimate
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.relations.estimate import Estimate
     from pytest_gpumem.steps.config import StepConfig
 
     Plain = Callable[[str], Estimate]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
-from pytest_gpumem.timing.samples import Round, Sample
+from pytest_gpumem.values.times import Round, Sample
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.measurement import Environment, Measurement, MissingMetric, Workload
-from pytest_gpumem.relations.rates import Rate, costs, return_on, roi, saves
+from pytest_gpumem.values.rates import Rate, costs, return_on, roi, saves
 
 HERE = Environment("cpu-x86_64", "CPU (x86_64)")
 THERE = Environment("cuda-a100", "NVIDIA A100")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpumem.baselines.entry import Absent, Entry
-from pytest_gpumem.composition import Composition, Explanation, Row
+from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Cell, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.values.composition import Composition, Explanation, Row
 
 MB, GB = 10**6, 10**9
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -20,13 +20,13 @@ CALL = Workload("call")
 
 def verdict_on(
     now: dict[str, float],
-    earlier: dict[str, float] | Absent | None,
+    earlier: dict[str, float] | NoBaseline | None,
     name: str = "call",
     budget: Budget | None = None,
     **more: Any,
 ) -> Verdict:
     """What the judge says of these metrics against those, or where there is no baseline, or nobody asked for one."""
-    baseline = Entry(CALL, H100, earlier, "2026-11-02") if isinstance(earlier, dict) else earlier
+    baseline = Baseline(CALL, H100, earlier, "2026-11-02") if isinstance(earlier, dict) else earlier
     measurement = Measurement(name, CALL, H100, now, work={"samples": 8}, **more)
     return judge(measurement, budget or Budget(), baseline, DEFAULT_TOLERANCES)
 
@@ -48,7 +48,7 @@ def recorded(test: str | int = "test_a") -> TestResult:
 
 
 def new(test: str | int = "test_a") -> TestResult:
-    return result(verdict_on({"peak_allocated": GB}, Absent()), test=named(test))
+    return result(verdict_on({"peak_allocated": GB}, NoBaseline()), test=named(test))
 
 
 def regressed(test: str | int = "test_a", **now: float) -> TestResult:

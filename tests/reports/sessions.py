@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpumem.baselines.entry import Key
-from pytest_gpumem.composition import Composition, Explanation, Row
-from pytest_gpumem.explain.difference import Change, Difference
+from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.module_calls import Calls
-from pytest_gpumem.operator_counts import Place, Tally, from_texts, to_texts
-from pytest_gpumem.over_time import OverTime, Phase
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.selection import Selection
-from pytest_gpumem.session_report import SessionReport, Stored, Terms
-from pytest_gpumem.timing.bounds import Slowed
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.module_calls import Calls
+from pytest_gpumem.values.operator_counts import Place, Tally, from_texts, to_texts
+from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.values.timeline import OverTime, Phase
+from pytest_gpumem.values.times import Round, Sample, Times
 
 GB = 10**9
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0", "driver": "580.1"})

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.entry import Entry
-from pytest_gpumem.composition import Composition, Explanation, Row
-from pytest_gpumem.explain.difference import Difference, difference
+from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.difference import Difference, difference
 from pytest_gpumem.gate.judge import FAILING, judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
@@ -23,8 +22,9 @@ from pytest_gpumem.reports.explanation import (
     guilty_metrics,
     out_of_memory_lines,
 )
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_size
+from pytest_gpumem.values.composition import Composition, Explanation, Row
 
 unhurried = settings(deadline=None)
 MB, GB = 10**6, 10**9
@@ -58,7 +58,7 @@ def verdict_of(
     metrics = {"peak_allocated": total, "retained": 7, "cyclic_garbage": 8}
     measurement = Measurement("call", Workload("call"), CPU, metrics, explanation=explanation)
     earlier = {"peak_allocated": then.total if then is not None else total // 2}
-    entry = Entry(Workload("call"), CPU, earlier, "2026-11-02", "abc1234", then)
+    entry = Baseline(Workload("call"), CPU, earlier, "2026-11-02", "abc1234", then)
     return judge(measurement, Budget(), entry if baseline else None, DEFAULT_TOLERANCES)
 
 
@@ -264,7 +264,7 @@ def test_the_metrics_in_bytes_that_fail_are_the_guilty_ones():
     earlier = {"peak_allocated": GB, "retained": 9 * MB, "cyclic_garbage": 0, "step_time": 1.0}
     measurement = Measurement("call", Workload("call"), CPU, metrics)
     verdict = judge(
-        measurement, Budget(retained=MB), Entry(Workload("call"), CPU, earlier, "2026-11-02"), DEFAULT_TOLERANCES
+        measurement, Budget(retained=MB), Baseline(Workload("call"), CPU, earlier, "2026-11-02"), DEFAULT_TOLERANCES
     )
     assert guilty_metrics(verdict, FAILING) == ["peak_allocated", "retained"]
     assert guilty_metrics(verdict, {Outcome.OVER_BUDGET}) == ["retained"]

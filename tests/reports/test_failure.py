@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.entry import Absent, Entry
+from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.failure import failure_text, measured_section
-from pytest_gpumem.reports.screen import Screen
-from pytest_gpumem.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.timing.bounds import Slowed
+from pytest_gpumem.reports.text_width import Screen
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.intervals import LEVEL
-from pytest_gpumem.timing.samples import Round, Sample, Times
 from pytest_gpumem.units import Rate
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import Round, Sample, Times
 
 unhurried = settings(deadline=None)
 
@@ -42,8 +42,8 @@ def measured(name="train_step", environment=H100, settled=True, notes=(), **metr
     return Measurement(name, TRAIN, environment, metrics, settled, notes)
 
 
-def stored(environment=H100, workload=TRAIN, commit="abc1234", **metrics) -> Entry:
-    return Entry(workload, environment, metrics, "2026-11-02", commit)
+def stored(environment=H100, workload=TRAIN, commit="abc1234", **metrics) -> Baseline:
+    return Baseline(workload, environment, metrics, "2026-11-02", commit)
 
 
 def text_of(*compared, strict=False, units="si", path=PATH, options=(), tolerances=DEFAULT_TOLERANCES) -> str:
@@ -187,7 +187,7 @@ def test_over_budget_and_regressed_is_told_as_over_budget_with_both_ways_out():
 
 def test_a_new_test_under_strict():
     now = measured(peak_allocated=9_310_000_000, peak_forward=5 * GB)
-    assert text_of((now, Budget(), Absent()), strict=True) == literal(
+    assert text_of((now, Budget(), NoBaseline()), strict=True) == literal(
         """
         Not compared, which --gpumem-strict does not let pass (new): there is no baseline for NVIDIA H100 80GB HBM3 yet
 
@@ -202,7 +202,7 @@ def test_a_new_test_under_strict():
 
 def test_a_foreign_test_under_strict():
     now = measured(peak_allocated=9_310_000_000)
-    assert text_of((now, Budget(), Absent(("NVIDIA A100",))), strict=True) == literal(
+    assert text_of((now, Budget(), NoBaseline(("NVIDIA A100",))), strict=True) == literal(
         """
         Not compared, which --gpumem-strict does not let pass (foreign): there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3
 
@@ -382,9 +382,9 @@ def timed(*seconds: float, environment=ON_XEON, invalid=None) -> Measurement:
     return Measurement("train_step", TRAIN, environment, metrics, times=times, work={"samples": 8})
 
 
-def stored_times(*seconds: float) -> Entry:
+def stored_times(*seconds: float) -> Baseline:
     metrics = {"peak_allocated": GB, "step_time": seconds[0]}
-    return Entry(TRAIN, ON_XEON, metrics, "2026-11-02", "abc1234", runs=Runs(seconds))
+    return Baseline(TRAIN, ON_XEON, metrics, "2026-11-02", "abc1234", runs=Runs(seconds))
 
 
 def test_a_slower_step_is_told_in_seconds_and_with_the_interval_of_its_ratio():

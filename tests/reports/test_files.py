@@ -8,10 +8,10 @@ import stat
 
 import pytest
 
-from pytest_gpumem.options import REPORT_SUFFIXES
 from pytest_gpumem.reports.files import RENDERERS, write_report
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.markdown import markdown
+from pytest_gpumem.session.options import REPORT_SUFFIXES
 from pytest_gpumem.whole_file import write_whole
 from tests.reports.sessions import OK, REGRESSED, session
 

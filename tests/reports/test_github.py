@@ -12,9 +12,9 @@ from pytest_gpumem.reports import github
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.github import annotation_lines, folder_within, told_to_github
 from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.selection import Selection
-from pytest_gpumem.session_report import Terms
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.reports.session_report import Terms
+from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
 

@@ -17,10 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.composition import Composition, Row
-from pytest_gpumem.explain.difference import Change, Difference
+from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
-from pytest_gpumem.over_time import OverTime, Phase
 from pytest_gpumem.reports.html.anchors import anchor_of, unique
 from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.page import html
@@ -28,9 +26,11 @@ from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panels_of
 from pytest_gpumem.reports.html.prepare import page_of
 from pytest_gpumem.reports.matrix import Row as ConfigRow
 from pytest_gpumem.reports.needs import lacking
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.session_report import Terms
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.reports.session_report import Terms
+from pytest_gpumem.values.composition import Composition, Row
+from pytest_gpumem.values.timeline import OverTime, Phase
+from pytest_gpumem.values.times import Round, Sample, Times
 from tests.hostile import TEXTS
 from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
 

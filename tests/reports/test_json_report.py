@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem import __version__
-from pytest_gpumem.composition import CATEGORIES
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, to_json
 from pytest_gpumem.reports.json_schema import SchemaError, reader
+from pytest_gpumem.values.composition import CATEGORIES
 from tests.hostile import TEXTS
 from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
 

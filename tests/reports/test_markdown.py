@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.baselines.entry import Key
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict
 from pytest_gpumem.reports.escaping import one_line, visible
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_COMMENT, markdown
-from pytest_gpumem.results import TestResult
-from pytest_gpumem.selection import Selection
-from pytest_gpumem.session_report import Stored, Terms
+from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.reports.session_report import Stored, Terms
+from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 from tests.reports.sessions import GB, H100, OK, REGRESSED, everything, explained, measured, peak, result, session

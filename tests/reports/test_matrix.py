@@ -7,7 +7,7 @@ import pytest
 from pytest_gpumem.gate.verdict import Cell, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.matrix import Row, efficient, matrices, matrix_table
-from pytest_gpumem.results import TestResult
+from pytest_gpumem.reports.results import TestResult
 
 HERE = Environment("cpu-x86_64", "CPU")
 MB = 10**6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from pytest_gpumem.baselines.entry import Absent
+from pytest_gpumem.gate.baseline import NoBaseline
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports import markdown_tables
@@ -19,7 +19,7 @@ from pytest_gpumem.reports.summary import (
     summary_table,
     to_be_shown,
 )
-from pytest_gpumem.timing.samples import Round, Sample, Times
+from pytest_gpumem.values.times import Round, Sample, Times
 from tests.reports.made_up import GB, new, ok, recorded, regressed, result, verdict_on
 
 
@@ -142,7 +142,7 @@ def test_what_was_only_recorded_is_of_interest_where_nothing_was_to_be_gated():
 
 def test_improvements_and_what_could_not_be_compared_are_shown():
     improved = result(verdict_on({"peak_allocated": GB}, {"peak_allocated": 2 * GB}), test="improved")
-    foreign = result(verdict_on({"peak_allocated": GB}, Absent(("NVIDIA A100",))), test="foreign")
+    foreign = result(verdict_on({"peak_allocated": GB}, NoBaseline(("NVIDIA A100",))), test="foreign")
     assert shown([improved, new("new"), foreign, ok(1)], gating=True) == ["improved", "new", "foreign"]
 
 
@@ -191,7 +191,7 @@ def test_a_column_in_which_something_was_found_gives_way_last():
 
 
 def test_why_measurements_were_not_compared_is_said_once():
-    rows = [new("test_a"), new("test_b"), result(verdict_on({"peak_allocated": GB}, Absent(("NVIDIA A100",))))]
+    rows = [new("test_a"), new("test_b"), result(verdict_on({"peak_allocated": GB}, NoBaseline(("NVIDIA A100",))))]
     assert reasons(measured_in(rows)) == [
         "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 times)",
         "foreign: there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3",
@@ -201,8 +201,8 @@ def test_why_measurements_were_not_compared_is_said_once():
 def test_a_broken_budget_is_not_why_something_was_not_compared():
     absent = {"peak_allocated": GB, "retained": 0}
     budget = Budget(peak_allocated=GB // 2)
-    over = result(verdict_on(absent, Absent(), budget=budget))
-    alone = result(verdict_on({"peak_allocated": GB}, Absent(), budget=budget), test="test_b")
+    over = result(verdict_on(absent, NoBaseline(), budget=budget))
+    alone = result(verdict_on({"peak_allocated": GB}, NoBaseline(), budget=budget), test="test_b")
     assert (over.verdict.outcome, alone.verdict.outcome) == (Outcome.OVER_BUDGET,) * 2
     why = "there is no baseline for NVIDIA H100 80GB HBM3 yet"
     told = [f"new: {why}", f"not compared: {why}"]

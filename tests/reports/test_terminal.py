@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.baselines.entry import Absent
-from pytest_gpumem.composition import Composition, Explanation
+from pytest_gpumem.gate.baseline import NoBaseline
 from pytest_gpumem.reports.layout import Line, text_of
-from pytest_gpumem.reports.screen import Screen, cells
+from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.terminal import MARKUP, terminal_text
-from pytest_gpumem.selection import Selection
-from pytest_gpumem.session_report import SessionReport, Terms
+from pytest_gpumem.reports.text_width import Screen, cells
+from pytest_gpumem.values.composition import Composition, Explanation
+from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.reports.made_up import GB, cell, explained, new, ok, recorded, regressed, result, verdict_on
 
@@ -180,7 +180,7 @@ def test_pytest_has_a_markup_for_every_style():
 EVERYTHING = report(
     ok("test_with_a_name_that_is_rather_long_for_a_terminal[fp32-ckpt-blocks]"),
     regressed("test_漢字" * 8, operators=7, step_time=0.5),
-    result(verdict_on({"peak_allocated": GB}, Absent(("NVIDIA A100",))), test="test_foreign"),
+    result(verdict_on({"peak_allocated": GB}, NoBaseline(("NVIDIA A100",))), test="test_foreign"),
     *MATRIX,
     explained(peak_forward=5 * GB, forward_time=0.25),
 )

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.reach import tensors_in
 from pytest_gpumem.steps.batches import (
     describe,
     feed,
@@ -26,6 +25,7 @@ from pytest_gpumem.steps.batches import (
     samples_in,
     work_in,
 )
+from pytest_gpumem.torch_support.reachability import tensors_in
 from tests import zoo
 
 unhurried = settings(deadline=None)

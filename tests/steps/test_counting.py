@@ -13,14 +13,14 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.places import Places
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.operator_counts import Tally, without_places
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import Counted, Counts, count_step, located
 from pytest_gpumem.steps.host_tensors import HostTensors
 from pytest_gpumem.steps.inference import quantized
 from pytest_gpumem.steps.measured import measure_infer_step
+from pytest_gpumem.steps.measuring_context import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.values.operator_counts import Tally, without_places
 
 
 class Meta:
@@ -44,7 +44,7 @@ def counted(step, device=CPU) -> Counts:
 
 @pytest.fixture
 def bench(device):
-    return Bench(device, Windows(device), None)
+    return MeasuringContext(device, Windows(device), None)
 
 
 def trained(bench, model, batch, config: str, loss=None, optimizer=None) -> Counts:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.collector import FrozenHeap
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.reach import storages_of
 from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.steps.runner import MOST_WARM_UPS, Phase, measure_step
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
+from pytest_gpumem.torch_support.reachability import storages_of
 
 KB = 1000
 
@@ -64,7 +64,7 @@ def measured(device, run):
         own=lambda: storages_of([], device.torch_device),
         own_before=0,
         live_before=device.live(),
-        allowance=None,
+        time_budget=None,
     )
 
 

@@ -7,12 +7,12 @@ import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.inspection import elements_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.lazy import is_uninitialised
 from pytest_gpumem.steps.measured import measure_infer_step, measure_train_step
+from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.torch_support.static_access import elements_of
 
 WIDTH = 16
 PARAMETERS = (WIDTH * 32 + 32) + 2 * 32 + (32 * 4 + 4)
@@ -48,7 +48,7 @@ class PartlyUsed(Lazy):
 def bench():
     device = CpuDevice()
     device.open()
-    yield Bench(device, Windows(device), allowance=None)
+    yield MeasuringContext(device, Windows(device), time_budget=None)
     device.close()
 
 

@@ -10,7 +10,6 @@ import torch
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.measured import (
     MOST_SAMPLES,
@@ -20,7 +19,8 @@ from pytest_gpumem.steps.measured import (
     measure_infer_step,
     measure_train_step,
 )
-from pytest_gpumem.timing.allowance import TimeAllowance
+from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.timing.time_budget import TimeBudget
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 4
 F32 = 4
@@ -45,7 +45,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture(params=[False])
 def bench(request, device):
-    return Bench(device, Windows(device), TimeAllowance(0.1) if request.param else None)
+    return MeasuringContext(device, Windows(device), TimeBudget(0.1) if request.param else None)
 
 
 timed = pytest.mark.parametrize("bench", [True], indirect=True)
@@ -155,7 +155,7 @@ def test_what_a_test_draws_after_a_function_was_measured_does_not_depend_on_how_
     before = torch.get_rng_state()
     measure_function(bench, lambda: torch.rand(8), asked=Asked(doubted=lambda _: True))
     assert torch.equal(torch.get_rng_state(), before)
-    measure_function(replace(bench, allowance=None), lambda: torch.rand(8))
+    measure_function(replace(bench, time_budget=None), lambda: torch.rand(8))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -9,9 +9,9 @@ import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.measured import measure_infer_step, measure_train_step
+from pytest_gpumem.steps.measuring_context import MeasuringContext
 
 WIDTH = 8
 
@@ -56,7 +56,7 @@ class NotCompiled(Model):
 def bench():
     device = CpuDevice()
     device.open()
-    yield Bench(device, Windows(device), allowance=None)
+    yield MeasuringContext(device, Windows(device), time_budget=None)
     device.close()
 
 

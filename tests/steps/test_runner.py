@@ -9,13 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pytest_gpumem.collector import FrozenHeap, collect_everything, cyclic_collector_off
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.devices.contract import Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.reach import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.steps.figures import Figures
@@ -31,7 +28,10 @@ from pytest_gpumem.steps.runner import (
     sample_again,
 )
 from pytest_gpumem.steps.training import Training
-from pytest_gpumem.timing.allowance import TimeAllowance
+from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, collect_everything, cyclic_collector_off
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
+from pytest_gpumem.values.interference import Conditions
 from tests.locking import state_of
 
 KB = 1000
@@ -66,9 +66,9 @@ def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigu
     def own():
         return storages_of(reachable_tensors(held), device.torch_device)
 
-    device.settle()
+    device.quiesce()
     blocks = blocks_of(reachable_tensors(held), device.torch_device)
-    device.adopt(own())
+    device.register_existing(own())
     return measure_step(
         phases,
         device,
@@ -76,7 +76,7 @@ def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigu
         own=own,
         own_before=sum(blocks.values()),
         live_before=device.live(),
-        allowance=TimeAllowance() if timed else None,
+        time_budget=TimeBudget() if timed else None,
         state=state,
     )
 
@@ -262,7 +262,7 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
     windows = Windows(device)
     with pytest.raises(ZeroDivisionError):
         measure_step(
-            [Phase("fail", fail)], device, windows, own=dict, own_before=0, live_before=device.live(), allowance=None
+            [Phase("fail", fail)], device, windows, own=dict, own_before=0, live_before=device.live(), time_budget=None
         )
     assert windows._open == []
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
@@ -517,7 +517,7 @@ class Scripted:
     def __init__(self):
         self.asked: list[str] = []
 
-    def settle(self):
+    def quiesce(self):
         self.asked.append("settle")
 
     def forget_libraries(self):
@@ -538,16 +538,16 @@ class Scripted:
     def turnover(self):
         return 0
 
-    def take_peak(self):
+    def pop_peak(self):
         return Peak(0)
 
     @contextmanager
-    def paused(self):
+    def unrecorded(self):
         self.asked.append("pause")
         yield
         self.asked.append("go on")
 
-    def believe(self, since, blocks):
+    def reconcile(self, since, blocks):
         self.asked.append(f"believe {blocks} besides {sorted(address for address, _ in since)}")
 
     def conditions(self):
@@ -582,11 +582,11 @@ class Scripted:
 
 def run_scripted(timed: bool, phases=("step",), seconds: float = 2.0) -> list[str]:
     device = Scripted()
-    measured_by(device, phases, TimeAllowance(seconds) if timed else None)
+    measured_by(device, phases, TimeBudget(seconds) if timed else None)
     return device.asked
 
 
-def measured_by(device: Scripted, phases=("step",), allowance: TimeAllowance | None = None) -> StepFigures:
+def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | None = None) -> StepFigures:
     return measure_step(
         [Phase(name, lambda: device.asked.append("run")) for name in phases],
         device,
@@ -594,7 +594,7 @@ def measured_by(device: Scripted, phases=("step",), allowance: TimeAllowance | N
         own=lambda: ["held"],
         own_before=0,
         live_before=0,
-        allowance=allowance,
+        time_budget=time_budget,
     )
 
 
@@ -629,7 +629,9 @@ def test_what_counting_takes_is_in_no_window(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.steps.runner.count_step", count)
         before = device.live()
-        measure_step([Phase("step", step)], device, windows, own=list, own_before=0, live_before=before, allowance=None)
+        measure_step(
+            [Phase("step", step)], device, windows, own=list, own_before=0, live_before=before, time_budget=None
+        )
     assert counting
     assert windows.close(outer).allocated - before == KB
 
@@ -639,16 +641,16 @@ def test_the_phases_of_a_step_are_timed_when_the_whole_is_and_as_alone():
     laps = asked.index("laps")
     assert asked[laps : -len(SET_RIGHT) - 1] == [*["laps", "run", "run"] * 3, "shared"]
     assert asked[:laps].count("alone") == asked.count("alone") == 1
-    times = measured_by(Scripted(), ("forward", "backward"), TimeAllowance()).times
+    times = measured_by(Scripted(), ("forward", "backward"), TimeBudget()).times
     assert times.phases == {"forward": 10.0, "backward": 10.0}
-    assert measured_by(Scripted(), ("step",), TimeAllowance()).times.phases == {}
+    assert measured_by(Scripted(), ("step",), TimeBudget()).times.phases == {}
 
 
 def test_what_timing_took_is_spent():
-    allowance = TimeAllowance(1000.0)
-    measured_by(Scripted(), ("forward", "backward"), allowance)
+    time_budget = TimeBudget(1000.0)
+    measured_by(Scripted(), ("forward", "backward"), time_budget)
     # 12 rounds of 10 s, and 3 rounds of two phases of 10 s.
-    assert 2 * allowance.share == 1000.0 - 12 * 10.0 - 3 * 20.0
+    assert 2 * time_budget.share == 1000.0 - 12 * 10.0 - 3 * 20.0
 
 
 class Held:
@@ -728,5 +730,5 @@ def test_a_step_that_could_not_be_timed_alone_has_an_invalid_sample():
         def alone(self):
             yield "another measured test kept the GPU busy for 60 s"
 
-    (sample,) = measured_by(Crowded(), allowance=TimeAllowance()).times.samples
+    (sample,) = measured_by(Crowded(), time_budget=TimeBudget()).times.samples
     assert sample.invalid == "another measured test kept the GPU busy for 60 s"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.measured import MeasuredStep, measure_train_step
+from pytest_gpumem.steps.measuring_context import MeasuringContext
 from pytest_gpumem.steps.state import Share, StateBytes
 
 INPUTS, OUTPUTS, SAMPLES = 64, 64, 8
@@ -19,7 +19,7 @@ BATCH, OUTPUT, LOSS = F32 * SAMPLES * INPUTS, F32 * SAMPLES * OUTPUTS, F32
 
 @pytest.fixture
 def bench(device):
-    return Bench(device, Windows(device), allowance=None)
+    return MeasuringContext(device, Windows(device), time_budget=None)
 
 
 def state_of(bench, config="fp32", model=None, optimizer=None) -> StateBytes:

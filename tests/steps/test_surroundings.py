@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.devices.torch_internals import outside_autocast
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.relations.gradients import assert_same_gradients
-from pytest_gpumem.steps.bench import Bench
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.measured import measure_infer_step, measure_train_step
+from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.torch_support.private_api import outside_autocast
 
 WIDTH = 32
 
@@ -85,7 +85,7 @@ class Silent(Model):
 
 def train(device, model, config, batch=None):
     step = measure_train_step(
-        Bench(device, Windows(device), allowance=None),
+        MeasuringContext(device, Windows(device), time_budget=None),
         model,
         torch.ones(16, WIDTH) if batch is None else batch,
         config=None if config is None else StepConfig.parse(config),
@@ -141,7 +141,7 @@ def test_what_is_drawn_after_inference_does_not_depend_on_it(device):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    measure_infer_step(Bench(device, Windows(device), allowance=None), Model, torch.ones(16, WIDTH))
+    measure_infer_step(MeasuringContext(device, Windows(device), time_budget=None), Model, torch.ones(16, WIDTH))
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -191,7 +191,7 @@ def test_a_scripted_model_is_seen_to_autocast(device):
         return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()))
 
     batch = torch.ones(4, WIDTH)
-    bench = Bench(device, Windows(device), allowance=None)
+    bench = MeasuringContext(device, Windows(device), time_budget=None)
     config = StepConfig.parse("amp-bf16")
     step = measure_train_step(bench, build, batch, config=config, loss=lambda output, _: output.float().mean())
     assert step.figures.memory.peak.allocated > 0
@@ -201,7 +201,7 @@ def test_gradients_that_the_optimizer_leaves_are_no_copy_of_its_state(device):
     model = Model()
     optimizer = torch.optim.AdamW(model.blocks[0].parameters())
     step = measure_train_step(
-        Bench(device, Windows(device), allowance=None),
+        MeasuringContext(device, Windows(device), time_budget=None),
         model,
         torch.ones(16, WIDTH),
         optimizer=optimizer,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.timing import bounds
+from pytest_gpumem.values.interference import PACE, UNREAD_PACE, Conditions, Slowed
 
 CPU = Conditions(seconds=100.0, graphs=3, waited=1.0, stolen=2.0, others=50.0, cores=2)
 CUDA = Conditions(
@@ -108,11 +108,11 @@ def test_many_neighbours_slow_a_step_by_no_more_than_a_limit():
 
 
 def test_of_a_neighbour_and_a_lower_pace_the_larger_counts_and_cold_caches_come_on_top():
-    assert bounds.Slowed(shared=1.2).by(1.05) == 1.2
-    assert bounds.Slowed(shared=1.2).by(1.5) == 1.5**bounds.PACE
-    assert bounds.Slowed(shared=1.2, refilled=1.4).by(1.5) == 1.4 * 1.5**bounds.PACE
-    assert bounds.Slowed(shared=1.2, refilled=1.1).by(1.0) == 1.2
-    assert bounds.Slowed(shared=1.2, refilled=1.1).alone == 1.2**bounds.UNREAD_PACE
+    assert Slowed(shared=1.2).by(1.05) == 1.2
+    assert Slowed(shared=1.2).by(1.5) == 1.5**PACE
+    assert Slowed(shared=1.2, refilled=1.4).by(1.5) == 1.4 * 1.5**PACE
+    assert Slowed(shared=1.2, refilled=1.1).by(1.0) == 1.2
+    assert Slowed(shared=1.2, refilled=1.1).alone == 1.2**UNREAD_PACE
 
 
 def test_stolen_time_may_all_have_been_the_steps():

@@ -12,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.timing import intervals
-from pytest_gpumem.timing.bounds import PACE, UNREAD_PACE, Slowed
 from pytest_gpumem.timing.comparison import (
     FEWEST_PAIRS,
     MOST_RUNS,
@@ -25,7 +24,8 @@ from pytest_gpumem.timing.comparison import (
     run_of,
 )
 from pytest_gpumem.timing.intervals import LEVEL, PRIOR_SPREAD, UNKNOWN_SPREAD, spread_of_runs
-from pytest_gpumem.timing.samples import MOST_SLOWED_RUN, MOST_TAKEN_RUN, Round, Sample, Times
+from pytest_gpumem.values.interference import PACE, UNREAD_PACE, Slowed
+from pytest_gpumem.values.times import MOST_SLOWED_RUN, MOST_TAKEN_RUN, Round, Sample, Times
 
 few_examples = settings(deadline=None, max_examples=40)
 TOLERANCE = 0.05

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.timing.bounds import UNREAD_PACE, Slowed
-from pytest_gpumem.timing.samples import (
+from pytest_gpumem.values.interference import UNREAD_PACE, Slowed
+from pytest_gpumem.values.times import (
     FEWEST_ROUNDS,
     Round,
     Sample,

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.timing import bounds
-from pytest_gpumem.timing.allowance import TimeAllowance
-from pytest_gpumem.timing.samples import FEWEST_ROUNDS, Sample
 from pytest_gpumem.timing.sampling import (
     PRECISION,
     ROUNDS_BEFORE_A_STOP,
@@ -20,6 +17,9 @@ from pytest_gpumem.timing.sampling import (
     sample_step,
     time_phases,
 )
+from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.values.interference import Conditions
+from pytest_gpumem.values.times import FEWEST_ROUNDS, Sample
 
 unhurried = settings(deadline=None)
 
@@ -333,35 +333,33 @@ def phases_of(**seconds: float):
 
 
 def test_each_phase_has_its_median_seconds_a_step():
-    allowance, device = TimeAllowance(2.0), Laps()
-    found = time_phases(phases_of(forward=0.001, backward=0.002), device, 7, allowance)
+    time_budget, device = TimeBudget(2.0), Laps()
+    found = time_phases(phases_of(forward=0.001, backward=0.002), device, 7, time_budget)
     assert found == pytest.approx({"forward": 0.001, "backward": 0.002})
     assert device.rounds == ROUNDS_OF_PHASES
-    assert 2 * allowance.share == pytest.approx(2.0 - ROUNDS_OF_PHASES * 7 * 0.003)
+    assert 2 * time_budget.share == pytest.approx(2.0 - ROUNDS_OF_PHASES * 7 * 0.003)
 
 
 def test_one_slow_round_does_not_move_the_time_of_a_phase():
     backward = iter([0.002, 5.0, 0.002])
-    found = time_phases(
-        [("forward", lambda: 0.001), ("backward", lambda: next(backward))], Laps(), 1, TimeAllowance(99)
-    )
+    found = time_phases([("forward", lambda: 0.001), ("backward", lambda: next(backward))], Laps(), 1, TimeBudget(99))
     assert found["backward"] == 0.002
 
 
 def test_phases_of_one_name_are_one():
     phases = [*phases_of(forward=1.0, backward=2.0), *phases_of(forward=3.0, backward=4.0)]
-    assert time_phases(phases, Laps(), 1, TimeAllowance(1000)) == {"forward": 4.0, "backward": 6.0}
+    assert time_phases(phases, Laps(), 1, TimeBudget(1000)) == {"forward": 4.0, "backward": 6.0}
 
 
 def test_a_step_of_a_single_phase_is_not_run_again_for_it():
     device = Laps()
-    assert time_phases(phases_of(step=1.0), device, 5, TimeAllowance()) == {}
+    assert time_phases(phases_of(step=1.0), device, 5, TimeBudget()) == {}
     assert device.rounds == 0
 
 
 def test_the_phases_of_a_very_long_step_are_timed_once():
     device = Laps()
-    assert time_phases(phases_of(forward=1.0, backward=2.0), device, 1, TimeAllowance(2.0)) == {
+    assert time_phases(phases_of(forward=1.0, backward=2.0), device, 1, TimeBudget(2.0)) == {
         "forward": 1.0,
         "backward": 2.0,
     }
@@ -372,26 +370,26 @@ def test_the_phases_of_a_very_long_step_are_timed_once():
 
 
 def test_a_sample_may_take_half_of_what_is_left():
-    allowance = TimeAllowance(2.0)
-    assert allowance.share == 1.0
-    allowance.spend(1.0)
-    assert allowance.share == 0.5
-    allowance.spend(7.0)
-    assert allowance.share == 0.0
+    time_budget = TimeBudget(2.0)
+    assert time_budget.share == 1.0
+    time_budget.spend(1.0)
+    assert time_budget.share == 0.5
+    time_budget.spend(7.0)
+    assert time_budget.share == 0.0
 
 
 def test_a_sample_that_a_verdict_hangs_on_is_as_long_as_a_first_one_whatever_is_left():
-    allowance = TimeAllowance(3.0)
-    allowance.spend(3.0)
-    assert allowance.second_look == 1.5
+    time_budget = TimeBudget(3.0)
+    time_budget.spend(3.0)
+    assert time_budget.second_look == 1.5
 
 
 def test_second_looks_of_a_test_share_as_many_seconds_as_first_samples():
-    allowance = TimeAllowance(2.0)
-    allowance.spend(2.0)
-    assert allowance.may_look_again
-    allowance.look(1.5)
-    assert allowance.may_look_again
-    allowance.look(0.5)
-    assert not allowance.may_look_again
-    assert allowance.second_look == 1.0
+    time_budget = TimeBudget(2.0)
+    time_budget.spend(2.0)
+    assert time_budget.may_look_again
+    time_budget.look(1.5)
+    assert time_budget.may_look_again
+    time_budget.look(0.5)
+    assert not time_budget.may_look_again
+    assert time_budget.second_look == 1.0

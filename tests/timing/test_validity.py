@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.conditions import Conditions
 from pytest_gpumem.timing.validity import disturbance, load
+from pytest_gpumem.values.interference import Conditions
 
 GHZ = 1e9
 CPU = Conditions(seconds=100.0, graphs=3, waited=1.0, stolen=2.0, others=50.0, cores=2)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.composition import CATEGORIES
 from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.html.texts import in_one_line
 from pytest_gpumem.reports.matrix import efficient
 from pytest_gpumem.units import format_bytes, format_seconds
+from pytest_gpumem.values.composition import CATEGORIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.gate.verdict import Verdict
-    from pytest_gpumem.over_time import OverTime
     from pytest_gpumem.reports.matrix import Row
-    from pytest_gpumem.timing.samples import Sample
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.timeline import OverTime
+    from pytest_gpumem.values.times import Sample
 
 _BYTES = {"si": (1000, ("B", "kB", "MB", "GB", "TB")), "iec": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.reports.html.prepare import page_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.session_report import SessionReport
+    from pytest_gpumem.reports.session_report import SessionReport
 
 _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.composition import CATEGORIES
-from pytest_gpumem.explain.difference import REST
+from pytest_gpumem.gate.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.counts import count_tables, grown_counts
@@ -16,15 +15,16 @@ from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
 from pytest_gpumem.reports.values import allowance, change, shown
 from pytest_gpumem.units import format_bytes, format_bytes_change
+from pytest_gpumem.values.composition import CATEGORIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_gpumem.composition import Composition, Row
-    from pytest_gpumem.explain.difference import Change, Difference
+    from pytest_gpumem.gate.difference import Change, Difference
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
     from pytest_gpumem.reports.counts import CountTable
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.composition import Composition, Row
 
 MOST_ROWS = 30
 """Of a table that explains; the others are one row together."""

@@ -13,14 +13,14 @@ from pytest_gpumem.reports.html.panels import Panel, panels_of
 from pytest_gpumem.reports.html.status import BY_ITSELF, NOT_RUN, Status
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
 from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
+from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.values import change, shown
-from pytest_gpumem.results import recording_notes
 
 if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.measurement import Environment
-    from pytest_gpumem.results import TestResult
-    from pytest_gpumem.session_report import SessionReport, Terms
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.session_report import SessionReport, Terms
     from pytest_gpumem.units import UnitSystem
 
 _ACCEPT = "\n  accept:   "

@@ -1,0 +1,174 @@
+"""A lock of numbered objects, for places that have no locks but can create an object only once (S3, Google Cloud Storage).
+
+Whoever wants the lock creates the object with the next number; only one can. Its owner holds the lock until it writes into
+it that it is released, or until others have watched it unchanged for `LASTS` seconds: then the owner is dead. Time is only
+ever measured between two moments of one process, so no two clocks have to agree. The highest number is never removed, so
+that somebody who has looked long ago, and creates a number that is gone, finds a higher one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LASTS = 60.0
+"""Seconds for which a lock is believed to be held without a sign of its holder."""
+PATIENCE = 600.0
+"""Seconds to wait for holders that are alive."""
+_RENEWED_AFTER = LASTS / 4
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+
+
+class Objects(Protocol):
+    """The lock's objects, by number. What they raise comes through."""
+
+    def numbers(self) -> list[int]:
+        """Those that there are."""
+
+    def create(self, number: int, text: str) -> bool:
+        """Write an object that is not there yet; whether it was not."""
+
+    def read(self, number: int) -> str | None:
+        """An object's text; ``None`` where there is none."""
+
+    def replace(self, number: int, text: str) -> None:
+        """Write an object."""
+
+    def remove(self, number: int) -> None:
+        """Remove an object, if it is there."""
+
+
+class DistributedLockError(Exception):
+    """Others hold the lock, or may have written meanwhile; the message is a clause."""
+
+
+class DistributedLock:
+    """One holding of the lock: acquire, renew before each write, release."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._objects = objects
+        self._clock = clock
+        self._sleep = sleep
+        self._token = uuid.uuid4().hex
+        self._number = 0
+        self._renewals = 0
+        self._renewed = 0.0
+
+    def acquire(self) -> bool:
+        """Wait until the lock is held. Returns whether it is: a place may create anew what is there, and lock nothing.
+
+        Raises `DistributedLockError` when others have held it, one after the other, for `PATIENCE` seconds.
+        """
+        self._wait_and_create()
+        try:
+            if self._objects.create(self._number, self._text()):
+                # It was there already.
+                self._objects.remove(self._number)
+                return False
+            for number in self._objects.numbers():
+                if number < self._number:
+                    self._objects.remove(number)
+        except BaseException:
+            with suppress(Exception):
+                self.release()
+            raise
+        return True
+
+    def renew(self) -> None:
+        """Show others that the holder is alive, where that is due.
+
+        Raises:
+            DistributedLockError: They may believe that it is not.
+        """
+        now = self._clock()
+        if now - self._renewed < _RENEWED_AFTER:
+            return
+        self._check_held()
+        self._renewals += 1
+        self._objects.replace(self._number, self._text())
+        # Who has seen the renewal in time does not take over; who has not may have.
+        if self._clock() - self._renewed >= LASTS:
+            raise DistributedLockError(_lost(self._clock() - self._renewed))
+        self._renewed = now
+
+    def release(self) -> None:
+        """Let others have the lock. Raises `DistributedLockError` when somebody has taken it over before."""
+        self._check_held()
+        self._objects.replace(self._number, self._text(released=True))
+
+    def _wait_and_create(self) -> None:
+        started, pause, watched, since = self._clock(), _FIRST_PAUSE, (0, ""), 0.0
+        while True:
+            top = max(self._objects.numbers(), default=0)
+            # The time before a look is the earliest at which it can have seen what it saw, the time after it the latest.
+            before = self._clock()
+            state = self._objects.read(top) if top else None
+            free = state is None or _released(state)
+            if state is not None and (top, state) != watched:
+                watched, since = (top, state), self._clock()
+            if free or before - since >= LASTS:
+                if self._created(top + 1):
+                    return
+            elif before - started > PATIENCE:
+                raise DistributedLockError(f"locked by {_holder(watched[1])} for more than {PATIENCE / 60:g} minutes")
+            else:
+                self._sleep(pause)
+                pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _created(self, number: int) -> bool:
+        now = self._clock()
+        text = self._text()
+        # A request that got no answer is sent again, and then finds its own object.
+        if not self._objects.create(number, text) and self._objects.read(number) != text:
+            return False
+        if max(self._objects.numbers(), default=number) > number:
+            self._objects.remove(number)
+            return False
+        self._number, self._renewed = number, now
+        return True
+
+    def _check_held(self) -> None:
+        if max(self._objects.numbers(), default=0) != self._number:
+            raise DistributedLockError(_lost(self._clock() - self._renewed))
+
+    def _text(self, *, released: bool = False) -> str:
+        holder = f"{platform.node() or 'a machine without a name'}, process {os.getpid()}"
+        fields = {"holder": holder, "token": self._token, "renewals": self._renewals, "released": released}
+        return json.dumps(fields) + "\n"
+
+
+def _released(state: str) -> bool:
+    return _fields(state).get("released") is True
+
+
+def _holder(state: str) -> str:
+    return str(_fields(state).get("holder", "somebody"))
+
+
+def _fields(state: str) -> dict[str, object]:
+    try:
+        fields = json.loads(state)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _lost(seconds: float) -> str:
+    return (
+        f"the lock was lost: a request took {seconds:.0f} s, and after {LASTS:.0f} s others write; "
+        "what they wrote meanwhile may be replaced, so run once more"
+    )

@@ -1,0 +1,201 @@
+"""The store behind a URL (``s3://bucket/baselines``, ``https://...``), through fsspec."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+from pytest_gpumem.baselines.backend import SUFFIX, BackendError
+from pytest_gpumem.baselines.distributed_lock import DistributedLock
+from pytest_gpumem.baselines.url_errors import EXTRAS, has_credentials, reason_of, scheme_of, without_credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_LOCK = ".lock"
+_ONLY_READ = frozenset({"http", "https"})
+# To make a folder there would be to make the bucket.
+_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
+# fsspec's memory looks whether a file is there and then creates it, which two threads may do at once.
+_ONE_THREAD = threading.Lock()
+
+
+class Url:
+    """A folder behind a URL. What HTTP serves can only be read."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._scheme = scheme_of(url)
+        self.url = url if url.endswith("://") else url.rstrip("/")
+        if self._scheme in EXTRAS and has_credentials(url):
+            raise BackendError(
+                f"{without_credentials(url)}: credentials do not belong into this URL, where they are shown and not used; "
+                "set them in the environment"
+            )
+        with self._telling("cannot be opened"):
+            self._files, root = fsspec.core.url_to_fs(self.url)
+        self._root = str(root).rstrip("/")
+        self._lease: DistributedLock | None = None
+
+    def paths(self) -> list[str]:
+        with self._telling("cannot be read"):
+            # Listings are kept for as long as the process lives, and others write.
+            self._files.invalidate_cache()
+            names = self._files.find(self._root) if self._scheme in EXTRAS else list(self._walk())
+        return sorted(self._inside(name) for name in names if name.endswith(SUFFIX))
+
+    def read(self, path: str) -> str | None:
+        return self.read_many([path])[path]
+
+    def read_many(self, paths: Sequence[str]) -> dict[str, str | None]:
+        with self._telling("cannot be read"):
+            # Not cat(), which takes brackets and stars for patterns.
+            contents = self._files.cat_ranges([self._outside(path) for path in paths], None, None, on_error="return")
+        return {path: self._text(path, content) for path, content in zip(paths, contents, strict=True)}
+
+    def write(self, path: str, text: str) -> None:
+        self._prepare_change(path)
+        with self._telling("cannot be written", path):
+            content = text.encode("utf-8")
+            if self._scheme not in _WITHOUT_FOLDERS:
+                self._files.makedirs(self._outside(path).rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(self._outside(path), content)
+
+    def remove(self, path: str) -> None:
+        self._prepare_change(path)
+        with self._telling("cannot be removed", path), suppress(FileNotFoundError):
+            self._files.rm_file(self._outside(path))
+
+    @contextmanager
+    def locked(self) -> Iterator[str | None]:
+        self._prepare_change()
+        folder = f"{self._root}/{_LOCK}"
+        lease = DistributedLock(_LockObjects(self._files, folder)) if _creates_once(self._files) else None
+        with _ONE_THREAD:
+            with self._telling("cannot be locked"):
+                if lease is not None and self._scheme not in _WITHOUT_FOLDERS:
+                    self._files.makedirs(folder, exist_ok=True)
+                held = lease is not None and lease.acquire()
+            if lease is None or not held:
+                yield f"nothing keeps others from writing into {self._named()} meanwhile: let one job write it"
+                return
+            self._lease = lease
+            try:
+                yield None
+            except BaseException:
+                with suppress(Exception):
+                    lease.release()
+                raise
+            finally:
+                self._lease = None
+            with self._telling("cannot be written"):
+                lease.release()
+
+    def shown(self, path: str) -> str:
+        return f"{without_credentials(self.url)}/{path}"
+
+    def _walk(self) -> Iterator[str]:
+        try:
+            self._files.ls(self._root or "/", detail=False)
+        except FileNotFoundError:
+            if self._scheme in _ONLY_READ:
+                raise
+            return
+        for _, _, files in self._files.walk(self._root, detail=True, on_error="raise"):
+            yield from (info["name"] for info in files.values())
+
+    def _outside(self, path: str) -> str:
+        """A path as fsspec wants it."""
+        return f"{self._root}/{quote(path) if self._scheme in _ONLY_READ else path}"
+
+    def _inside(self, name: str) -> str:
+        path = name.removeprefix(self._root).lstrip("/")
+        return unquote(path) if self._scheme in _ONLY_READ else path
+
+    def _text(self, path: str, content: object) -> str | None:
+        if isinstance(content, FileNotFoundError):
+            return None
+        with self._telling("cannot be read", path):
+            if isinstance(content, Exception):
+                raise content
+            assert isinstance(content, bytes), "fsspec gives what is in a file, or an error"
+            return content.decode("utf-8")
+
+    def _prepare_change(self, path: str = "") -> None:
+        if self._scheme in _ONLY_READ:
+            raise BackendError(f"{self._named(path)}: cannot be written: what HTTP serves can only be read")
+        if self._lease is not None:
+            with self._telling("cannot be written", path):
+                self._lease.renew()
+
+    def _named(self, path: str = "") -> str:
+        return self.shown(path) if path else without_credentials(self.url)
+
+    @contextmanager
+    def _telling(self, what: str, path: str = "") -> Iterator[None]:
+        """A backend raises whatever it likes. It may hold credentials, so that it is told and not chained."""
+        try:
+            yield
+        except BackendError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            raise BackendError(f"{self._named(path)}: {what}: {reason_of(error, self.url)}") from None
+
+
+class _LockObjects:
+    """The objects of the lock, in a folder of the store."""
+
+    def __init__(self, files: Any, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+
+    def numbers(self) -> list[int]:
+        self._files.invalidate_cache()
+        try:
+            names = self._files.ls(self._folder, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        numbers = (str(name).rpartition("/")[2] for name in names)
+        return [int(number) for number in numbers if number.isdecimal()]
+
+    def create(self, number: int, text: str) -> bool:
+        try:
+            self._files.pipe_file(self._path(number), text.encode(), mode="create")
+        except FileExistsError:
+            return False
+        except TypeError:
+            # An older release, which cannot create a file only once: seen when it creates this one again.
+            self.replace(number, text)
+        except OSError as error:
+            # Two that create at once, at S3; and servers like it, which do not say which condition it was that failed.
+            if "ConditionalRequestConflict" not in str(error) and self.read(number) is None:
+                raise
+            return False
+        return True
+
+    def read(self, number: int) -> str | None:
+        try:
+            return str(self._files.cat_file(self._path(number)).decode("utf-8", "replace"))
+        except FileNotFoundError:
+            return None
+
+    def replace(self, number: int, text: str) -> None:
+        self._files.pipe_file(self._path(number), text.encode())
+
+    def remove(self, number: int) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._path(number))
+
+    def _path(self, number: int) -> str:
+        return f"{self._folder}/{number:08}"
+
+
+def _creates_once(files: Any) -> bool:
+    """Whether a file system has a way of its own to write a file; the general one looks whether it is there before."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    return isinstance(files, AsyncFileSystem) or type(files).pipe_file is not AbstractFileSystem.pipe_file

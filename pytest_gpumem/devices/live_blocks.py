@@ -1,0 +1,82 @@
+"""Live bytes and their peak, from allocation events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_gpumem.devices.contract import Blocks, Known
+    from pytest_gpumem.values.events import AllocationEvent
+
+
+class LiveBlocks:
+    """The blocks that are known to be live, and the most bytes they held since the last `pop_peak`.
+
+    A free of a block that is not known is somebody else's and changes nothing; an allocation at a known address means
+    that the earlier block's free was missed, so the new one replaces it.
+    """
+
+    __slots__ = ("_blocks", "_count", "_live", "_numbers", "_peak", "turnover")
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._count = 0
+        self._live = 0
+        self._peak = 0
+        self.turnover = 0
+        """Bytes of every allocation so far."""
+
+    @property
+    def live(self) -> int:
+        return self._live
+
+    @property
+    def blocks(self) -> Blocks:
+        return dict(self._blocks)
+
+    @property
+    def addresses(self) -> frozenset[int]:
+        return frozenset(self._blocks)
+
+    @property
+    def known(self) -> Known:
+        """The live blocks. An address is used again and again, so each block has a number, too."""
+        return frozenset((address, self._numbers[address]) for address in self._blocks)
+
+    def apply(self, events: Iterable[AllocationEvent]) -> None:
+        for event in events:
+            self._live -= self._blocks.pop(event.address, 0)
+            if event.nbytes > 0:
+                self.turnover += event.nbytes
+                self._learn(event.address, event.nbytes)
+                self._peak = max(self._peak, self._live)
+
+    def register_existing(self, blocks: Blocks) -> None:
+        """Know blocks that were there all along. The peak rises with them: they were live during it."""
+        for address, nbytes in blocks.items():
+            if address not in self._blocks:
+                self._learn(address, nbytes)
+                self._peak += nbytes
+
+    def restrict(self, known: Known, blocks: Blocks) -> None:
+        """Forget every block that is neither in ``known`` nor in ``blocks``, and know all of ``blocks``."""
+        kept = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}
+        self._blocks = {}
+        self._live = 0
+        for address, nbytes in {**kept, **blocks}.items():
+            self._learn(address, nbytes, new=address not in kept)
+        self._peak = self._live
+
+    def _learn(self, address: int, nbytes: int, *, new: bool = True) -> None:
+        self._blocks[address] = nbytes
+        self._live += nbytes
+        if new:
+            self._count += 1
+            self._numbers[address] = self._count
+
+    def pop_peak(self) -> int:
+        peak, self._peak = self._peak, self._live
+        return peak

@@ -1,0 +1,197 @@
+"""The models, optimizers and inputs that a recording knows, and what their blocks are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, TypeVar
+
+from pytest_gpumem.explain.trace import Label, tensor_text
+from pytest_gpumem.torch_support.module_tree import named_modules, named_tensors
+from pytest_gpumem.torch_support.reachability import reachable, reachable_tensors, storages_of
+from pytest_gpumem.torch_support.static_access import (
+    attribute,
+    contents_of,
+    dense_bytes,
+    dtype_and_shape,
+    gradient_of,
+    is_a,
+    parts_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import torch
+
+    from pytest_gpumem.explain.sites import Site
+
+    BlocksOf = Callable[[torch.Tensor], Iterable[tuple[int, int]]]
+
+_BORN_EARLY = ("parameter", "buffer")
+_STAYS = ("parameter", "buffer", "optimizer state")
+
+
+class Known:
+    """What was told, and what was met while the step ran. Nothing is kept alive by it but inputs.
+
+    ``creation_sites`` are the lines that allocated what was there before, by address. ``blocks_of`` gives address and bytes
+    of each block of a tensor; by default those of its storages on ``device``.
+    """
+
+    def __init__(self, device: torch.device, creation_sites: Mapping[int, Site], blocks_of: BlocksOf | None) -> None:
+        self._device = device
+        self._births = creation_sites
+        self.blocks_of = blocks_of or self._blocks_on_device
+        # By identity: modules and optimizers may forbid to be hashed, or be equal to others.
+        self._paths: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
+        self._roots: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        """Outermost models, and what stands before the paths of their modules."""
+        self._first = ""
+        """The class of the first of them."""
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._inputs: list[object] = []
+        self._stepped: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
+        """The line that calls each optimizer's step: it is there that its state is made."""
+        self._zeroed: dict[int, str] = {}
+        """The line that fills a gradient with zeros, and so keeps it: by address."""
+        self._told: set[tuple[str, int, str]] = set()
+
+    def model(self, module: torch.nn.Module) -> None:
+        """Know a model by its outermost module, if it is not a part of one that is known."""
+        if self.path_of(module) is not None:
+            return
+        # A generator and a discriminator may have modules of the same names; blocks of one list are of one kind.
+        kind = type(module).__name__
+        self._first = self._first or kind
+        before = "" if kind == self._first else f"{kind}."
+        self._roots.append((weakref.ref(module), before))
+        for path, child in named_modules(module):
+            if self.path_of(child) is None:
+                shown = f"{before}{_as_written(path)}" if path else kind
+                self._paths[id(child)] = weakref.ref(child), shown
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
+        """Know an optimizer, and the line that calls its step."""
+        if not any(known() is optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        if line:
+            self._stepped[id(optimizer)] = weakref.ref(optimizer), line
+
+    def inputs(self, value: object) -> None:
+        """Tensors that can be reached from ``value`` and are nothing else are inputs."""
+        self._inputs.append(value)
+
+    def within(self, value: object) -> None:
+        """Know the models and optimizers that can be reached from a value."""
+        import torch
+
+        found = list(reachable([value]))
+        modules = [one for one in found if is_a(one, torch.nn.Module)]
+        parts = {id(child) for module in modules for _, child in named_modules(module) if child is not module}
+        for module in modules:
+            if id(module) not in parts:
+                self.model(module)
+        for one in found:
+            if is_a(one, torch.optim.Optimizer):
+                self.optimizer(one)
+
+    def path_of(self, module: torch.nn.Module) -> str | None:
+        """The path of a module in the model that it is known to be a part of."""
+        return _of(self._paths, module)
+
+    def zeroed(self, tensors: object, line: str) -> None:
+        """A line filled tensors with zeros."""
+        for tensor in reachable_tensors([tensors]):
+            for address, _ in self.blocks_of(tensor):
+                self._zeroed[address] = line
+
+    def forget(self) -> None:
+        """Let go of the inputs."""
+        self._inputs.clear()
+
+    def labels(self) -> Iterator[Label]:
+        """What can be found now: parameters, buffers, gradients, optimizer state and inputs.
+
+        Of what stays where it is, each is told once.
+        """
+        owners: dict[int, str] = {}
+        for reference, before in self._roots:
+            root = reference()
+            if root is None:
+                continue
+            name = type(root).__name__
+            for path, _, parameter in named_tensors(root, "parameters"):
+                owner = before + _as_written(path) if path else name
+                owners[id(parameter)] = owner
+                yield from self._parameter(parameter, owner)
+            for path, _, buffer in named_tensors(root, "buffers"):
+                owner = before + _as_written(path) if path else name
+                yield from self._label("buffer", owner, parts_of(buffer))
+        for known in self._optimizers:
+            optimizer = known()
+            if optimizer is not None:
+                yield from self._of_optimizer(optimizer, owners)
+        yield from self._label("input", "", reachable_tensors(self._inputs))
+
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer, owners: Mapping[int, str]) -> Iterator[Label]:
+        line = _of(self._stepped, optimizer) or ""
+        held = attribute(optimizer, "state")
+        states = {id(parameter): state for parameter, state in dict.items(held)} if is_a(held, dict) else {}
+        for parameter in parameters_of_optimizer(optimizer):
+            owner = owners.get(id(parameter), "")
+            yield from self._parameter(parameter, owner)
+            state = states.get(id(parameter))
+            yield from self._label("optimizer state", owner, reachable_tensors([state]), line)
+
+    def _parameter(self, parameter: torch.Tensor, owner: str) -> Iterator[Label]:
+        yield from self._label("parameter", owner, parts_of(parameter))
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            yield from self._label("gradient", owner, parts_of(gradient))
+
+    def _label(self, category: str, module: str, tensors: Iterable[torch.Tensor], maker: str = "") -> Iterator[Label]:
+        for tensor in tensors:
+            blocks = list(self.blocks_of(tensor))
+            for address, nbytes in blocks:
+                if category in _STAYS:
+                    if (category, address, maker) in self._told:
+                        continue
+                    self._told.add((category, address, maker))
+                text = ""
+                if len(blocks) == 1 and nbytes == dense_bytes(tensor):
+                    text = tensor_text(*dtype_and_shape(tensor))
+                yield Label(address, category, module, text, self._line(category, address, maker))
+
+    def _line(self, category: str, address: int, maker: str) -> str:
+        """Where a block that was there before comes from. Later blocks may lie where something else was born."""
+        if category in _BORN_EARLY and address in self._births:
+            return self._births[address].user
+        return self._zeroed.get(address, "") if category == "gradient" else maker
+
+    def _blocks_on_device(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+        for storage in storages_of([tensor], self._device):
+            yield storage.data_ptr(), storage.nbytes()
+
+
+def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that an optimizer holds itself: one that wraps another has them from that one."""
+    import torch
+
+    groups = attribute(optimizer, "param_groups")
+    for group in list.copy(groups) if is_a(groups, list) else ():
+        parameters = dict.get(group, "params") if is_a(group, dict) else None
+        yield from (one for one in contents_of(parameters) if is_a(one, torch.Tensor))
+
+
+Reference = TypeVar("Reference")
+
+
+def _of(noted: Mapping[int, tuple[weakref.ref[Reference], str]], one: Reference) -> str | None:
+    """What was noted of an object that lives; ids are used again."""
+    reference, said = noted.get(id(one), (None, None))
+    return said if reference is not None and reference() is one else None
+
+
+def _as_written(path: str) -> str:
+    """A module's path without what torch.compile puts around modules."""
+    return path.replace("_orig_mod.", "").removesuffix("._orig_mod")

@@ -1,0 +1,274 @@
+"""What changed from one composition to another: a refactoring shows nothing, and the changes add up to the peak's. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pytest_gpumem.gate.reasons import reason
+from pytest_gpumem.values.composition import Composition, Row, row_from_text
+
+Key = Callable[[Row], object]
+
+_SAME: tuple[Key, ...] = (
+    lambda row: replace(row, nbytes=0, count=0),
+    # Moved lines.
+    lambda row: (row.category, row.module, row.operator, row.tensor),
+    # Renamed modules.
+    lambda row: (row.category, row.operator, row.tensor, row.site, row.library),
+    lambda row: (row.category, row.operator, row.tensor),
+    # The same by another operator (``x.softmax()`` and ``F.softmax(x)`` are one; ``a * b`` and ``torch.addcmul`` are not).
+    lambda row: (row.category, row.module, row.tensor),
+    lambda row: (row.category, row.tensor),
+)
+"""By what two sets of rows are the same, from the strictest to the loosest."""
+
+_MOVED: tuple[Key, ...] = (
+    # What is passed on between modules otherwise, but is as large.
+    lambda row: (row.category, row.tensor, row.nbytes, row.count),
+    lambda row: (row.tensor, row.nbytes, row.count),
+)
+"""By what a row that is at its place no more is another that was not at its place before."""
+
+_GREW: tuple[Key, ...] = (
+    lambda row: replace(row, nbytes=0, count=0),
+    lambda row: (row.category, row.module, row.operator, row.tensor),
+    # Another dtype, or another shape, at the same place.
+    lambda row: (row.category, row.module, row.operator, row.shape, row.site, row.library),
+    lambda row: (row.category, row.module, row.operator, row.shape),
+    lambda row: (row.category, row.module, row.operator, row.dtype, row.site, row.library),
+    lambda row: (row.category, row.module, row.operator, row.dtype),
+    # What was freed early and is not any more.
+    lambda row: (row.module, row.operator, row.tensor),
+    # Renamed and grown.
+    lambda row: (row.category, row.operator, row.tensor),
+    # Another dtype, made by another operator: ``x > 0`` and ``(x > 0).float()``.
+    lambda row: (row.category, row.module, row.shape, row.count) if row.shape else row,
+)
+"""By what a row is an earlier one that has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A row that appeared (``before`` is ``None``), disappeared (``after`` is ``None``) or became another."""
+
+    before: Row | None
+    after: Row | None
+    reason: str = ""
+    """A clause that says why, where it can be known: ``"was bfloat16, now float32"``."""
+
+    @property
+    def nbytes(self) -> int:
+        """By how much it grew; negative when it shrank."""
+        return (self.after.nbytes if self.after else 0) - (self.before.nbytes if self.before else 0)
+
+    @property
+    def row(self) -> Row:
+        """What it is now, or was."""
+        row = self.after or self.before
+        assert row is not None, "a change has at least one side"
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The changes from ``before`` to ``after`` bytes, largest growth first; they add up to the change exactly."""
+
+    before: int
+    after: int
+    changes: tuple[Change, ...]
+
+    @property
+    def growth(self) -> int:
+        """In bytes."""
+        return self.after - self.before
+
+    def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:
+        """The growing rows that explain ``share`` of the growth, and a few more if they matter."""
+        grown = [change for change in self.changes if change.nbytes > 0]
+        wanted = share * self.growth
+        told: list[Change] = []
+        explained = 0
+        for change in grown[:at_most]:
+            small = change.nbytes < 0.01 * self.growth
+            if explained >= wanted and (len(told) >= at_least or small):
+                break
+            told.append(change)
+            explained += change.nbytes
+        return tuple(told)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "before": self.before,
+            "after": self.after,
+            "changes": [
+                [
+                    change.before.text() if change.before else None,
+                    change.after.text() if change.after else None,
+                    change.reason,
+                ]
+                for change in self.changes
+            ],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Difference:
+        changes = tuple(
+            Change(row_from_text(before) if before else None, row_from_text(after) if after else None, reason)
+            for before, after, reason in plain["changes"]
+        )
+        return cls(plain["before"], plain["after"], changes)
+
+
+def difference(before: Composition, after: Composition) -> Difference:
+    """What changed. ``before`` may be what a baseline kept; what it did not keep is compared as one row."""
+    old, new = list(before.rows), list(after.rows)
+    for key in _SAME:
+        old, new = _without_equals(old, new, key)
+    new = _fewest_news_first(old, new)
+    for key in _MOVED:
+        old, new = _without_moved(old, new, key)
+    if before.rest:
+        new = _folded_into_rest(new, smallest=min((row.nbytes for row in before.rows), default=0), most=before.rest)
+        old.append(Row("other", before.rest, operator=REST))
+    if after.rest:
+        new.append(Row("other", after.rest, operator=REST))
+    changes: list[Change] = []
+    for key in _GREW:
+        old, new, found = _paired(old, new, key)
+        changes += found
+    changes += [Change(row, None) for row in old]
+    changes += [Change(None, row) for row in new]
+    told = [
+        replace(change, reason=reason(change.before, change.after, before, after))
+        for change in changes
+        if change.nbytes != 0
+    ]
+    return Difference(before.total, after.total, _ranked(told))
+
+
+def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
+    """Largest growth first; of those alike, what is at the line that grew most in all."""
+    changes = list(changes)
+    at_line = _at_line((change.row, change.nbytes) for change in changes)
+    return tuple(sorted(changes, key=lambda one: (-one.nbytes, -at_line[_line(one.row)], one.row.text())))
+
+
+REST = "smaller rows"
+"""The operator's name in the row that stands for all that a baseline did not keep."""
+
+
+def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
+    """Without the groups of rows that hold as many bytes in as many tensors as before."""
+    groups = _grouped(old, new, key)
+    left_old, left_new = [], []
+    for mine, theirs in groups.values():
+        if _sums(mine) != _sums(theirs):
+            left_old += mine
+            left_new += theirs
+    return left_old, left_new
+
+
+def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
+    """Without single rows that only changed their place. What has a row at its place on both sides grew or shrank there."""
+    stayed = {_place(row) for row in old} & {_place(row) for row in new}
+    pending = Counter(key(row) for row in old if _place(row) not in stayed)
+    pending &= Counter(key(row) for row in new if _place(row) not in stayed)
+
+    def left(rows: list[Row]) -> list[Row]:
+        budget = Counter(pending)
+        kept = []
+        for row in rows:
+            if _place(row) not in stayed and budget[key(row)] > 0:
+                budget[key(row)] -= 1
+            else:
+                kept.append(row)
+        return kept
+
+    return left(old), left(new)
+
+
+def _fewest_news_first(old: list[Row], new: list[Row]) -> list[Row]:
+    """``new``, so that of rows alike those are matched first whose line has the least that is new.
+
+    Growth is then told of as few lines as can be: an edit that saves two tensors more has one line. Of lines with as much
+    news those come first that are nearest to where such a row was.
+    """
+    at_line = _at_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
+    were: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for row in old:
+        file, number = _file_and_line(row)
+        were[file, row.operator, row.tensor].append(number)
+
+    def rank(row: Row) -> tuple[int, int]:
+        file, number = _file_and_line(row)
+        distances = [abs(number - was) for was in were[file, row.operator, row.tensor]]
+        # In rows of this size: a few bytes more at a line tell nothing of it.
+        return at_line[_line(row)] // max(row.nbytes, 1), min(distances, default=0)
+
+    return sorted(new, key=rank)
+
+
+def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
+    """What grew at each line, in bytes."""
+    found: Counter[tuple[str, str]] = Counter()
+    for row, nbytes in grown:
+        found[_line(row)] += nbytes
+    return found
+
+
+def _line(row: Row) -> tuple[str, str]:
+    return row.site, row.library
+
+
+def _file_and_line(row: Row) -> tuple[str, int]:
+    file, _, number = row.site.rpartition(":")
+    return (file, int(number)) if number.isdecimal() else (row.site, 0)
+
+
+def _place(row: Row) -> tuple[str, str, str, str]:
+    return row.category, row.module, row.operator, row.tensor
+
+
+def _folded_into_rest(new: list[Row], smallest: int, most: int) -> list[Row]:
+    """Rows so small that the baseline would not have kept them, made one, as far as there is room in its rest.
+
+    They may be more than the rest by less than the smallest row that was kept: among so many, that is nobody's growth.
+    """
+    kept: list[Row] = []
+    small = 0
+    for row in sorted(new, key=lambda row: row.nbytes):
+        if row.nbytes <= smallest and small + row.nbytes < most + smallest:
+            small += row.nbytes
+        else:
+            kept.append(row)
+    return [*kept, Row("other", small, operator=REST)] if small else kept
+
+
+def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:
+    """Rows of one key paired, the largest with the largest; what is left, and the pairs."""
+    left_old, left_new, found = [], [], []
+    for mine, theirs in _grouped(old, new, key).values():
+        mine.sort(key=lambda row: -row.nbytes)
+        theirs.sort(key=lambda row: -row.nbytes)
+        both = min(len(mine), len(theirs))
+        found += [Change(before, after) for before, after in zip(mine, theirs, strict=False)]
+        left_old += mine[both:]
+        left_new += theirs[both:]
+    return left_old, left_new, found
+
+
+def _grouped(old: list[Row], new: list[Row], key: Key) -> dict[object, tuple[list[Row], list[Row]]]:
+    groups: dict[object, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
+    for row in old:
+        groups[key(row)][0].append(row)
+    for row in new:
+        groups[key(row)][1].append(row)
+    return groups
+
+
+def _sums(rows: Iterable[Row]) -> tuple[int, int]:
+    rows = list(rows)
+    return sum(row.nbytes for row in rows), sum(row.count for row in rows)

@@ -1,0 +1,183 @@
+"""Several shards of a session made into one report. Pure: the same whole in whatever order, also of what was merged before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.reports.session_report import SessionReport, Stored
+from pytest_gpumem.values.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.reports.results import TestResult
+
+_AND = "; "
+_ORDER = list(Outcome)
+
+
+class MergeError(ValueError):
+    """Reports that are not of one session; the message says which differ in what, and what would be right."""
+
+
+def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
+    """The report of the whole that ``reports`` are shards of, or merged shards.
+
+    A test that ran in one shard is not missing because it did not in another. Of a test that ran in several on the same
+    device, the result is kept that speaks most against it: one that failed, or else one that was measured, or else the more
+    serious outcome. On several devices it keeps a result for each.
+
+    Raises `MergeError` when they are of different commits or versions, or were held to different terms. ``names`` are what
+    that calls them.
+    """
+    if not reports:
+        raise MergeError("there is nothing to merge: name the JSON reports of the shards")
+    called = [f"shard {number}" for number in range(1, len(reports) + 1)] if names is None else names
+    _check(reports, called)
+    results = _results(result for report in reports for result in report.results)
+    ran = {(result.verdict.file, result.verdict.test) for result in results}
+    return SessionReport(
+        ended=max(report.ended for report in reports),
+        version=reports[0].version,
+        # Abbreviated hashes: a clone that knows more commits may need one more digit.
+        commit=max((report.commit for report in reports if report.commit), key=len, default=None),
+        terms=reports[0].terms,
+        results=results,
+        not_run=tuple(sorted({test for report in reports for test in report.not_run} - ran)),
+        selection=_selection([report.selection for report in reports]),
+        stored=_stored([report.stored for report in reports]),
+        said=tuple(sorted(line for report in reports for line in report.said)),
+        errors=tuple(sorted({error for report in reports for error in report.errors})),
+        ended_early=_clauses(report.ended_early for report in reports),
+        not_collected=tuple(sorted({file for report in reports for file in report.not_collected})),
+        shards=sum(report.shards for report in reports),
+        others_failed=sum(report.others_failed for report in reports),
+        merged=True,
+        unmeasured_shards=tuple(sorted({tests for report in reports for tests in _unmeasured_shards(report)})),
+    )
+
+
+def _unmeasured_shards(report: SessionReport) -> tuple[tuple[tuple[str, str], ...], ...]:
+    if report.merged:
+        return report.unmeasured_shards
+    if not report.results or any(_devices(result) for result in report.results):
+        return ()
+    return (tuple(sorted({(result.verdict.file, result.verdict.test) for result in report.results})),)
+
+
+def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
+    """The tests, as (file, test), that have a result in more than one of ``reports``, sorted."""
+    seen: set[tuple[str, str]] = set()
+    again: set[tuple[str, str]] = set()
+    for report in reports:
+        tests = {(result.verdict.file, result.verdict.test) for result in report.results}
+        again |= tests & seen
+        seen |= tests
+    return sorted(again)
+
+
+def in_no_shard(whole: SessionReport) -> list[tuple[str, str]]:
+    """The measured tests, as (file, test), that were collected and that no shard selected, sorted."""
+    return sorted(whole.selection.collected - whole.selection.measured)
+
+
+def run_twice(reports: Sequence[SessionReport]) -> tuple[int, int] | None:
+    """Two of ``reports``, by their places, that seem to be the same shard: the same tests, in the same environments.
+
+    ``None`` where there are none.
+    """
+    seen: dict[tuple[object, ...], int] = {}
+    for number, report in enumerate(reports):
+        if not report.selection.measured:
+            continue
+        environments = frozenset(
+            (where.slug, where.device, tuple(where.details.items()))
+            for result in report.results
+            for where in (one.measurement.environment for one in result.verdict.verdicts)
+        )
+        earlier = seen.setdefault((report.selection.measured, environments), number)
+        if earlier < number:
+            return earlier, number
+    return None
+
+
+def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
+    first = reports[0]
+    for name, report in zip(names, reports, strict=True):
+        if report.version != first.version:
+            raise MergeError(
+                f"{names[0]} is of pytest-gpumem {first.version}, {name} of {report.version}: run all shards with one version"
+            )
+        here, there = asdict(first.terms), asdict(report.terms)
+        for term, value in here.items():
+            if there[term] != value:
+                raise MergeError(
+                    f"{names[0]} was run with {_told(term, value)}, {name} with {_told(term, there[term])}: "
+                    "run all shards with the same options"
+                )
+    known = [(name, report.commit) for name, report in zip(names, reports, strict=True) if report.commit]
+    longest = max(known, key=lambda entry: len(entry[1]), default=("", ""))
+    for name, commit in known:
+        if not longest[1].startswith(commit):
+            raise MergeError(
+                f"{name} is of commit {commit}, {longest[0]} of {longest[1]}: merge the shards of one commit only"
+            )
+
+
+def _told(term: str, value: object) -> str:
+    return f"{term} = {'none' if value is None else str(value).lower()}"
+
+
+def _results(results: Iterable[TestResult]) -> tuple[TestResult, ...]:
+    kept: dict[tuple[str, str, tuple[str, ...]], TestResult] = {}
+    for result in results:
+        place = (result.verdict.file, result.verdict.test, _devices(result))
+        kept[place] = max((kept[place], result), key=_weight) if place in kept else result
+    measured = {(file, test) for file, test, devices in kept if devices}
+    return tuple(
+        result
+        for (file, test, devices), result in sorted(kept.items(), key=lambda entry: entry[0])
+        # Not measured by one shard, and by another: what it was skipped for there is settled.
+        if devices or result.failed or (file, test) not in measured
+    )
+
+
+def _devices(result: TestResult) -> tuple[str, ...]:
+    """The slugs of the devices on which a test was measured; none of one that was not."""
+    if result.verdict.unmeasured:
+        return ()
+    return tuple(sorted({one.measurement.environment.slug for one in result.verdict.verdicts}))
+
+
+def _weight(result: TestResult) -> tuple[bool, bool, int, bool, str]:
+    """How much a result speaks against its test; the text decides between equals, so that the order never does."""
+    verdict = result.verdict
+    text = json.dumps(result.to_plain(), sort_keys=True)
+    return result.failed, not verdict.unmeasured, _ORDER.index(verdict.outcome), not result.passed, text
+
+
+def _selection(selections: Sequence[Selection]) -> Selection:
+    return Selection(
+        measured=frozenset[tuple[str, str]]().union(*(one.measured for one in selections)),
+        files=frozenset[str]().union(*(one.files for one in selections)),
+        # A budget that holds nothing in one shard may well hold a test of another.
+        idle_budgets=tuple(sorted(set.intersection(*(set(one.idle_budgets) for one in selections)))),
+        error=_clauses(one.error for one in selections),
+        collected=frozenset[tuple[str, str]]().union(*(one.collected for one in selections)),
+        collected_files=frozenset[str]().union(*(one.collected_files for one in selections)),
+    )
+
+
+def _stored(stores: Sequence[Stored]) -> Stored:
+    there = {key.file for one in stores for _, key in one.baselines if key.file not in one.gone}
+    gone = frozenset[str]().union(*(one.gone for one in stores))
+    return Stored(tuple(sorted({entry for one in stores for entry in one.baselines})), gone - there)
+
+
+def _clauses(texts: Iterable[str | None]) -> str | None:
+    """Each of ``texts`` once, as one text. Taken apart where they were put together before."""
+    clauses = {clause for text in texts if text is not None for clause in text.split(_AND)}
+    return _AND.join(sorted(clauses)) if clauses else None

@@ -1,0 +1,52 @@
+"""The reports that a session was asked for, as files: none of an earlier session is left to be taken for this one's."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.reports.files import write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pytest_gpumem.reports.session_report import SessionReport
+
+
+class ReportFiles:
+    """Files that are removed when the session begins to measure, and written when it ends.
+
+    A session that is killed has then no report, and not its predecessor's. One that measures nothing, and was not asked for
+    these files on its command line, leaves them alone: settings hold for every run of a project.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._begun = False
+
+    def begin(self) -> None:
+        """The session has something to report. Calling twice does nothing."""
+        if self._begun:
+            return
+        self._begun = True
+        for path in self._paths:
+            # Whatever stands in the way is told when it cannot be written.
+            with suppress(OSError):
+                path.unlink()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are files to write."""
+        return self._begun and bool(self._paths)
+
+    def write(self, report: SessionReport) -> list[str]:
+        """Write them all; what went wrong, each as a sentence. Those that come after a failed one tell of it, too."""
+        errors: list[str] = []
+        for path in self._paths if self._begun else ():
+            try:
+                write_report(path, replace(report, errors=(*report.errors, *errors)))
+            except OSError as error:
+                errors.append(f"{path}: the report cannot be written: {error}")
+        return errors

@@ -1,0 +1,212 @@
+"""Everything that a session has to say, or all shards of one: what reports are made of. Frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.baselines.unused import unused
+from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.verdict import SKIPPED
+from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated
+from pytest_gpumem.values.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.baselines.update_modes import UpdateMode
+    from pytest_gpumem.units import UnitSystem
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the session was asked for. ``units`` are those that people are shown."""
+
+    baseline: bool = False
+    strict: bool = False
+    update: UpdateMode | None = None
+    units: UnitSystem = "si"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the store held at the end, as (slug, key), of the devices that the session measured on."""
+
+    baselines: tuple[tuple[str, Key], ...] = ()
+    gone: frozenset[str] = frozenset()
+    """Those of their test files that do not exist any more."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "baselines": [[slug, key.file, key.test, key.name] for slug, key in self.baselines],
+            "gone": sorted(self.gone),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Stored:
+        return cls(tuple((slug, Key(*key)) for slug, *key in plain["baselines"]), frozenset(plain["gone"]))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """``results`` and ``not_run``, the tests that were selected and gave none as (file, test), are sorted."""
+
+    ended: str
+    """When, in UTC: ``2026-11-21T16:20:05Z``."""
+    version: str
+    """Of pytest-gpumem."""
+    commit: str | None = None
+    terms: Terms = Terms()
+    results: tuple[TestResult, ...] = ()
+    not_run: tuple[tuple[str, str], ...] = ()
+    selection: Selection = field(default_factory=Selection)
+    stored: Stored = Stored()
+    said: tuple[str, ...] = ()
+    """What became of the store, each as a line."""
+    errors: tuple[str, ...] = ()
+    """Why the session is red, whatever became of its tests: but for what the fields below tell, and that nothing was gated."""
+    ended_early: str | None = None
+    """Why not every selected test was to run, as a clause: Ctrl-C, ``--maxfail``."""
+    not_collected: tuple[str, ...] = ()
+    """The files that could not be collected, sorted."""
+    shards: int = 1
+    others_failed: int = 0
+    """How many tests failed that are not measured, also in set-up or tear-down."""
+    merged: bool = False
+    """Whether shards were merged into it: it stands for all that was asked to be gated, and not for a part."""
+    unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
+    """The tests, as (file, test), of each shard that measured none of them; sorted."""
+
+    @property
+    def accounting(self) -> str:
+        """The line that accounts for every measured test."""
+        return accounting(self.results, len(self.not_run))
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it is red, whatever became of its tests, each as a sentence."""
+        found = list(self.errors)
+        if self.ended_early is not None:
+            found.append(f"the session ended early: {self.ended_early}")
+        found += [f"{file} could not be collected" for file in self.not_collected]
+        if self.others_failed:
+            count = "1 test that is" if self.others_failed == 1 else f"{self.others_failed} tests that are"
+            found.append(f"{count} not measured failed")
+        return (*found, *([self.nothing_gated] if self.nothing_gated is not None else self.idle_parts))
+
+    @property
+    def idle_parts(self) -> list[str]:
+        """What compared nothing though the rest of a whole did, each as a sentence: a device, or a shard that could
+        measure nothing.
+
+        Each is red by itself, and may be of a machine of its own: what the others compared does not stand in for it. Tests
+        that skipped themselves would have done so anywhere.
+        """
+        if not (self.merged and self.terms.baseline):
+            return []
+        found = []
+        by_device: dict[str, list[TestResult]] = {}
+        for result in self.results:
+            for device in {one.measurement.environment.device for one in result.verdict.verdicts}:
+                by_device.setdefault(device, []).append(result)
+        for device, results in sorted(by_device.items()):
+            sentence = nothing_gated(results, ACCEPTS[self.terms.update])
+            if sentence is not None:
+                found.append(f"on {device} {sentence}")
+        left = {
+            (result.verdict.file, result.verdict.test): result
+            for result in self.results
+            if result.verdict.unmeasured not in (None, SKIPPED)
+        }
+        for tests in self.unmeasured_shards:
+            sentence = nothing_gated([left[test] for test in tests if test in left])
+            if sentence is not None:
+                found.append(f"in one shard {sentence}")
+        return found
+
+    @property
+    def nothing_gated(self) -> str | None:
+        """The sentence for a session that was asked to compare with baselines and compared nothing; ``None`` otherwise."""
+        if not self.terms.baseline:
+            return None
+        if self.terms.strict and not self.results:
+            return "nothing was gated: no measured test was selected"
+        if self.merged and not self.results and self.selection.collected:
+            count = len(self.selection.collected)
+            return (
+                f"nothing was gated: {count} measured test{' was' if count == 1 else 's were'} collected, and none was run "
+                "in any shard"
+            )
+        return nothing_gated(self.results, ACCEPTS[self.terms.update])
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate is green: every selected test ran, no test failed, measured or not, and all else is well."""
+        return self.why_red is None
+
+    @property
+    def why_red(self) -> str | None:
+        """Why it did not pass, as clauses in one line; ``None`` where it did."""
+        failed = sum(result.failed for result in self.results)
+        clauses = list(self.problems)
+        if failed:
+            clauses.append("1 measured test failed" if failed == 1 else f"{failed} measured tests failed")
+        if self.not_run:
+            tests = "1 measured test" if len(self.not_run) == 1 else f"{len(self.not_run)} measured tests"
+            clauses.append(f"{tests} did not run to the end")
+        return "; ".join(clauses) or None
+
+    @property
+    def unused(self) -> list[tuple[str, Key]]:
+        """Baselines that belong to no test, as (slug, key)."""
+        return unused(
+            self.stored.baselines,
+            measured=self.selection.collected,
+            whole_files=self.selection.collected_files,
+            exists=lambda file: file not in self.stored.gone,
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers only; `from_plain` is the way back."""
+        return {
+            "ended": self.ended,
+            "version": self.version,
+            "commit": self.commit,
+            "terms": asdict(self.terms),
+            "results": [result.to_plain() for result in self.results],
+            "not_run": [list(test) for test in self.not_run],
+            "selection": self.selection.to_plain(),
+            "stored": self.stored.to_plain(),
+            "said": list(self.said),
+            "errors": list(self.errors),
+            "ended_early": self.ended_early,
+            "not_collected": list(self.not_collected),
+            "shards": self.shards,
+            "others_failed": self.others_failed,
+            "merged": self.merged,
+            "unmeasured_shards": [[list(test) for test in tests] for tests in self.unmeasured_shards],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> SessionReport:
+        return cls(
+            ended=plain["ended"],
+            version=plain["version"],
+            commit=plain["commit"],
+            terms=Terms(**plain["terms"]),
+            results=tuple(map(TestResult.from_plain, plain["results"])),
+            not_run=tuple((file, test) for file, test in plain["not_run"]),
+            selection=Selection.from_plain(plain["selection"]),
+            stored=Stored.from_plain(plain["stored"]),
+            said=tuple(plain["said"]),
+            errors=tuple(plain["errors"]),
+            ended_early=plain["ended_early"],
+            not_collected=tuple(plain["not_collected"]),
+            shards=plain["shards"],
+            others_failed=plain["others_failed"],
+            merged=plain["merged"],
+            unmeasured_shards=tuple(
+                tuple((file, test) for file, test in tests) for tests in plain["unmeasured_shards"]
+            ),
+        )

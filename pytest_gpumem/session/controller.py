@@ -1,0 +1,308 @@
+"""Collects what was measured, writes the store and the reports, and ends the session.
+
+In the process that sees every report: pytest-xdist's controller, or the only one there is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem import __version__
+from pytest_gpumem.baselines.backend import BackendError
+from pytest_gpumem.baselines.provenance import commit_of, this_second, today
+from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.baselines.unused import unused, unused_line
+from pytest_gpumem.baselines.update import entries_to_write, times_left_out
+from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
+from pytest_gpumem.reports.github import told_to_github
+from pytest_gpumem.reports.report_files import ReportFiles
+from pytest_gpumem.reports.results import Results, TestResult, headline
+from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.reports.terminal import MARKUP, terminal_text
+from pytest_gpumem.reports.text_width import Screen
+from pytest_gpumem.session.options import is_measured
+from pytest_gpumem.values.device_names import NO_CUDNN
+from pytest_gpumem.values.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.session.settings import Settings
+
+
+class Controller:
+    """A plugin for the process that sees every report."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = store
+        self._results = Results()
+        self._selection: Selection | None = None
+        self._complete = True
+        self._not_collected: set[str] = set()
+        self._closing: list[str] = []
+        self._unused: tuple[str, ...] = ()
+        self._began = False
+        self._errors: list[str] = []
+        self._report: SessionReport | None = None
+        self._files = ReportFiles([settings.report_base / file for file in settings.report])
+        typed = config.getoption("gpumem_report") is not None
+        if (typed or settings.baseline) and not config.option.collectonly:
+            self._files.begin()
+
+    def select(self, selection: Selection) -> None:
+        """A process that collects tells what it selected; with several, each tells the same."""
+        self._selection = selection
+        if self._selected():
+            self._files.begin()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        plain = getattr(node, "workeroutput", {}).get("gpumem")
+        if plain is not None:
+            self.select(Selection.from_plain(plain))
+        else:
+            self._complete = False
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        # Whether others run is nothing to the store.
+        if any(map(is_measured, items)):
+            self._complete = False
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._not_collected.add(report.nodeid)
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._results.add(report):
+            self._files.begin()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        self._began = True
+        try:
+            result = yield
+        except BaseException as error:
+            # Ctrl-C, --maxfail, a crash: what has been measured until now is kept.
+            self._complete = False
+            self._finish(session, str(error) or type(error).__name__)
+            raise
+        if self._selection is not None and self._selection.error is not None:
+            self._began = False
+            raise pytest.UsageError(self._selection.error)
+        self._finish(session)
+        return result
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
+        """Where no test was begun, the report says so: an earlier one in its place must not be taken for this session's."""
+        if self._began or not self._files.wanted:
+            return
+        error = self._selection.error if self._selection is not None else None
+        ended_early = error or f"pytest ended with exit status {int(exitstatus)} before any test ran"
+        self._errors += self._files.write(self._reported([], ended_early))
+
+    def _finish(self, session: pytest.Session, ended_early: str | None = None) -> None:
+        if self._config.option.collectonly:
+            return
+        results = self._results.all()
+        self._errors += [
+            f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(result)}"
+            for result in self._results.rewritten()
+            # What becomes of a test's own failure is its project's affair where no gate was asked for.
+            if result.verdict.failure is not None or self._settings.gates
+        ]
+        if self._settings.gates:
+            self._check_selected(session)
+        if self._settings.update is not None:
+            self._update(results)
+        self._tell_of_convolutions(results)
+        if self._complete and session.testsfailed == 0:
+            try:
+                self._tell_unused(results)
+            except (StoreError, BackendError) as error:
+                self._errors.append(str(error))
+        self._report = self._reported(results, ended_early)
+        if session.testsfailed and self._report.passed:
+            # A report is never greener than pytest: a coverage that is too low, say.
+            self._errors.append("another plugin made the session red, and no test did")
+            self._report = replace(self._report, errors=tuple(self._errors))
+        self._errors += self._files.write(self._report)
+        # The files that were written say so already.
+        self._report = replace(self._report, errors=tuple(self._errors))
+        red = not self._report.passed if self._settings.gates else self._report.nothing_gated is not None
+        if red or self._errors:
+            session.testsfailed += 1
+
+    def _check_selected(self, session: pytest.Session) -> None:
+        if self._selection is None:
+            self._errors.append("no process told which tests it was to measure")
+        elif session.testscollected == 0 and not self._selection.collected:
+            # A shard may have left all its measured tests to others.
+            self._errors.append("no test was collected")
+
+    @property
+    def report(self) -> SessionReport | None:
+        """What was reported at the end of the tests; ``None`` where none was to be run."""
+        return self._report
+
+    def ended_red(self, status: int) -> None:
+        """Write a report that passed once more, with the exit status that another plugin has given the session since.
+
+        But where no test was selected: it may be a shard whose tests others run.
+        """
+        if self._report is not None and self._report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
+            said = f"pytest ended with exit status {int(status)}, and no test made it red"
+            self._report = replace(self._report, errors=(*self._report.errors, said))
+            self._files.write(self._report)
+
+    def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
+        settings, selection = self._settings, self._selection or Selection()
+        told = {(result.verdict.file, result.verdict.test) for result in results}
+        return SessionReport(
+            ended=this_second(),
+            version=__version__,
+            commit=commit_of(self._config.rootpath) if self._files.wanted else None,
+            terms=Terms(settings.baseline, settings.strict, settings.update, settings.units),
+            results=tuple(results),
+            not_run=tuple(sorted(selection.measured - told)),
+            selection=selection,
+            stored=self._stored(results) if self._files.wanted else Stored(),
+            said=tuple(self._closing),
+            errors=tuple(self._errors),
+            ended_early=ended_early,
+            not_collected=tuple(sorted(self._not_collected)),
+            others_failed=self._results.others_failed(selection.measured),
+        )
+
+    def _stored(self, results: list[TestResult]) -> Stored:
+        """What a merged report needs to know of the store: a shard alone cannot tell what is unused."""
+        if not (self._settings.baseline or self._settings.update):
+            return Stored()
+        slugs = self._compared_slugs(results)
+        try:
+            keys = [entry for slug in sorted(slugs) for entry in self._store.keys(slug)]
+        except (StoreError, BackendError) as error:
+            self._errors.append(str(error))
+            return Stored()
+        root = self._config.rootpath
+        return Stored(tuple(keys), frozenset(key.file for _, key in keys if not (root / key.file).exists()))
+
+    def _compared_slugs(self, results: list[TestResult]) -> set[str]:
+        """The devices with whose baselines the results were compared."""
+        measured = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        return {self._settings.compared_slug(slug) for slug in measured}
+
+    def _update(self, results: list[TestResult]) -> None:
+        mode = self._settings.update
+        assert mode is not None, "only called for an update"
+        passed = [result for result in results if result.passed]
+        recorded, commit = today(), commit_of(self._config.rootpath)
+        measured: dict[Key, tuple[Verdict, Baseline]] = {}
+        for result in passed:
+            for verdict in result.verdict.verdicts:
+                key = Key(result.verdict.file, result.verdict.test, verdict.measurement.name)
+                measured[key] = verdict, baseline_of(verdict.measurement, recorded, commit, self._settings.reason)
+        try:
+            stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
+            wanted = entries_to_write(mode, measured, stored)
+            gone = self._renamed(measured) if mode == "all" else []
+            unguarded = self._store.change(wanted, gone) if wanted or gone else None
+        except (StoreError, BackendError) as error:
+            self._errors.append(f"baselines were not written: {error}")
+            return
+        kept_out = len(results) - len(passed)
+        note = f"; {kept_out} not written, because the test did not pass" if kept_out else ""
+        refused = times_left_out(mode, measured, stored)
+        if refused:
+            note += f"; {len(refused)} without {'its' if len(refused) == 1 else 'their'} times: {refused[0]}"
+        reason = self._settings.reason
+        if reason is not None:
+            note += f"; the reason is kept with {sum(entry.reason == reason for entry in wanted.values())}"
+        self._closing.append(
+            f"store: {len(wanted)} baseline{'' if len(wanted) == 1 else 's'} written ({mode}), "
+            f"{len(measured) - len(wanted)} left as they were{note}"
+        )
+        if unguarded is not None:
+            self._closing.append(f"store: {unguarded}")
+
+    def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
+        """Baselines of tests that passed, for measurements that these tests no longer take."""
+        tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
+        return [
+            (slug, key)
+            for slug in sorted({slug for slug, _, _ in tests})
+            for _, key in self._store.keys(slug)
+            if (slug, key.file, key.test) in tests and key not in measured
+        ]
+
+    def _tell_of_convolutions(self, results: list[TestResult]) -> None:
+        """Say of how many measurements the peaks lack what convolutions take on a GPU."""
+        environments = [one.measurement.environment for result in results for one in result.verdict.verdicts]
+        without = sum(environment.details.get("emulated_cudnn") == NO_CUDNN for environment in environments)
+        if not without:
+            return
+        from pytest_gpumem.emulation.load import current_emulation
+
+        emulation = current_emulation()
+        if emulation is not None:
+            self._closing.append(
+                f"convolutions: the peaks of {without} measurement{'' if without == 1 else 's'} may be too low: "
+                f"{emulation.cudnn.why_zero()}"
+            )
+
+    def _tell_unused(self, results: list[TestResult]) -> None:
+        if self._selection is None or not (self._settings.baseline or self._settings.update):
+            return
+        slugs = self._compared_slugs(results)
+        gone = unused(
+            [entry for slug in sorted(slugs) for entry in self._store.keys(slug)],
+            measured=self._selection.measured,
+            whole_files=self._selection.files,
+            exists=lambda file: (self._config.rootpath / file).exists(),
+        )
+        if gone:
+            self._unused = (unused_line(gone),)
+
+    def _selected(self) -> int:
+        """How many measured tests were selected to run."""
+        if self._selection is None or self._config.option.collectonly:
+            return 0
+        return len(self._selection.measured)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        results = self._results.all()
+        idle = self._selection.idle_budgets if self._selection is not None else ()
+        if not results and not self._selected() and not self._errors and not idle and not self._settings.baseline:
+            return
+        report = self._report or SessionReport("", __version__, selection=self._selection or Selection())
+        said = terminal_text(
+            # A report's file that could not be written is told, too. What is unused, a report tells of the whole.
+            replace(report, errors=tuple(self._errors), said=(*self._closing, *self._unused)),
+            screen_of(terminalreporter),
+            self._config.get_verbosity(),
+            explain_all=self._settings.explain == "always",
+        )
+        if said.tables:
+            terminalreporter.write_sep("=", "gpumem")
+        for line in (*said.tables, *said.lines):
+            terminalreporter.ensure_newline()
+            for span in line:
+                terminalreporter.write(span.text, **MARKUP[span.style])
+            terminalreporter.write("\n")
+        for text in told_to_github(report, self._config.rootpath, os.environ):
+            terminalreporter.write_line(text)
+
+
+def screen_of(reporter: pytest.TerminalReporter) -> Screen:
+    """What pytest writes to. A file, or a CI's log, has lines of any length."""
+    width = reporter.config.get_terminal_writer().fullwidth if reporter.isatty else None
+    return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")

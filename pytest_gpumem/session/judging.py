@@ -1,0 +1,285 @@
+"""Holds what a test measured against its budget and its baselines, tells the verdict, and fails the test if it must."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+
+from pytest_gpumem.baselines.backend import BackendError
+from pytest_gpumem.baselines.store import StoreError
+from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
+from pytest_gpumem.gate.baseline import Baseline, baseline_of
+from pytest_gpumem.gate.emulated import tolerances_of_emulated
+from pytest_gpumem.gate.judge import failing_outcomes, judge
+from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.reports.escaping import visible
+from pytest_gpumem.reports.explanation import guilty_metrics
+from pytest_gpumem.reports.failure import failure_text
+from pytest_gpumem.reports.results import PROPERTY
+from pytest_gpumem.session.hook_results import HookError, checked_tolerance
+from pytest_gpumem.session.marker import sets_itself
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, options_given
+from pytest_gpumem.timing.comparison import is_undecided
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.gate.baseline import NoBaseline
+    from pytest_gpumem.gate.budget import Budget
+    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.metrics import Unit
+    from pytest_gpumem.session.selection import Measured
+    from pytest_gpumem.session.settings import Settings
+
+
+_T = TypeVar("_T")
+_FAILURE = pytest.StashKey[BaseException]()
+"""The gate's failure of a test."""
+
+
+def shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Of the gate's own failure, give pytest's summary and JUnit's message the first line only.
+
+    Under CI pytest's summary does not cut messages, and the whole failure would be printed twice.
+    """
+    if call.excinfo is None or call.excinfo.value is not item.stash.get(_FAILURE, None):
+        return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = str(call.excinfo.value).partition("\n")[0]
+
+
+def forget_properties(item: pytest.Item) -> None:
+    """Take back what was told of an earlier run of the test."""
+    item.user_properties[:] = [
+        entry for entry in item.user_properties if entry[0] != PROPERTY and not entry[0].startswith(f"{PROPERTY}.")
+    ]
+
+
+def tell(item: pytest.Item, verdict: TestVerdict) -> None:
+    """Put a verdict into the test's properties: one for machines that continue, one a metric for those that only read."""
+    forget_properties(item)
+    item.user_properties.append((PROPERTY, json.dumps(verdict.to_plain(), sort_keys=True)))
+    for one in verdict.verdicts:
+        # pytest writes values so that XML can hold them, but not names.
+        name = visible(one.measurement.name)
+        for metric in one.metrics:
+            item.user_properties.append((f"{PROPERTY}.{name}.{metric.metric}", metric.value))
+
+
+def is_told(item: pytest.Item) -> bool:
+    """Whether the test's properties have its verdict."""
+    return any(name == PROPERTY for name, _ in item.user_properties)
+
+
+class Judging:
+    """The gate at the end of a test's call."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = store
+
+    def verdict(
+        self, item: pytest.Item, measured: Measured, measurements: Sequence[Measurement], relations: int = 0
+    ) -> TestVerdict:
+        """The verdict on what a test measured, and on the ``relations`` that it asserted."""
+        tolerances = self._tolerances(item, measured.budget)
+        return TestVerdict(
+            measured.file,
+            measured.test,
+            tuple(judge(one, measured.budget, self._baseline(measured, one), tolerances) for one in measurements),
+            relations=relations,
+            cell=measured.cell,
+            location=measured.location,
+        )
+
+    def with_missing(self, measured: Measured, verdict: TestVerdict, slug: str) -> TestVerdict:
+        """Return ``verdict`` with the measurements that were not taken and have baselines for the device called ``slug``.
+
+        Of a test that came to the end of its call.
+        """
+        if not self._compares:
+            return verdict
+        taken = {one.measurement.name: one.measurement for one in verdict.verdicts}
+        missing = []
+        for name in self.stored_names(measured, slug):
+            if name not in taken:
+                missing.append(name)
+            elif uncounted := self._uncounted(measured, taken[name]):
+                missing.append(f"{name} ({', '.join(uncounted)})")
+        return replace(verdict, missing=tuple(missing))
+
+    def stored_names(self, measured: Measured, slug: str) -> list[str]:
+        """Return the names of the measurements of a test that have a baseline for the device called ``slug``."""
+        if not self._compares:
+            return []
+        compared = self._settings.compared_slug(slug)
+        return self._stored(lambda: self._store.names(compared, measured.file, measured.test))
+
+    def _uncounted(self, measured: Measured, measurement: Measurement) -> list[str]:
+        """The titles of the counts that the baseline of the same work has and the measurement has not."""
+        baseline = self._baseline(measured, measurement)
+        if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
+            return []
+        # Whether launches can be counted is a matter of the driver's permissions, and of no code.
+        return [
+            METRICS[name].title
+            for name in baseline.metrics
+            if METRICS[name].unit == "count" and name != "launches" and name not in measurement.metrics
+        ]
+
+    def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+        """Whether a measurement is to be explained: it fails by its bytes, or is going to be a baseline."""
+        return self._wants(item, measured, measurement, "bytes", lambda earlier: earlier.composition is None)
+
+    def wants_places(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+        """Whether the lines of its counts are to be told: it fails by them, or is going to be a baseline."""
+        return self._wants(item, measured, measurement, "count", lambda earlier: not earlier.tells_lines)
+
+    def _wants(
+        self,
+        item: pytest.Item,
+        measured: Measured,
+        measurement: Measurement,
+        unit: Unit,
+        lacks: Callable[[Baseline], bool],
+    ) -> bool:
+        if self._settings.explain != "on-failure":
+            return self._settings.explain == "always"
+        verdict = self.verdict(item, measured, [measurement])
+        failing = self._failing(verdict)
+        if any(guilty_metrics(one, failing, unit) for one in verdict.verdicts):
+            return True
+        mode = self._settings.update
+        earlier = self._baseline(measured, measurement)
+        if mode is None or earlier is None:
+            return False
+        if mode == "all" and isinstance(earlier, Baseline) and lacks(earlier):
+            return True
+        key = measured.key(measurement.name)
+        # Another run's time is no reason: the bytes that would be explained are the same.
+        entry = replace(baseline_of(measurement, "", None), runs=None)
+        return bool(entries_to_write(mode, {key: (verdict.verdicts[0], entry)}, {key: earlier}))
+
+    def doubts_time(
+        self, item: pytest.Item, measured: Measured, measurement: Measurement, *, decides_only: bool = False
+    ) -> bool:
+        """Whether a step is to be timed once more: its speed has changed, or what was taken is no baseline to be kept.
+
+        A third time where one of two samples shows a slowdown and the other cannot tell. ``decides_only``: only where the test
+        fails otherwise.
+        """
+        times = measurement.times
+        assert times is not None, "only asked for what was timed"
+        if len(times.samples) > 1:
+            return self._is_undecided(item, measured, measurement)
+        verdict = self.verdict(item, measured, [measurement])
+        doubted = {
+            "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if self._compares else set(),
+            "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
+        }
+        metrics = verdict.verdicts[0].metrics
+        changed = {one.outcome for one in metrics if one.outcome in doubted.get(one.metric, ())}
+        if decides_only:
+            return not changed.isdisjoint(self._failing(verdict))
+        return bool(changed) or (self._settings.update is not None and times.best.invalid is not None)
+
+    def _is_undecided(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+        """Whether one more sample of a step's time may tell."""
+        verdict = self.verdict(item, measured, [measurement]).verdicts[0].of("step_time")
+        baseline = self._baseline(measured, measurement)
+        if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):
+            return False
+        assert measurement.times is not None, "only asked for what was timed"
+        assert baseline.runs is not None, "times are judged by those of the baseline"
+        return is_undecided(measurement.times.samples, baseline.runs, verdict.allowed / verdict.baseline)
+
+    def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
+        return failing_outcomes(
+            verdict,
+            strict=self._settings.strict,
+            accepts=ACCEPTS[self._settings.update],
+            compares=self._settings.baseline,
+        )
+
+    def conclude(self, item: pytest.Item, measured: Measured, verdict: TestVerdict) -> None:
+        """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure."""
+        tell(item, verdict)
+        failing = self._failing(verdict)
+        if not failing and not verdict.unmeasured and not self._settings.no_time and measured.has_fixture:
+            idle = self._idle(item, measured.budget, [one.measurement for one in verdict.verdicts])
+            if idle is not None:
+                tell(item, replace(verdict, failure=idle))
+                pytest.fail(idle, pytrace=False)
+        if failing:
+            text = failure_text(
+                verdict,
+                failing,
+                self._settings.units,
+                path=self._path_from_here(verdict),
+                options=options_given(self._config),
+            )
+            tell(item, replace(verdict, failure=text))
+            item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
+            raise failure
+
+    def _idle(self, item: pytest.Item, budget: Budget, measurements: list[Measurement]) -> str | None:
+        """Which limit on times holds nothing in a test that measured ``measurements``, as a sentence."""
+        if budget.min_throughput is not None:
+            idle = idle_throughput(budget.min_throughput, measurements)
+            if idle is not None:
+                return idle
+        # As a limit of many tests it is a tolerance, which some of them may have no use for.
+        if budget.max_slowdown is not None and self._settings.baseline and sets_itself(item, "max_slowdown"):
+            return idle_slowdown(budget.max_slowdown, measurements)
+        return None
+
+    def _baseline(self, measured: Measured, measurement: Measurement) -> Baseline | NoBaseline | None:
+        if not self._compares:
+            return None
+        slug = self._settings.compared_slug(measurement.environment.slug)
+        return self._stored(lambda: self._store.find(measured.key(measurement.name), slug))
+
+    @property
+    def _compares(self) -> bool:
+        """Whether this session reads the store."""
+        return self._settings.baseline or self._settings.update is not None
+
+    @staticmethod
+    def _stored(read: Callable[[], _T]) -> _T:
+        """Return what ``read`` gives of the store, and fail the test where that cannot be understood."""
+        try:
+            return read()
+        except (StoreError, BackendError) as error:
+            # The session has read the whole store at its start, so that somebody has changed it since.
+            pytest.fail(f"gpumem: {error}", pytrace=False)
+
+    def _tolerances(self, item: pytest.Item, budget: Budget) -> dict[str, Tolerance]:
+        tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
+        if budget.max_slowdown is not None:
+            tolerances["step_time"] = Tolerance(relative=budget.max_slowdown)
+        if budget.max_growth is not None:
+            tolerances["peak_allocated"] = Tolerance(relative=budget.max_growth)
+        if self._settings.against is not None:
+            tolerances = tolerances_of_emulated(tolerances)
+        hook = item.ihook.pytest_gpumem_tolerance
+        try:
+            return {
+                name: checked_tolerance(hook(item=item, metric=name, tolerance=tolerance), name, tolerance, hook)
+                for name, tolerance in tolerances.items()
+            }
+        except HookError as error:
+            pytest.fail(f"gpumem: {error}", pytrace=False)
+
+    def _path_from_here(self, verdict: TestVerdict) -> str:
+        """The test's id as it can be typed in the folder in which pytest was started."""
+        path = os.path.relpath(self._config.rootpath / verdict.file, self._config.invocation_params.dir)
+        return f"{path}::{verdict.test}"

@@ -1,0 +1,132 @@
+"""``@pytest.mark.gpumem(...)``: its arguments, and the budget that they make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.session.options import MARKER
+from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class BudgetError(ValueError):
+    """A wrong argument of a budget; the message names it, and what would be right."""
+
+
+def _size(value: object) -> int:
+    if value == 0 and not isinstance(value, (bool, str)):
+        return 0
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a size; write it with its unit, like '6.5 GB'")
+    return parse_size(value)
+
+
+def _ratio(value: object) -> float:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a percentage; write it like '2 %'")
+    return parse_ratio(value)
+
+
+def _device(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not the name of a device; write 'cuda' or 'cpu'")
+    return value
+
+
+_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "max_gb": ("peak_allocated", parse_gigabytes),
+    "max_memory": ("peak_allocated", _size),
+    "max_reserved": ("peak_reserved", _size),
+    "max_retained": ("retained", _size),
+    "max_growth": ("max_growth", _ratio),
+    "max_slowdown": ("max_slowdown", _ratio),
+    "min_throughput": ("min_throughput", parse_rate),
+    "device": ("device", _device),
+}
+
+
+def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
+    """The budget that a marker's arguments, or a settings entry's keys, make. Raises `BudgetError`."""
+    values: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name not in _ARGUMENTS:
+            raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(_ARGUMENTS))}")
+        if value is None:
+            continue
+        target, read = _ARGUMENTS[name]
+        if target in values:
+            raise BudgetError("max_gb and max_memory say the same thing; give one of them")
+        try:
+            values[target] = read(value)
+        except ValueError as error:
+            raise BudgetError(f"{name}: {error}") from None
+    return Budget(**values)
+
+
+TIMED_LIMITS = ("max_slowdown", "min_throughput")
+"""The arguments that hold the time of a step."""
+
+
+def sets_itself(item: pytest.Item, limit: str) -> bool:
+    """Whether a test's own marker, and not that of its class or module, gives the argument ``limit``."""
+    own = [mark for node, mark in item.iter_markers_with_node(MARKER) if node is item]
+    return any(mark.kwargs.get(limit) for mark in own)
+
+
+def check_of_a_call(item: pytest.Item) -> None:
+    """Raises `BudgetError` for limits in a test's own marker that cannot hold its call, which is run once and cold.
+
+    Those of its class or module are for the other tests there.
+    """
+    idle = [name for name in TIMED_LIMITS if sets_itself(item, name)]
+    if idle:
+        raise BudgetError(
+            f"{idle[0]} holds the time of a step, and this test has none: a call runs once, and is not timed; "
+            "measure a step with the gpumem fixture (gpumem.measure, train_step, infer_step)"
+        )
+
+
+_KNOWN = pytest.StashKey[tuple[pytest.Mark, ...]]()
+"""A test's markers when its session decided what to measure."""
+
+
+def remember_markers(item: pytest.Item) -> None:
+    """Note the markers that a test is measured by."""
+    item.stash[_KNOWN] = tuple(item.iter_markers(MARKER))
+
+
+def tell_late_marker(item: pytest.Item, *, gates: bool) -> None:
+    """Fail a test that got a marker later than its session could measure by it; warn of it where nothing ``gates``.
+
+    A gate must not pass over a test that somebody wanted to be held, and says so where everybody looks.
+    """
+    if tuple(item.iter_markers(MARKER)) == item.stash.get(_KNOWN, ()):
+        return
+    said = (
+        f"@pytest.mark.{MARKER} was added to this test when it was running already, and holds nothing: add it while tests "
+        "are collected, in pytest_collection_modifyitems or pytest_itemcollected of a conftest.py"
+    )
+    if gates:
+        pytest.fail(said, pytrace=False)
+    item.warn(pytest.PytestWarning(f"{item.nodeid}: {said}"))
+
+
+def budget_of_marks(item: pytest.Item) -> Budget | None:
+    """The budget of a test's markers, the closest one first for each limit; ``None`` when it has no such marker.
+
+    Raises `BudgetError`.
+    """
+    budget: Budget | None = None
+    for mark in item.iter_markers(MARKER):
+        if mark.args:
+            raise BudgetError(
+                f"@pytest.mark.gpumem takes keyword arguments only, got {mark.args[0]!r}; write max_gb=6.5, say"
+            )
+        one = budget_from_arguments(mark.kwargs)
+        budget = one if budget is None else budget.or_else(one)
+    return budget

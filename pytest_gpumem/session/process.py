@@ -1,0 +1,256 @@
+"""What one process of a session knows of it, and the plugins that it therefore needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.session.marker import BudgetError, remember_markers
+from pytest_gpumem.session.options import is_measured
+from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measured_of
+from pytest_gpumem.session.settings import SettingsError, check_device, settings_of
+from pytest_gpumem.units import nearest
+from pytest_gpumem.values.device_names import EMULATED
+from pytest_gpumem.values.selection import Selection
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.devices.registry import DeviceFactory
+    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.session.controller import Controller
+    from pytest_gpumem.session.settings import Settings
+
+
+class GpumemSession:
+    """Raises ``pytest.UsageError`` for wrong settings or a broken store."""
+
+    def __init__(self, config: pytest.Config, files: set[str]) -> None:
+        """``files`` are the files and folders that have been collected without an error; it grows meanwhile."""
+        self._config = config
+        self._files = files
+        self._worker = os.environ.get("PYTEST_XDIST_WORKER") if hasattr(config, "workerinput") else None
+        try:
+            self.settings: Settings = settings_of(config)
+        except SettingsError as error:
+            raise pytest.UsageError(str(error)) from None
+        self.selection = Selection()
+        self._measured: dict[pytest.Item, Measured] = {}
+        self._store: Store | None = None
+        self._controller: Controller | None = None
+        if self._worker is not None:
+            if self.settings.explicit:
+                from pytest_gpumem.devices.sharing import give_worker_its_gpu
+
+                give_worker_its_gpu(self._worker)
+            return
+        if self.settings.baseline or self.settings.update is not None:
+            self._check_store()
+        if self._asks_for_a_gate() or _distributes(config):
+            self._register_controller()
+
+    def _asks_for_a_gate(self) -> bool:
+        settings = self.settings
+        return settings.baseline or settings.strict or settings.update is not None or bool(settings.report)
+
+    @property
+    def root(self) -> Path:
+        """The folder that paths of test files count from."""
+        return self._config.rootpath
+
+    def mark(self, items: list[pytest.Item]) -> None:
+        """Give the marker to the tests that the settings name."""
+        mark(items, self.settings.measure)
+
+    def keep_measured(self, items: list[pytest.Item]) -> None:
+        """Deselect the tests that are not measured where only measuring means something: on an emulated GPU."""
+        if not self.settings.device.startswith(EMULATED):
+            return
+        others = [item for item in items if not is_measured(item)]
+        if others:
+            items[:] = [item for item in items if is_measured(item)]
+            self._config.hook.pytest_deselected(items=others)
+
+    def has_collected(self, node: pytest.Collector) -> None:
+        """Spoil the tests in ``node`` if an uncomputed value was read since the last call: while it was collected."""
+        if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
+            return
+        from pytest_gpumem.emulation.values import current
+
+        values = current()
+        lost = None if values is None else values.take_trouble()
+        if lost is not None:
+            from pytest_gpumem.session.spoiled_fixtures import spoil_tests_in
+
+            spoil_tests_in(node, lost)
+
+    def header(self) -> str | None:
+        """What a person has to know before the tests run."""
+        if not self.settings.device.startswith(EMULATED):
+            return None
+        return (
+            f"gpumem: {self.settings.device}: bytes are those of torch's own allocator, values of large tensors are not "
+            "computed, times are not taken; tests that are not measured are deselected"
+        )
+
+    def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:
+        """Prepare for the measured ones of the tests that are ``selected`` of all that were collected.
+
+        Raises ``pytest.UsageError`` for a wrong marker of any of them; ``selected`` is emptied for it in a worker.
+        """
+        if self._find(everything):
+            self._select(everything, selected)
+        else:
+            selected.clear()
+
+    def _find(self, items: list[pytest.Item]) -> bool:
+        """Find the measured tests; whether there was no mistake in their markers, or in the name of a device."""
+        factories = self._device_factories()
+        names = [*factories, "auto"]
+        try:
+            check_device(self.settings, names)
+            found = ((item, measured_of(item, self.settings, names)) for item in items)
+            self._measured = {item: measured for item, measured in found if measured is not None}
+        except (BudgetError, SettingsError) as error:
+            if self._worker is None:
+                raise pytest.UsageError(str(error)) from None
+            # An exception here would look like a crash of the worker: the controller is told, and ends the session.
+            self.selection = Selection(error=str(error))
+            return False
+        for item in self._measured:
+            remember_markers(item)
+        return True
+
+    def _select(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
+        whole_folders = all(Path(argument).is_dir() for argument in self._config.args)
+        idle = idle_patterns(self.settings, everything, self._measured, self._is_whole) if whole_folders else ()
+        kept = {item: self._measured[item] for item in items if item in self._measured}
+        self.selection = Selection(
+            measured=frozenset((measured.file, measured.test) for measured in kept.values()),
+            files=self._whole_files() if len(kept) == len(self._measured) else frozenset(),
+            idle_budgets=idle,
+            collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
+            collected_files=self._whole_files(),
+        )
+        if kept:
+            self._register_measuring(kept)
+        if self._worker is None:
+            if kept or self.selection.idle_budgets:
+                self._register_controller()
+            if self._controller is not None:
+                self._controller.select(self.selection)
+
+    def finished(self) -> None:
+        """The process has run its tests."""
+        if self._worker is not None:
+            self._config.workeroutput["gpumem"] = self.selection.to_plain()  # type: ignore[attr-defined]
+
+    @property
+    def report(self) -> SessionReport | None:
+        """What the session has reported; ``None`` where it ran no test, or had nothing to report."""
+        return self._controller.report if self._controller is not None else None
+
+    def ended_red(self, status: int) -> None:
+        """The process ends with the exit status ``status``."""
+        if self._controller is not None:
+            self._controller.ended_red(status)
+
+    def _whole_files(self) -> frozenset[str]:
+        """The test files of which every test was collected."""
+        option = self._config.option
+        if getattr(option, "lf", False) or getattr(option, "stepwise", False):
+            return frozenset()
+        if any("::" in argument for argument in self._config.args):
+            return frozenset()
+        return frozenset(self._files)
+
+    def _is_whole(self, pattern: str) -> bool:
+        """Whether all tests that a pattern may match are among those that were collected, from whole folders."""
+        option = self._config.option
+        if any(getattr(option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob")):
+            return False
+        # The whole suite. pytest-xdist gives it to its workers as arguments.
+        if list(self._config.args) == self._config.getini("testpaths"):
+            return True
+        literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]
+        folder = (self.root / literal.rpartition("/")[0]).resolve()
+        return any(folder.is_relative_to(Path(argument).resolve()) for argument in self._config.args)
+
+    def _device_factories(self) -> dict[str, DeviceFactory]:
+        from pytest_gpumem.devices.registry import BUILT_IN, make_cuda
+
+        factories = dict(BUILT_IN)
+        if self.settings.device.startswith(EMULATED):
+            factories[self.settings.device] = make_cuda
+        for added in self._config.hook.pytest_gpumem_devices(config=self._config):
+            factories.update(added)
+        return factories
+
+    def present_devices(self) -> frozenset[str]:
+        """The slugs of the devices that this machine has."""
+        from pytest_gpumem.devices.contract import DeviceUnavailable
+        from pytest_gpumem.devices.registry import Devices
+
+        factories = self._device_factories()
+        devices, present = Devices(factories), set()
+        for name in factories:
+            with suppress(DeviceUnavailable):
+                present.add(devices.get(name).environment().slug)
+        return frozenset(present)
+
+    def _register_measuring(self, measured: dict[pytest.Item, Measured]) -> None:
+        from pytest_gpumem.devices.registry import Devices
+        from pytest_gpumem.session.measuring import Measuring
+
+        devices = Devices(self._device_factories())
+        plugin = Measuring(self._config, self.settings, devices, self.store(), measured)
+        self._config.pluginmanager.register(plugin, "gpumem-measuring")
+
+    def _register_controller(self) -> None:
+        if self._controller is None:
+            from pytest_gpumem.session.controller import Controller
+
+            self._controller = Controller(self._config, self.settings, self.store())
+            self._config.pluginmanager.register(self._controller, "gpumem-controller")
+
+    def store(self) -> Store:
+        """The store of this session. Raises ``pytest.UsageError`` when there is no such place."""
+        from pytest_gpumem.baselines.backend import BackendError, backend_of
+        from pytest_gpumem.baselines.store import Store
+
+        if self._store is None:
+            try:
+                self._store = Store(backend_of(self.settings.store, self.settings.store_base))
+            except BackendError as error:
+                raise pytest.UsageError(str(error)) from None
+        return self._store
+
+    def _check_store(self) -> None:
+        from pytest_gpumem.baselines.backend import BackendError
+        from pytest_gpumem.baselines.store import StoreError
+
+        try:
+            self.store().check()
+            self._check_against()
+        except (StoreError, BackendError) as error:
+            raise pytest.UsageError(str(error)) from None
+
+    def _check_against(self) -> None:
+        against = self.settings.against
+        if against is None:
+            return
+        keys = self.store().keys()
+        slugs = sorted({slug for slug, _ in keys})
+        if against not in slugs:
+            there = nearest(against, slugs) if slugs else "it is empty"
+            raise pytest.UsageError(f"--gpumem-against={against}: the store has no baseline of that device; {there}")
+
+
+def _distributes(config: pytest.Config) -> bool:
+    """Whether this process is pytest-xdist's controller, which collects nothing itself."""
+    return bool(config.getoption("numprocesses", None)) or bool(config.getoption("tx", None))

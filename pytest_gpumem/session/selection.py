@@ -1,0 +1,135 @@
+"""Which of the collected tests are measured, under which budget, and what a session's reports need to know of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.verdict import Cell, Location, TestVerdict
+from pytest_gpumem.session.config_matrix import cell_of
+from pytest_gpumem.session.marker import TIMED_LIMITS, BudgetError, budget_of_marks, check_of_a_call
+from pytest_gpumem.session.options import FIXTURE, MARKER, is_measured
+from pytest_gpumem.session.settings import matches_test
+from pytest_gpumem.values.device_names import nearest_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pytest_gpumem.session.settings import Settings
+
+_MATCHES_NONE = (
+    "it matches no test; write node ids, files or patterns of them as pytest shows them, from the root directory"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A test that is measured. ``file`` and ``test`` are its node id without pytest-xdist's ``@group``."""
+
+    file: str
+    test: str
+    budget: Budget
+    has_fixture: bool
+    cell: Cell | None = None
+    location: Location | None = None
+
+    def key(self, name: str) -> Key:
+        """The key of its measurement called ``name``."""
+        return Key(self.file, self.test, name)
+
+    def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
+        """The verdict on this test when there is no measurement of it; ``why`` is a clause."""
+        return TestVerdict(
+            self.file,
+            self.test,
+            unmeasured=why,
+            failed_by_itself=failed_by_itself,
+            cell=self.cell,
+            location=self.location,
+        )
+
+
+def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> Measured | None:
+    """How ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
+
+    Raises `BudgetError`, with the test's id, when its marker is wrong.
+    """
+    if not is_measured(item):
+        return None
+    has_fixture = FIXTURE in getattr(item, "fixturenames", ())
+    try:
+        budget = budget_of_marks(item)
+        if not has_fixture:
+            check_of_a_call(item)
+        nodeid = without_group(item)
+        budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
+        if budget.device is not None and budget.device not in devices:
+            raise BudgetError(
+                f"device {budget.device!r}: no such device; {nearest_device(budget.device, list(devices))}"
+            )
+    except BudgetError as error:
+        raise BudgetError(f"{item.nodeid}: {error}") from None
+    file, _, test = nodeid.partition("::")
+    return Measured(file, test, budget, has_fixture, cell_of(item, nodeid), _location_of(item))
+
+
+def _location_of(item: pytest.Item) -> Location | None:
+    file, line, _ = item.location
+    return None if line is None else Location(file.replace("\\", "/"), line + 1)
+
+
+def without_group(item: pytest.Item) -> str:
+    """The node id without the ``@group`` that ``--dist loadgroup`` appends for ``@pytest.mark.xdist_group``."""
+    mark = item.get_closest_marker("xdist_group")
+    if mark is None:
+        return item.nodeid
+    name = mark.args[0] if mark.args else mark.kwargs.get("name", "default")
+    return item.nodeid.removesuffix(f"@{name}")
+
+
+def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
+    """Give the marker to the test functions that a pattern matches. Doctests, and items of other kinds, are left alone."""
+    for item in items:
+        if isinstance(item, pytest.Function) and any(matches_test(one, without_group(item)) for one in patterns):
+            item.add_marker(MARKER)
+
+
+def idle_patterns(
+    settings: Settings,
+    items: Iterable[pytest.Item],
+    measured: Mapping[pytest.Item, Measured],
+    is_whole: Callable[[str], bool],
+) -> tuple[str, ...]:
+    """Budgets that nothing is held to, and patterns of ``measure`` that mark nothing, each as a sentence.
+
+    Their patterns match none of ``items``, of those for which this run ``is_whole``: it has collected whatever they may
+    match. Or they match some, but none that is measured; or, for limits on times, none that measures a step.
+    """
+    everything = list(items)
+    idle = [
+        f"measure = {tests!r} marks nothing: {_MATCHES_NONE}"
+        for tests in settings.measure
+        if is_whole(tests) and not any(matches_test(tests, without_group(item)) for item in everything)
+    ]
+    for entry in settings.budgets:
+        matching = [item for item in everything if entry.matches(without_group(item))]
+        held = [measured[item] for item in matching if item in measured]
+        if not matching and is_whole(entry.tests):
+            idle.append(f"the budget for tests = {entry.tests!r} holds nothing: {_MATCHES_NONE}")
+        elif matching and not held:
+            idle.append(
+                f"the budget for tests = {entry.tests!r} holds nothing: none of the tests that it matches is measured; "
+                "give them @pytest.mark.gpumem, or name them in [tool.gpumem] measure"
+            )
+        elif held and not any(one.has_fixture for one in held):
+            idle += [
+                f"{limit} of the budget for tests = {entry.tests!r} holds nothing: no step is timed in the tests that it "
+                "matches; measure one with the gpumem fixture"
+                for limit in TIMED_LIMITS
+                if getattr(entry.budget, limit) is not None
+            ]
+    return tuple(idle)

@@ -1,0 +1,343 @@
+"""``[tool.gpumem]`` and the options, as one frozen value."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_gpumem.baselines.update_modes import UPDATE_MODES, UpdateMode
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.reports.needs import lacking
+from pytest_gpumem.session.marker import BudgetError, budget_from_arguments
+from pytest_gpumem.session.options import EXPLAIN_MODES, REPORT_SUFFIXES, ExplainMode
+from pytest_gpumem.timing.time_budget import DEFAULT_SECONDS
+from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
+from pytest_gpumem.values.device_names import EMULATED, EMULATED_SLUG, nearest_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_STORE = "gpumem-baselines"
+
+
+class SettingsError(ValueError):
+    """A mistake in ``[tool.gpumem]`` or an option; the message names the file, the key, and what would be right."""
+
+
+def matches_test(tests: str, nodeid: str) -> bool:
+    """Whether a pattern of tests is the node id, matches it, or matches a file or class that it is in (fnmatch)."""
+    parts = nodeid.split("::")
+    prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
+    # Brackets in a node id are a parametrisation and not a set of characters.
+    pattern = tests.replace("[", "[[]")
+    return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class PatternBudget:
+    """A ``[[tool.gpumem.budget]]`` entry: a budget for the tests whose node id matches ``tests`` (fnmatch)."""
+
+    tests: str
+    budget: Budget
+
+    def matches(self, nodeid: str) -> bool:
+        """Whether the pattern is the node id, matches it, or matches a file or class that it is in."""
+        return matches_test(self.tests, nodeid)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a session was told. ``store`` is a URL or a path; a relative path counts from ``store_base``."""
+
+    baseline: bool = False
+    update: UpdateMode | None = None
+    reason: str | None = None
+    """Why what ``update`` writes is accepted, in one line."""
+    store: str = DEFAULT_STORE
+    store_base: Path = field(default_factory=Path)
+    device: str = "cuda"
+    against: str | None = None
+    """The slug of the real GPU whose baselines an emulated one's figures are compared with."""
+    strict: bool = False
+    no_time: bool = False
+    explain: ExplainMode = "on-failure"
+    artifacts: str | None = None
+    """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
+    artifacts_base: Path = field(default_factory=Path)
+    report: tuple[str, ...] = ()
+    """The files of reports; relative paths count from ``report_base``."""
+    report_base: Path = field(default_factory=Path)
+    units: UnitSystem = "si"
+    time_budget: float = DEFAULT_SECONDS
+    """Seconds that timing may add to a test."""
+    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
+    budgets: tuple[PatternBudget, ...] = ()
+    measure: tuple[str, ...] = ()
+    """Patterns of the tests that are measured as if they had the marker."""
+    explicit: bool = False
+    """Whether anything at all was said: an option, or a ``[tool.gpumem]`` table."""
+
+    def compared_slug(self, slug: str) -> str:
+        """Return the slug of the device with whose baselines the figures of the one called ``slug`` are compared."""
+        return self.against or slug
+
+    @property
+    def artifacts_folder(self) -> Path | None:
+        """The folder for timelines and snapshots; ``None`` where none are written."""
+        return None if self.artifacts is None else self.artifacts_base / self.artifacts
+
+    @property
+    def gates(self) -> bool:
+        """Whether the session was asked to end red unless all is well."""
+        return self.baseline or self.strict
+
+    def budget_for(self, nodeid: str) -> Budget:
+        """What the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
+        budget = Budget()
+        for entry in self.budgets:
+            if entry.matches(nodeid):
+                budget = budget.or_else(entry.budget)
+        return budget
+
+
+DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
+    {name: metric.tolerance for name, metric in METRICS.items() if metric.tolerance is not None}
+)
+
+_OPTIONS: dict[str, type] = {
+    "baseline": bool,
+    "update": str,
+    "reason": str,
+    "store": str,
+    "device": str,
+    "against": str,
+    "strict": bool,
+    "no_time": bool,
+    "explain": str,
+    "artifacts": str,
+    "report": list,
+}
+_ONLY_TYPED = frozenset({"reason", "against"})
+"""What is said of one session, and so is no key of the table."""
+_KEYS: dict[str, type] = {
+    **{name: kind for name, kind in _OPTIONS.items() if name not in _ONLY_TYPED},
+    "units": str,
+    "time_budget": str,
+    "tolerance": dict,
+    "budget": list,
+    "measure": list,
+}
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    """The settings of a session: options over ``[tool.gpumem]`` of the root directory's pyproject.toml over defaults.
+
+    Raises `SettingsError`.
+    """
+    path = config.rootpath / "pyproject.toml"
+    table = read_table(path)
+    settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
+    root = config.rootpath
+    settings = replace(settings, store_base=root, artifacts_base=root, report_base=root, explicit=table is not None)
+    said = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
+    if not said:
+        return settings
+    if "update" in said:
+        # `gpumem ab` switches updating off where the table asks for it, which no mode does.
+        said["update"] = said["update"] or None
+    if "store" in said:
+        settings = replace(settings, store_base=config.invocation_params.dir)
+    if "artifacts" in said:
+        if not said["artifacts"]:
+            raise SettingsError("--gpumem-artifacts is empty, expected a folder")
+        settings = replace(settings, artifacts_base=config.invocation_params.dir)
+    if "report" in said:
+        said["report"] = tuple(said["report"])
+        _check_reports(said["report"], "--gpumem-report")
+        settings = replace(settings, report_base=config.invocation_params.dir)
+    if "reason" in said:
+        # An argument may hold bytes that are no text, which no file of the store can.
+        said["reason"] = " ".join(said["reason"].encode("utf-8", "backslashreplace").decode("utf-8").split())
+        if not said["reason"]:
+            raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
+    settings = replace(settings, explicit=True, **said)
+    if settings.reason is not None and settings.update is None:
+        raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
+    _check_against(settings)
+    return settings
+
+
+def _check_against(settings: Settings) -> None:
+    if settings.against is None:
+        return
+    said = f"--gpumem-against={settings.against}"
+    if not settings.device.startswith(EMULATED):
+        raise SettingsError(
+            f"{said} compares the figures of an emulated GPU with the baselines of a real one, and this session measures on "
+            f"{settings.device}: add --gpumem-device=emulated:h100, say"
+        )
+    if settings.against.startswith(EMULATED_SLUG):
+        raise SettingsError(
+            f"{said} is no real GPU; an emulated one's own baselines are compared with without this option"
+        )
+    if settings.update is not None:
+        raise SettingsError(
+            f"{said} compares only: a real GPU's baselines are not written on an emulated one. Leave "
+            f"--gpumem-update={settings.update} out"
+        )
+    if not settings.baseline:
+        raise SettingsError(f"{said} is what to compare with, and nothing is compared: add --gpumem-baseline")
+
+
+def _check_reports(files: tuple[str, ...], where: str) -> None:
+    for file in files:
+        suffix = Path(file).suffix
+        if suffix in REPORT_SUFFIXES:
+            problem = lacking(file)
+            if problem is not None:
+                raise SettingsError(f"{where}: {problem}")
+            continue
+        instead = "; JUnit XML is pytest's own: --junitxml=FILE" if suffix == ".xml" else ""
+        raise SettingsError(
+            f"{where}: {file!r} has to end with {', '.join(REPORT_SUFFIXES[:-1])} or {REPORT_SUFFIXES[-1]}{instead}"
+        )
+
+
+def read_table(path: Path) -> dict[str, Any] | None:
+    """The ``[tool.gpumem]`` table of a pyproject.toml; ``None`` when there is none. Raises `SettingsError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    if "gpumem" not in text:
+        return None
+    try:
+        tools = tomllib.loads(text).get("tool", {})
+    except RecursionError:
+        raise SettingsError(f"{path.name}: not TOML: it is nested too deeply") from None
+    except ValueError as error:
+        # Not TOML, or a number of more digits than Python reads.
+        raise SettingsError(f"{path.name}: not TOML: {error}") from None
+    if not isinstance(tools, dict):
+        raise SettingsError(f"{path.name}: tool is {tools!r}, expected a table: [tool.gpumem]")
+    table = tools.get("gpumem")
+    if table is not None and not isinstance(table, dict):
+        raise SettingsError(f"{path.name}: [tool.gpumem] is {table!r}, expected a table")
+    return table
+
+
+def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
+    """The settings in a ``[tool.gpumem]`` table. Raises `SettingsError`."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(_KEYS))}")
+        if not isinstance(value, _KEYS[key]):
+            raise SettingsError(f"{where}: {key} is {value!r}, expected {kind_name(key)}")
+        values[key] = value
+    if values.get("store") == "":
+        raise SettingsError(f"{where}: store is empty, expected a folder or a URL")
+    _one_of(values, "update", list(UPDATE_MODES), where)
+    _one_of(values, "units", ["si", "iec"], where)
+    _one_of(values, "explain", list(EXPLAIN_MODES), where)
+    if values.get("artifacts") == "":
+        raise SettingsError(f"{where}: artifacts is empty, expected a folder")
+    for key in _ARRAYS.keys() & values.keys():
+        if not all(isinstance(text, str) and text for text in values[key]):
+            raise SettingsError(f"{where}: {key} is {values[key]!r}, expected {kind_name(key)}")
+        values[key] = tuple(values[key])
+    _check_reports(values.get("report", ()), f"{where}: report")
+    if "time_budget" in values:
+        try:
+            values["time_budget"] = parse_seconds(values["time_budget"])
+        except ValueError as error:
+            raise SettingsError(f"{where}: time_budget: {error}") from None
+    tolerances = values.pop("tolerance", {})
+    budgets = values.pop("budget", [])
+    return Settings(
+        **values,
+        tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
+        budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
+    )
+
+
+def kind_name(key: str) -> str:
+    """What the value of a key of the table has to be."""
+    return _ARRAYS.get(key) or _KIND_NAMES[_KEYS[key]]
+
+
+_ARRAYS = {"report": "an array of file names", "measure": "an array of patterns of tests"}
+_KIND_NAMES = {bool: "true or false", str: "a string", dict: "a table", list: "an array of tables"}
+
+
+def _one_of(values: Mapping[str, Any], key: str, valid: list[str], where: str) -> None:
+    if key in values and values[key] not in valid:
+        raise SettingsError(f"{where}: {key} is {values[key]!r}; {nearest(values[key], valid)}")
+
+
+def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:
+    tolerances = {}
+    for name, text in table.items():
+        if name not in DEFAULT_TOLERANCES:
+            raise SettingsError(f"{where}: unknown metric {name!r}; {nearest(name, list(DEFAULT_TOLERANCES))}")
+        try:
+            tolerances[name] = Tolerance(relative=parse_ratio(text))
+        except ValueError as error:
+            raise SettingsError(f"{where}.{name}: {error}") from None
+    return tolerances
+
+
+def _budget(entry: object, where: str) -> PatternBudget:
+    if not isinstance(entry, dict):
+        raise SettingsError(f"{where} is {entry!r}, expected a table: [[tool.gpumem.budget]]")
+    arguments = dict(entry)
+    tests = arguments.pop("tests", None)
+    if not isinstance(tests, str) or not tests:
+        close = difflib.get_close_matches("tests", list(arguments), n=1)
+        hint = f"; did you mean tests instead of {close[0]!r}?" if close else ', like tests = "tests/test_gpt.py::*"'
+        raise SettingsError(f"{where} needs tests, a pattern of test ids{hint}")
+    try:
+        budget = budget_from_arguments(arguments)
+    except BudgetError as error:
+        raise SettingsError(f"{where} (tests = {tests!r}): {error}") from None
+    if budget == Budget():
+        raise SettingsError(f"{where} (tests = {tests!r}) sets no limit; write max_gb = 6.5, say")
+    return PatternBudget(tests, budget)
+
+
+def check_device(settings: Settings, valid: list[str]) -> None:
+    """Raise `SettingsError` when the device that was asked for is none of ``valid``."""
+    if settings.device not in valid:
+        raise SettingsError(
+            f"--gpumem-device={settings.device}: no such device; {nearest_device(settings.device, valid)}"
+        )
+
+
+def options_given(config: pytest.Config) -> list[str]:
+    """The options that decide what is measured, as they were typed, for a command that writes what this session compared with.
+
+    A real GPU's baselines (``--gpumem-against``) are written on that GPU.
+    """
+    from pytest_gpumem.baselines.url_errors import without_credentials
+
+    given: list[str] = []
+    for name in ("device", "store", "explain"):
+        value = cast("str | None", config.getoption(f"gpumem_{name}"))
+        if name == "device" and config.getoption("gpumem_against") is not None:
+            value = "cuda"
+        if value is not None:
+            given.append(f"--gpumem-{name}={without_credentials(value)}")
+    return given

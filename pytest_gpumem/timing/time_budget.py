@@ -1,0 +1,37 @@
+"""The seconds that timing may add to one test: first samples, and once more as many for second looks."""
+
+from __future__ import annotations
+
+DEFAULT_SECONDS = 2.0
+
+
+class TimeBudget:
+    """What is left of a test's seconds for timing. A step may take half of it, so that there is some for the ones to come."""
+
+    __slots__ = ("_left", "_left_to_look", "_seconds")
+
+    def __init__(self, seconds: float = DEFAULT_SECONDS) -> None:
+        self._seconds = self._left = self._left_to_look = seconds
+
+    @property
+    def share(self) -> float:
+        """Seconds for the next sample."""
+        return self._left / 2
+
+    @property
+    def second_look(self) -> float:
+        """Seconds for a second sample of a step: as long as a first one, whatever is left."""
+        return self._seconds / 2
+
+    @property
+    def may_look_again(self) -> bool:
+        """Whether second looks of this test that decide nothing have seconds left. What fails the test is always looked at."""
+        return self._left_to_look > 0
+
+    def look(self, seconds: float) -> None:
+        """A second look took these ``seconds``."""
+        self._left_to_look -= seconds
+
+    def spend(self, seconds: float) -> None:
+        """Timing took these ``seconds``."""
+        self._left = max(0.0, self._left - seconds)

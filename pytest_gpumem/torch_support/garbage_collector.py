@@ -1,0 +1,163 @@
+"""Python's cyclic collector: off where it would run at a moment of its own choosing, and quick where we run it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+    from types import FrameType
+
+
+MOST_YOUNGER = 20_000
+"""Objects younger than the frozen heap before it is made anew: each collection goes through all of them, in 5 to 10 ms."""
+_LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
+
+
+class _Allocator(Protocol):
+    """What a collection needs of a device (`pytest_gpumem.devices.contract.Device`)."""
+
+    def quiesce(self) -> None: ...
+
+    def reserved(self) -> int | None: ...
+
+
+@contextmanager
+def cyclic_collector_off() -> Iterator[None]:
+    """Within, no cycle is collected unless asked for: when it runs by itself depends on everything that ran before."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class FrozenHeap:
+    """Objects that are put out of the collector's sight.
+
+    With torch loaded there are half a million of them, and each of a measurement's several collections would go through
+    all, for a quarter of a second. `collect_everything` is for when one of them may have become garbage meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._froze = False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether objects are out of sight by this heap's doing."""
+        return self._froze
+
+    def freeze(self) -> None:
+        """Put everything that is alive out of sight, unless somebody else has: their objects cannot be told from ours."""
+        if not gc.get_freeze_count():
+            gc.freeze()
+            self._froze = True
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        if self._froze:
+            gc.unfreeze()
+            self._froze = False
+
+
+class SessionHeap(FrozenHeap):
+    """The objects that were alive before a measured test and mostly are to the end of the session, frozen between tests, too.
+
+    Each measured test begins with a collection of everything younger. All objects are gone through, and frozen anew, only
+    where garbage among the frozen ones could be in the test's figures: a shared fixture from before has been torn down, the
+    device has live bytes, or nothing is frozen any more.
+
+    A full collection that somebody else asks for sees all objects, as without the plugin; they stay thawed until the next
+    measured test.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stale = True
+        """Whether frozen objects may be garbage."""
+        self._younger: set[Hashable] = set()
+        """Shared fixtures that were set up since the heap was frozen."""
+
+    def begin(self, device: _Allocator) -> None:
+        """Come to rest before a measured test: no garbage that could be in its figures is left."""
+        # pytest lets go of the last failure when the next call begins. Its frames would then be garbage of before.
+        for name in _LAST_FAILURE:
+            vars(sys).pop(name, None)
+        anew = self._stale or not self.frozen
+        if anew:
+            self._freeze_anew()
+        device.quiesce()
+        if not anew and (device.reserved() or len(gc.get_objects()) > MOST_YOUNGER):
+            self._freeze_anew()
+            device.quiesce()
+
+    def fixture_is_set_up(self, fixture: Hashable) -> None:
+        """A fixture that several tests may share has been set up."""
+        self._younger.add(fixture)
+
+    def fixture_is_gone(self, fixture: Hashable) -> None:
+        """A fixture that several tests may share has been torn down. Young ones are garbage like any other."""
+        if fixture in self._younger:
+            self._younger.remove(fixture)
+        else:
+            self._stale = True
+
+    def close(self) -> None:
+        """Thaw everything at the end of the session."""
+        if self._before_collection in gc.callbacks:
+            gc.callbacks.remove(self._before_collection)
+        self.thaw()
+
+    def _freeze_anew(self) -> None:
+        self.thaw()
+        if gc.get_freeze_count():
+            return  # somebody else's
+        gc.collect()
+        self.freeze()
+        if self._before_collection not in gc.callbacks:
+            gc.callbacks.append(self._before_collection)
+        self._stale = False
+        self._younger.clear()
+
+    def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
+        """Thaw everything before somebody else's full collection."""
+        # A frame that was kept in a variable of itself would be a cycle, with all the frames that called it.
+        if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe().f_back):  # noqa: SLF001
+            self.thaw()
+
+
+def _is_asked_for(caller: FrameType | None) -> bool:
+    """Whether a full collection that begins in the frame of ``caller`` is a call of ``gc.collect`` by other code than ours.
+
+    Python runs one by itself only after as many younger ones as its threshold says, in whatever code allocates then.
+    """
+    if caller is None:
+        return True  # a thread that runs nothing else
+    if str(caller.f_globals.get("__name__")).startswith("pytest_gpumem."):
+        return False
+    due = gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2]
+    return not due or "collect" in caller.f_code.co_names
+
+
+@contextmanager
+def everything_in_sight() -> Iterator[None]:
+    """Within, Python knows all objects, frozen ones too; what was frozen is frozen again."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
+
+
+def collect_everything() -> None:
+    """Collect garbage among all objects, frozen ones too."""
+    with everything_in_sight():
+        gc.collect()

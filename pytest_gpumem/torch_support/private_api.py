@@ -1,0 +1,406 @@
+"""The few private names of torch that measuring cannot do without, each behind a function that fails loudly.
+
+Every function here has a test that checks what it does and not which torch it is, since releases move.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from pytest_gpumem.values.events import AllocationEvent, Threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import FunctionType
+    from typing import TypeAlias
+
+    import torch.autograd.profiler
+    import torch.profiler
+
+    Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
+    """The second is what the first wraps."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PEAK_RESETS = (
+    ("torch._C", "_cuda_resetPeakMemoryStats"),
+    ("torch._C", "_accelerator_resetPeakStats"),
+)
+"""What the public ``reset_peak_memory_stats`` functions end in; a name that a release lacks is passed over."""
+
+MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "_buffers"}
+"""The attributes in which a module keeps its parts by name: dicts, but in scripted modules."""
+
+
+def allocation_events(profiler: Profile) -> list[AllocationEvent]:
+    """The allocations that a stopped profiler recorded with ``profile_memory=True``, in the order in which they happened.
+
+    The public views of a profile add allocations up by operator and lose their addresses; the event tree has both.
+    """
+    # sorted() is stable and the tree is walked in order, so that events of the same nanosecond keep theirs.
+    return sorted(_allocations(event_tree(profiler)), key=lambda event: event.time_ns)
+
+
+def event_tree(profiler: Profile) -> list[Any]:
+    """What a stopped profiler recorded, as a tree: operators, what they called, and allocations within."""
+    tree: list[Any] = _results(profiler).experimental_event_tree()
+    return tree
+
+
+def _results(profiler: Profile) -> Any:
+    wrapped: Any = getattr(profiler, "profiler", profiler)
+    return wrapped.kineto_results
+
+
+def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
+    stack = list(reversed(tree))
+    while stack:
+        event = stack.pop()
+        stack.extend(reversed(event.children))
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield AllocationEvent(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps for each handle and stream (33,554,432 bytes each on an H100).
+
+    Without this the first matrix product of a process looks like a leak of the test that happened to run it
+    (pytorch/pytorch#95668).
+    """
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
+    import torch
+
+    # The base class's methods: a subclass may have others of these names.
+    base: Any = torch.Tensor
+    return base._indices(tensor), base._values(tensor)
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process; it grows with every recompilation."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def compiled_graphs_so_far() -> int:
+    """`compiled_graphs`, without loading the compiler where nobody has."""
+    return compiled_graphs() if "torch._dynamo" in sys.modules else 0
+
+
+def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
+    """Within, torch.compile saves at most ``fraction`` (0 to 1) of the activations that it saves by default."""
+    import torch._functorch.config
+
+    return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
+
+
+def load_compiler() -> None:
+    """Load torch.compile's default backend now, quietly: the import warns of torch's own use of torch.jit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def compiles_within_modes() -> bool:
+    """Whether torch.compile compiles within a dispatch mode that allows it: older releases (2.6) then run all as it is."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function`` as one that torch.compile runs as it is, with all that it calls.
+
+    As ``torch.compiler.disable`` does it, which loads the compiler with the first call.
+    """
+    from torch._C._dynamo import eval_frame
+
+    frames: Any = eval_frame
+    switch = frames.set_eval_frame
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        compiling = switch(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            switch(compiling)
+
+    itself = cast("FunctionType", run).__code__
+    if hasattr(frames, "skip_code"):  # torch 2.6
+        frames.skip_code(itself)
+    else:
+        only_this = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(itself, only_this)
+    return run
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """A span of that name in a profile, which no mode sees.
+
+    `torch.profiler.record_function` is an operator itself: selective checkpointing counts it among those that it caches.
+    """
+    from torch._C._profiler import _RecordFunctionFast
+
+    return cast("AbstractContextManager[object]", _RecordFunctionFast(name))
+
+
+def watched_operators(
+    told: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any],
+) -> AbstractContextManager[object]:
+    """Within, ``told(operator, args, kwargs, run)`` takes the place of every operator below autograd, and ``run()`` is it.
+
+    Private: the module of the mode, by which its own documentation tells people to do this.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            return told(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    mode: AbstractContextManager[object] = Watch()  # type: ignore[no-untyped-call]
+    return mode
+
+
+def outside_torch_function() -> AbstractContextManager[object]:
+    """Within, torch functions are called straight: by no `TorchFunctionMode`, and by no subclass of a tensor."""
+    import torch
+
+    return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
+
+
+@contextmanager
+def beneath_modes() -> Iterator[None]:
+    """Within, no mode and no subclass of a tensor, of functions or of operators, sees what torch is told to do."""
+    import torch
+
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+@contextmanager
+def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Within, autograd's engine runs in ``around()``: what backward calls in Python is under a `TorchFunctionMode` again.
+
+    ``backward`` and ``grad`` are overridable functions themselves, and while a mode handles one it is off. Where a release
+    has no such name, backward runs without the mode.
+    """
+    import torch
+
+    name = "_engine_run_backward"
+    original = getattr(torch.autograd, name, None)
+    if original is None:
+        yield
+        return
+
+    @never_compiled
+    def run(*args: object, **kwargs: object) -> object:
+        with around():
+            return original(*args, **kwargs)
+
+    setattr(torch.autograd, name, run)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, name, original)
+
+
+def next_node_number() -> int:
+    """The number that autograd gives to the next node of the graph that this thread makes."""
+    import torch
+
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def running_node_number() -> int | None:
+    """The number of the node of the graph that runs in this thread; ``None`` outside of backward."""
+    import torch
+
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+@contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """Within, it is as if no autocast were around: neither on, nor one whose end copies of weights would wait for.
+
+    torch frees the copies when the outermost autocast ends, so within another one they would outlive a forward pass.
+    """
+    import torch
+
+    enabled = torch.is_autocast_enabled(device_type)
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled(device_type, False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device_type, enabled)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
+@contextmanager
+def tf32_allowed(allowed: bool) -> Iterator[None]:
+    """Within, float32 matrix products and convolutions of a GPU may run in TF32, or may not.
+
+    Since torch 2.9 each backend has a setting of its own, and asking for the older, common ones fails when they differ.
+    """
+    import torch
+
+    settings: list[tuple[Any, str, object]]
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        wanted = "tf32" if allowed else "ieee"
+        settings = [
+            (torch.backends.cuda.matmul, "fp32_precision", wanted),
+            (torch.backends.cudnn.conv, "fp32_precision", wanted),  # type: ignore[attr-defined]
+        ]
+    else:
+        settings = [(torch.backends.cuda.matmul, "allow_tf32", allowed), (torch.backends.cudnn, "allow_tf32", allowed)]
+    before = [getattr(holder, name) for holder, name, _ in settings]
+    for holder, name, value in settings:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for (holder, name, _), value in zip(settings, before, strict=True):
+            setattr(holder, name, value)
+
+
+@contextmanager
+def quiet_kineto() -> Iterator[None]:
+    """Kineto writes to stderr at every start and stop, unless this variable says otherwise when it is first used."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
+    """The threads of what a stopped profiler recorded, by the time (ns) at which it began.
+
+    The event tree does not have the thread that made a node of the autograd graph.
+    """
+    threads: dict[int, Threads] = {}
+    for event in _results(profiler).events():
+        threads.setdefault(event.start_ns(), Threads(event.start_thread_id(), event.fwd_thread_id()))
+    return threads
+
+
+def cuda_history_is_on() -> bool:
+    """Whether somebody records the history of the CUDA caching allocator."""
+    import torch
+
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def start_cuda_history() -> None:
+    """Record every allocation and free of the CUDA caching allocator, allocations with the Python frames that made them.
+
+    Not the frames of frees: memory is freed while an exception is on its way, by which checkpointing stops early, for one, and
+    torch 2.11 loses the exception when it looks at the frames then (``SystemError: ... returned NULL without setting``).
+    """
+    import torch
+
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
+
+
+def stop_cuda_history() -> None:
+    """Stop recording the history of the CUDA caching allocator, and forget it."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(None)
+
+
+def cuda_snapshot() -> dict[str, Any]:
+    """The state and the history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes it.
+
+    Taking it is an entry of the history, too.
+    """
+    import torch
+
+    return cast("dict[str, Any]", torch.cuda.memory._snapshot())
+
+
+def current_dispatch_mode() -> object | None:
+    """The innermost dispatch mode of this thread."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    mode: object | None = _get_current_dispatch_mode()
+    return mode
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is running a backward pass."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_cuda_begins(call: Callable[[], None]) -> None:
+    """Have ``call`` called when this process first uses CUDA, or now if it has: a process that forks must not have."""
+    import torch
+
+    torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
+
+
+def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
+    """Have ``call(device, wanted, total, free)`` (bytes) called each time that an allocation is about to fail for good.
+
+    It runs in the thread that allocates, before the error is raised. CUDA must have begun, or be about to
+    (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such thing: nobody calls it then.
+    """
+    import torch
+
+    if torch.cuda.get_allocator_backend() == "native":
+        torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
+
+
+def expandable_segments_are_on() -> bool:
+    """Whether the CUDA caching allocator now makes segments that can grow, by whatever means it was told to."""
+    import torch
+
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    return bool(cuda_snapshot().get("allocator_settings", {}).get("expandable_segments", False))
+
+
+def print_by_way_of_the_host() -> None:
+    """Have tensors of a GPU printed from a copy on the host.
+
+    Printing switches dispatch modes off and selects elements on the GPU, and an emulated one does not count them.
+    """
+    import torch
+
+    original = cast("Callable[[torch.Tensor, int], str]", torch._tensor_str._tensor_str)
+
+    def printed(tensor: torch.Tensor, indent: int) -> str:
+        return original(tensor.detach().cpu() if tensor.is_cuda else tensor, indent)
+
+    torch._tensor_str._tensor_str = printed

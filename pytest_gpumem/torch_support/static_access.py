@@ -1,0 +1,266 @@
+"""Inspect other people's objects without running their code, in the way of `inspect.getattr_static`.
+
+``isinstance`` asks an object for its ``__class__``, which may lie, raise or belong to another object (`weakref.proxy`); an
+attribute may be a property; a container's methods may be overridden; a metaclass may answer for a class. So an object
+is known by its type, and read with the methods of the builtin type that it inherits from.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import math
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from pytest_gpumem.torch_support.private_api import outside_torch_function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import TypeGuard
+
+    import torch
+
+T = TypeVar("T")
+
+_CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, collections.deque)
+_NATIVE = (types.GetSetDescriptorType, types.MemberDescriptorType)
+# By type's own descriptors: of a class, a metaclass may answer otherwise.
+_mro, _namespace, _module_of, _qualname = (
+    type.__dict__[name] for name in ("__mro__", "__dict__", "__module__", "__qualname__")
+)
+
+
+def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
+    """Whether the type of ``value`` is one of ``kinds`` or inherits from one."""
+    return issubclass(type(value), kinds)
+
+
+def class_name(kind: type) -> str:
+    """The qualified name of a class, without the function that it was defined in."""
+    return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
+
+
+def package_of(kind: type) -> str:
+    """The outermost package that a class says it was defined in; empty where it does not say."""
+    module = _module_of.__get__(kind)
+    return module.partition(".")[0] if type(module) is str else ""
+
+
+def class_attribute(kind: type, name: str) -> Any:
+    """What a class or one that it inherits from has under ``name``, descriptors as they are; ``None`` where none has."""
+    for base in _mro.__get__(kind):
+        namespace = _namespace.__get__(base)
+        if name in namespace:
+            return namespace[name]
+    return None
+
+
+def class_values(kind: type) -> Iterator[object]:
+    """The values of all attributes of a class and those that it inherits from."""
+    for base in _mro.__get__(kind):
+        yield from list(_namespace.__get__(base).values())
+
+
+def instance_dict(value: object) -> dict[str, Any] | None:
+    """The attributes that ``value`` keeps in its ``__dict__``, itself and not a copy; ``None`` where it has none to read."""
+    dictionary = layout_of(type(value)).dictionary
+    own = None if dictionary is None else dictionary.__get__(value)
+    return own if is_a(own, dict) else None
+
+
+def attribute(value: object, name: str, default: Any = None) -> Any:
+    """The attribute of ``value``, of its own or a plain one of its class; ``default`` where only code could tell it."""
+    own = instance_dict(value) or {}
+    if dict.__contains__(own, name):
+        return dict.__getitem__(own, name)
+    found = class_attribute(type(value), name)
+    if type(found) is types.MemberDescriptorType:
+        try:
+            return found.__get__(value)
+        except AttributeError:  # an empty slot
+            return default
+    return default if found is None or class_attribute(type(found), "__get__") is not None else found
+
+
+def attributes_of(value: object) -> list[object]:
+    """The values of all attributes of ``value``: those in its ``__dict__`` and in its slots."""
+    return layout_of(type(value)).attributes(value)
+
+
+def contents_of(value: object) -> Iterable[object]:
+    """What a container holds, a function, method or partial is bound to, or a generator has in its locals."""
+    contents = layout_of(type(value)).contents
+    return () if contents is None else contents(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the objects of a class keep what they hold."""
+
+    package: str
+    """As `package_of`."""
+    contents: Callable[[Any], Iterable[object]] | None
+    """As `contents_of`; ``None`` where there are none."""
+    dictionary: Any
+    """The descriptor that gives the ``__dict__``; ``None`` where there is none, or Python code stands in front of it."""
+    covered: bool
+    """Whether it is Python code that stands in front of it."""
+    members: tuple[types.MemberDescriptorType, ...]
+    """The slots."""
+
+    def attributes(self, value: object) -> list[object]:
+        """As `attributes_of`, for objects of the class."""
+        held: list[object] = []
+        if self.dictionary is not None:
+            own = self.dictionary.__get__(value)
+            if issubclass(type(own), dict):
+                held.extend(dict.values(own))
+        elif self.covered:
+            # What the collector would visit is there all the same.
+            held.extend(gc.get_referents(value))
+        for member in self.members:
+            try:
+                held.append(member.__get__(value))
+            except AttributeError:  # an empty slot
+                continue
+        return held
+
+
+def layout_of(kind: type) -> Layout:
+    """How the objects of a class keep what they hold."""
+    bases = [_namespace.__get__(base) for base in _mro.__get__(kind)]
+    found = [base["__dict__"] for base in bases if "__dict__" in base]
+    return Layout(
+        package_of(kind),
+        next((read for base, read in _READERS if issubclass(kind, base)), None),
+        next((one for one in found if type(one) in _NATIVE), None),
+        bool(found),
+        tuple(
+            member
+            for base in bases
+            if "__slots__" in base
+            for member in list(base.values())
+            if type(member) is types.MemberDescriptorType
+        ),
+    )
+
+
+def _in_a_dict(value: dict[Any, Any]) -> list[object]:
+    return [*dict.keys(value), *dict.values(value)]
+
+
+def _bound_to_a_function(value: types.FunctionType) -> list[object]:
+    cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+    return [*cells, value.__defaults__, value.__kwdefaults__]
+
+
+def _bound_to_a_partial(value: Any) -> list[object]:
+    partial: Any = functools.partial
+    return [member.__get__(value) for member in (partial.func, partial.args, partial.keywords)]
+
+
+def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
+    if value.gi_frame is None:
+        return []
+    local = value.gi_frame.f_locals
+    held = list(local.values())
+    if is_a(local, dict):
+        # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
+        local.clear()
+    return held
+
+
+_READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
+    (dict, _in_a_dict),
+    *((kind, kind.__iter__) for kind in _CONTAINERS),
+    # The mapping behind it: its own methods may be anything.
+    (types.MappingProxyType, gc.get_referents),
+    (types.FunctionType, _bound_to_a_function),
+    (types.MethodType, lambda value: [value.__self__, value.__func__]),
+    (functools.partial, _bound_to_a_partial),
+    (types.GeneratorType, _in_a_generator),
+)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+# Tensors. A subclass may override its properties, and see every use of a torch function on it.
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf; ``None`` for other tensors, which warn when they are asked."""
+    import torch
+
+    anything = cast("Any", torch.Tensor)
+    with outside_torch_function():
+        return anything.grad.__get__(tensor) if anything.is_leaf.__get__(tensor) else None
+
+
+def clear_gradient(tensor: torch.Tensor) -> None:
+    """Let a tensor have no gradient."""
+    import torch
+
+    with outside_torch_function():
+        cast("Any", torch.Tensor).grad.__set__(tensor, None)
+
+
+def has_graph(tensor: torch.Tensor) -> bool:
+    """Whether a tensor leads to an autograd graph."""
+    import torch
+
+    with outside_torch_function():
+        return cast("Any", torch.Tensor).grad_fn.__get__(tensor) is not None
+
+
+def has_parts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of other tensors, as DTensor and quantized weights are, and has no memory of its own."""
+    return class_attribute(type(tensor), "__tensor_flatten__") is not None
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor is made of, itself for most: those among its attributes, each once."""
+    import torch
+
+    stack, seen = [tensor], {id(tensor)}
+    while stack:
+        one = stack.pop()
+        if not has_parts(one):
+            yield one
+            continue
+        parts = [part for part in attributes_of(one) if is_a(part, torch.Tensor) and id(part) not in seen]
+        seen.update(map(id, parts))
+        stack.extend(reversed(parts))
+
+
+def dense_bytes(tensor: torch.Tensor) -> int | None:
+    """The bytes of a tensor's elements; ``None`` for one that is sparse or made of others."""
+    import torch
+
+    if has_parts(tensor):
+        return None
+    anything = cast("Any", torch.Tensor)
+    with outside_torch_function():
+        return int(anything.nbytes.__get__(tensor)) if anything.layout.__get__(tensor) is torch.strided else None
+
+
+def elements_of(tensor: torch.Tensor) -> int:
+    """The number of a tensor's elements: 0 for a parameter of a lazy module that has not been called."""
+    return math.prod(dtype_and_shape(tensor)[1])
+
+
+def dtype_and_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """``("float32", (8, 256))``."""
+    import torch
+
+    anything = cast("Any", torch.Tensor)
+    with outside_torch_function():
+        return str(anything.dtype.__get__(tensor)).removeprefix("torch."), tuple(anything.shape.__get__(tensor))

@@ -1,0 +1,1 @@
+"""Frozen values that are measured, recorded and reported, to and from plain ones. Nothing here imports torch."""

@@ -1,0 +1,296 @@
+"""What the bytes live at a peak are: category x module x source line x dtype and shape. Frozen values, and their text."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.units import format_bytes, nearest
+from pytest_gpumem.values.module_calls import Calls, outermost
+from pytest_gpumem.values.timeline import OverTime, over_time_from_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+CATEGORIES = (
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer state",
+    "input",
+    "activation",
+    "temporary",
+    "workspace",
+    "other",
+    "unattributed",
+)
+"""What a block is for.
+
+``parameter``, ``buffer``, ``gradient``, ``optimizer state``, ``input``: found on the model, its optimizer and its batch.
+``activation``: made in forward (or recomputed) and still there when the module that made it has returned: passed on, saved
+for backward, or kept. ``temporary``: made in forward and freed before that, or made in backward. ``workspace``: given back
+before the operator that took it returned. ``unattributed``: of the step, but never seen one by one.
+"""
+
+KEPT_SHARE = 0.95
+"""How much of the peak the rows that a baseline keeps make up."""
+MOST_KEPT = 30
+
+_SEPARATOR = " | "
+_DIGITS = re.compile(r"\d+")
+
+
+NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
+"""How the note of a step begins that raised when it was run once more."""
+
+
+class MissingComposition(AttributeError):
+    """A measurement was asked for a composition that was not recorded."""
+
+
+class CompositionError(ValueError):
+    """A text that is not the row of a composition; the message says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Blocks that are alike: what they are for, who made them, where, and of which dtype and shape."""
+
+    category: str
+    nbytes: int
+    module: str = ""
+    """The path of the module with layer numbers folded (``blocks.*.attn``), the model's class for itself; empty for none."""
+    site: str = ""
+    """File and line of the innermost frame that is the user's own code (``model.py:88``); empty where there is none."""
+    library: str = ""
+    """File and line of the model library's frame beneath it (``transformers/.../modeling_gpt2.py:123``), if there is one."""
+    operator: str = ""
+    """The operator that allocated (``_softmax``), or the node of the autograd graph in backward (``MulBackward0``)."""
+    tensor: str = ""
+    """Dtype and shape: ``float32[8, 12, 1024, 1024]``; empty where nobody looked at it as a tensor."""
+    count: int = 1
+
+    @property
+    def dtype(self) -> str:
+        """``float32``; empty where it is not known."""
+        return self.tensor.partition("[")[0]
+
+    @property
+    def shape(self) -> str:
+        """``[8, 12, 1024, 1024]``; empty where it is not known."""
+        return self.tensor[len(self.dtype) :]
+
+    @property
+    def where(self) -> str:
+        """The line as a person reads it: the library's own, and from which of the user's lines it was reached."""
+        return line_of(self.site, self.library)
+
+    @property
+    def what(self) -> str:
+        """``24 x float32[8, 12, 1024, 1024]``, or what is known of it."""
+        return f"{self.count} x {self.tensor or 'block'}"
+
+    def text(self) -> str:
+        """One line, for the store; `row_from_text` is the way back."""
+        parts = (self.category, self.module, self.operator, self.site, self.library, self.what, str(self.nbytes))
+        return _SEPARATOR.join(part.replace("|", "/") for part in parts)
+
+
+def line_of(site: str, library: str) -> str:
+    """A line as a person reads it: the library's own, and from which of the user's lines it was reached."""
+    if library and site:
+        return f"{library} (from {site})"
+    return library or site
+
+
+def row_from_text(text: str) -> Row:
+    """The row that `Row.text` wrote. Raises `CompositionError`."""
+    parts = text.split(_SEPARATOR)
+    if len(parts) != 7:
+        raise CompositionError(
+            f"{text!r} has {len(parts)} parts, expected 7: category | module | operator | line | library's line | "
+            "count x dtype[shape] | bytes"
+        )
+    category, module, operator, site, library, what, nbytes = parts
+    if category not in CATEGORIES:
+        raise CompositionError(f"{text!r}: {category!r} is no category; {nearest(category, list(CATEGORIES))}")
+    count, times, tensor = what.partition(" x ")
+    if not times or not count.isdecimal():
+        raise CompositionError(f"{text!r}: {what!r} is no count of tensors, like '4 x float32[8, 64]'")
+    # What is known one by one may be more than what was counted as the step's, and nothing else can be negative.
+    digits = nbytes.removeprefix("-") if category == "unattributed" else nbytes
+    if not digits.isdecimal():
+        raise CompositionError(f"{text!r}: {nbytes!r} is no number of bytes")
+    return Row(category, int(nbytes), module, site, library, operator, "" if tensor == "block" else tensor, int(count))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Composition:
+    """What the bytes live at one moment are. ``rows`` come largest first, and with ``rest`` add up to ``total`` exactly."""
+
+    total: int
+    rows: tuple[Row, ...]
+    recomputed: Mapping[str, int] = field(default_factory=dict)
+    """Modules that ran once more in backward (activation checkpointing), by folded path: how many calls."""
+    notes: tuple[str, ...] = ()
+    no_grad: Mapping[str, Calls] = field(default_factory=dict)
+    """The calls of each module, by folded path: how many of them ran with grad mode off."""
+    no_backward: Mapping[str, Calls] = field(default_factory=dict)
+    """The calls that made a part of the graph: through how many of them backward did not go."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_order)))
+        for name in ("recomputed", "no_grad", "no_backward"):
+            object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
+
+    def __repr__(self) -> str:
+        # Short, since it stands in every failed assertion about it.
+        rows = len(self.rows)
+        return f"<Composition: {format_bytes(self.total)} in {rows} row{'' if rows == 1 else 's'}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return composition_from_plain, (self.to_plain(),)
+
+    @property
+    def rest(self) -> int:
+        """Bytes that are in no row: none, unless only the largest were kept."""
+        return self.total - sum(row.nbytes for row in self.rows)
+
+    def of(self, category: str, module: str = "*") -> int:
+        """Bytes of a category, of the modules that match a pattern (``"blocks.*.attn"``) and what is within them.
+
+        Raises ``ValueError`` for a category that there is not.
+        """
+        if category not in CATEGORIES:
+            raise ValueError(f"{category!r} is no category; {nearest(category, list(CATEGORIES))}")
+        return sum(row.nbytes for row in self.rows if row.category == category and _within(row.module, module))
+
+    def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
+        """The dtypes of the tensors in modules that match a pattern (``"*.attn"``) and in what is within them."""
+        return frozenset(
+            row.dtype
+            for row in self.rows
+            if row.dtype and category in (None, row.category) and _within(row.module, module)
+        )
+
+    def kept(self) -> Composition:
+        """Return what a baseline keeps: the largest rows, at most 30, and modules that are unlike those around them.
+
+        The rows make up 95 % of all bytes, and 95 % of those beside workspaces, which on a GPU are more than a small model.
+        """
+        workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
+        # What is missing from the others stays, or those that are kept could hold more than there is.
+        kept = [row for row in self.rows if row.nbytes < 0]
+        missing = self.total - sum(row.nbytes for row in kept)
+        missing_beside = missing - workspaces
+        for row in self.rows:
+            enough = missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
+                self.total - workspaces
+            )
+            if row.nbytes < 0 or len(kept) >= MOST_KEPT or enough:
+                break
+            kept.append(row)
+            missing -= row.nbytes
+            missing_beside -= row.nbytes if row.category != "workspace" else 0
+        return replace(self, rows=tuple(kept), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers only; `composition_from_plain` is the way back."""
+        return {
+            "total": self.total,
+            "rows": [row.text() for row in self.rows],
+            "recomputed": dict(self.recomputed),
+            "notes": list(self.notes),
+            "no_grad": {path: list(calls) for path, calls in self.no_grad.items()},
+            "no_backward": {path: list(calls) for path, calls in self.no_backward.items()},
+        }
+
+
+def composition_from_plain(plain: Mapping[str, Any]) -> Composition:
+    """The composition that `Composition.to_plain` turned into plain values."""
+    return Composition(
+        plain["total"],
+        tuple(map(row_from_text, plain["rows"])),
+        plain["recomputed"],
+        tuple(plain["notes"]),
+        {path: Calls(*calls) for path, calls in plain["no_grad"].items()},
+        {path: Calls(*calls) for path, calls in plain["no_backward"].items()},
+    )
+
+
+def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows that differ in nothing but count and bytes made one."""
+    found: dict[Row, tuple[int, int]] = {}
+    for row in rows:
+        key = replace(row, nbytes=0, count=0)
+        nbytes, count = found.get(key, (0, 0))
+        found[key] = nbytes + row.nbytes, count + row.count
+    return tuple(replace(key, nbytes=nbytes, count=count) for key, (nbytes, count) in found.items())
+
+
+def item_bits(dtype: str) -> int:
+    """The bits of an element of a dtype by its name: 32 of ``float32``, 8 of ``bool`` and ``float8_e5m2``; 0 where unknown."""
+    found = _DIGITS.search(dtype)
+    return 8 if dtype == "bool" else int(found.group()) if found else 0
+
+
+def _order(row: Row) -> tuple[int, str]:
+    return -row.nbytes, row.text()
+
+
+def _within(path: str, pattern: str) -> bool:
+    """Whether a module's path, or that of a module that it is in, matches the pattern."""
+    parts = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a recorded run of a step showed."""
+
+    peak: Composition
+    """What is live at the peak; where the run ended with an out-of-memory error, at that moment."""
+    retained: Composition = field(default_factory=lambda: Composition(0, ()))
+    """What the step left behind, after garbage was collected."""
+    garbage: Composition = field(default_factory=lambda: Composition(0, ()))
+    """What only Python's cyclic collector freed."""
+    cycles: tuple[str, ...] = ()
+    """The types in the reference cycles that held it: ``"Trainer -> dict -> function"``."""
+    asked: int | None = None
+    """The bytes that were asked for when memory ran out; ``None`` where it did not."""
+    over_time: OverTime | None = None
+    """The step's bytes from its beginning to its end, where a report shows them."""
+    holders: tuple[str, ...] = ()
+    """What keeps the tensors in ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
+
+    def kept(self) -> Explanation:
+        """With the largest rows only, for the way out of this process."""
+        return replace(self, peak=self.peak.kept(), retained=self.retained.kept(), garbage=self.garbage.kept())
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers only; `explanation_from_plain` is the way back."""
+        return {
+            "peak": self.peak.to_plain(),
+            "retained": self.retained.to_plain(),
+            "garbage": self.garbage.to_plain(),
+            "cycles": list(self.cycles),
+            "asked": self.asked,
+            "over_time": None if self.over_time is None else self.over_time.to_plain(),
+            "holders": list(self.holders),
+        }
+
+
+def explanation_from_plain(plain: Mapping[str, Any]) -> Explanation:
+    """The explanation that `Explanation.to_plain` turned into plain values."""
+    return Explanation(
+        composition_from_plain(plain["peak"]),
+        composition_from_plain(plain["retained"]),
+        composition_from_plain(plain["garbage"]),
+        tuple(plain["cycles"]),
+        plain["asked"],
+        None if plain["over_time"] is None else over_time_from_plain(plain["over_time"]),
+        tuple(plain["holders"]),
+    )

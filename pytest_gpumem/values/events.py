@@ -1,0 +1,85 @@
+"""What a recording of a step tells: allocations and frees, among the operators and marks around them.
+
+One contract for every source (the CPU's profiler, CUDA's allocator history, fake tensors). Tokens stand in the order in
+which things happened, spans nest, and nothing here knows torch, so that a recording can be kept and read anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+SpanKind = Literal["operator", "node", "mark"]
+
+
+NOWHERE = 0
+"""The address of an allocation of 0 bytes that tells that memory ran out."""
+
+
+class AllocationEvent(NamedTuple):
+    """One allocation (``nbytes`` > 0) or free (``nbytes`` < 0) of a block of memory."""
+
+    time_ns: int
+    address: int
+    nbytes: int
+
+
+class Open(NamedTuple):
+    """The beginning of a span: an operator (``aten::addmm``), a node of the autograd graph that runs, or a mark of ours.
+
+    ``sequence`` is autograd's number, which a node shares with the operator that made it; -1 for none. ``mark`` is the
+    index of a mark; -1 for none.
+    """
+
+    time_ns: int
+    kind: SpanKind
+    name: str
+    sequence: int = -1
+    mark: int = -1
+
+
+class Close(NamedTuple):
+    """The end of the innermost open span."""
+
+    time_ns: int
+
+
+class Seen(NamedTuple):
+    """A tensor that an operator took: what lies at an address, as ``float32`` and ``(8, 256)``."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Threads(NamedTuple):
+    """The thread that an operator or a node ran on, and the one that made the node (0 for none), by torch's numbers."""
+
+    ran: int
+    made: int
+
+
+Token = AllocationEvent | Open | Close | Seen
+
+_KINDS: dict[str, type[AllocationEvent | Open | Close | Seen]] = {
+    "allocation": AllocationEvent,
+    "open": Open,
+    "close": Close,
+    "seen": Seen,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def tokens_to_plain(tokens: list[Token]) -> list[list[object]]:
+    """Lists of strings and numbers, for JSON; `tokens_from_plain` is the way back."""
+    return [[_NAMES[type(token)], *(list(v) if isinstance(v, tuple) else v for v in token)] for token in tokens]
+
+
+def tokens_from_plain(plain: list[list[object]]) -> list[Token]:
+    """The tokens that `tokens_to_plain` turned into lists. Raises ``ValueError`` for what are none."""
+    tokens: list[Token] = []
+    for entry in plain:
+        if not entry or entry[0] not in _KINDS:
+            raise ValueError(f"{entry!r} is no token; one begins with {', '.join(_KINDS)}")
+        values = [tuple(value) if isinstance(value, list) else value for value in entry[1:]]
+        tokens.append(_KINDS[str(entry[0])](*values))  # type: ignore[arg-type]
+    return tokens

@@ -1,0 +1,123 @@
+"""What a step's counts are made of: operator by operator, and at which line of which module. Frozen values, and their text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.values.composition import line_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MADE_OF_OPERATORS = ("flops", "operators", "syncs", "launches")
+"""The metrics that are counted operator by operator."""
+MOST_PLACES = 30
+"""How many places a baseline keeps of a metric; of the others it keeps the operators alone."""
+
+_SEPARATOR = " | "
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an operator is called. In backward that is where forward called what made its node; empty where unknown."""
+
+    module: str = ""
+    """The path of the innermost module with layer numbers folded (``blocks.*.attn``)."""
+    site: str = ""
+    """File and line of the innermost frame that is the user's own code."""
+    library: str = ""
+    """File and line of the model library's frame beneath it, if there is one."""
+
+    @property
+    def where(self) -> str:
+        """The line as a person reads it."""
+        return line_of(self.site, self.library)
+
+
+NOWHERE = Place()
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How much of a count an operator makes up at one place: calls, FLOPs, syncs, or launches of a kernel."""
+
+    operator: str
+    """``addmm`` for ATen's, ``library::name`` for others; the function's or the kernel's name where that is counted."""
+    amount: int
+    place: Place = NOWHERE
+
+
+def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
+    """Tallies of the same operator at the same place made one, without those of nothing; in a fixed order."""
+    found: dict[tuple[Place, str], int] = {}
+    for tally in tallies:
+        key = tally.place, tally.operator
+        found[key] = found.get(key, 0) + tally.amount
+    told = [Tally(operator, amount, place) for (place, operator), amount in found.items() if amount]
+    return tuple(sorted(told, key=lambda tally: (*_order(tally.place), tally.operator)))
+
+
+def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]:
+    """Those of the places with the largest amounts; of the other places the operators alone."""
+    amounts: dict[Place, int] = {}
+    for tally in tallies:
+        amounts[tally.place] = amounts.get(tally.place, 0) + abs(tally.amount)
+    places = sorted(amounts.keys() - {NOWHERE}, key=lambda place: (-amounts[place], _order(place)))
+    told = {*places[:most], NOWHERE}
+    return summed(tally if tally.place in told else replace(tally, place=NOWHERE) for tally in tallies)
+
+
+def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
+    """The operators alone, wherever they were."""
+    return summed(replace(tally, place=NOWHERE) for tally in tallies)
+
+
+def total(tallies: Iterable[Tally]) -> int:
+    """The value of the metric that they make up."""
+    return sum(tally.amount for tally in tallies)
+
+
+def to_texts(tallies: Iterable[Tally]) -> list[str]:
+    """A line each place, for the store: ``module | line | library's line | 4 addmm, 8 mm``; `from_texts` is the way back.
+
+    Where the place is not known, a line each operator.
+    """
+    texts = []
+    for place, group in groupby(summed(tallies), key=lambda tally: tally.place):
+        parts = [f"{tally.amount} {_plain(tally.operator).replace(',', ';')}" for tally in group]
+        named = _SEPARATOR.join(map(_plain, (place.module, place.site, place.library)))
+        texts += [f"{named}{_SEPARATOR}{part}" for part in (parts if place == NOWHERE else [", ".join(parts)])]
+    return texts
+
+
+def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
+    """The tallies that `to_texts` wrote. Raises ``ValueError`` for what are none."""
+    return summed(tally for text in texts for tally in _from_text(text))
+
+
+def _from_text(text: str) -> Iterable[Tally]:
+    parts = text.split(_SEPARATOR)
+    if len(parts) != 4:
+        raise ValueError(
+            f"{text!r} has {len(parts)} parts, expected 4: module | line | library's line | 4 operator, 8 operator"
+        )
+    place = Place(*parts[:3])
+    for part in parts[3].split(", "):
+        amount, space, operator = part.partition(" ")
+        digits = amount.removeprefix("-")
+        if not space or not (digits.isascii() and digits.isdecimal() and len(digits) <= 18):
+            raise ValueError(f"{text!r}: {part!r} is no count of an operator, like '4 addmm'")
+        yield Tally(operator, int(amount), place)
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "/")
+
+
+def _order(place: Place) -> tuple[bool, str, int, str, str]:
+    """By file and line; what has no place comes last."""
+    file, _, line = place.site.rpartition(":")
+    number = int(line) if line.isascii() and line.isdecimal() and len(line) <= 18 else 0
+    return place == NOWHERE, file, number, place.library, place.module

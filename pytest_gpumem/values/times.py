@@ -1,0 +1,212 @@
+"""What timing a step gave: rounds, a sample of them, and the times of a measurement. Frozen values."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.values.interference import Slowed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FEWEST_ROUNDS = 6
+"""From so many rounds on, the smallest and the largest enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
+MOST_SLOWED_RUN, MOST_TAKEN_RUN = 1.25, 1.1
+"""A run that was disturbed further than that is no measure for later ones: one that waited for a core a tenth of the time. What
+is not known as well as waiting took more (`pytest_gpumem.timing.bounds`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Several steps that were timed as one.
+
+    ``seconds`` a step; ``pace`` is the rate of the clock that steps run by (the GPU's SM clock in Hz; on the CPU the runs
+    per second of a fixed piece of work), so that ``seconds * pace`` is a step's time in that clock's cycles.
+    ``disturbed`` is a clause that says what else was at work meanwhile, and ``taken`` by what factor, at most, the round is
+    longer for the time that this took.
+    """
+
+    seconds: float
+    pace: float | None = None
+    disturbed: str | None = None
+    taken: float = 1.0
+
+    @property
+    def own(self) -> float:
+        """Seconds a step, at the least, without what took time from it."""
+        return self.seconds / self.taken
+
+    @property
+    def cycles(self) -> float | None:
+        return None if self.pace is None else self.seconds * self.pace
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Rounds of ``steps`` steps each, one after another.
+
+    ``invalid`` says, as a clause, why no verdict may rest on them as they are, and ``slowed`` by what factors, at most, that
+    can have slowed all of them: a sample has both or neither.
+    """
+
+    rounds: tuple[Round, ...]
+    steps: int = 1
+    invalid: str | None = None
+    slowed: Slowed | None = None
+
+    def __post_init__(self) -> None:
+        if (self.invalid is None) != (self.slowed is None):
+            raise ValueError(
+                f"of an invalid sample it must be known how much that explains: {self.invalid}, {self.slowed}"
+            )
+
+    @property
+    def counted(self) -> tuple[Round, ...]:
+        """The rounds that count: those that nothing disturbed, if there are enough of them, or else all."""
+        quiet = tuple(one for one in self.rounds if one.disturbed is None)
+        return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds a step of the rounds that count."""
+        return tuple(one.seconds for one in self.counted)
+
+    @property
+    def median(self) -> float:
+        """Median seconds a step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def at_least(self) -> float:
+        """Seconds a step that it takes at the least with nothing else at work, by what is known of this sample alone."""
+        return self.own / (self.slowed or Slowed()).alone
+
+    @property
+    def is_a_measure(self) -> bool:
+        """Whether later runs may be held against this one: nothing was at work, or little that is not known exactly."""
+        taken = statistics.median(one.taken for one in self.counted)
+        return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
+
+    @property
+    def own(self) -> float:
+        """Median seconds a step without what took time from it, such as waiting for a core."""
+        return statistics.median(one.own for one in self.counted)
+
+    @property
+    def spent(self) -> float:
+        """Seconds that all rounds took."""
+        return sum(one.seconds for one in self.rounds) * self.steps
+
+    @property
+    def cycles(self) -> float | None:
+        """Median cycles a step; ``None`` where the clock could not be read in every round that counts."""
+        cycles = [one.cycles for one in self.counted]
+        return None if None in cycles else statistics.median(value for value in cycles if value is not None)
+
+    def percentile(self, percent: float) -> float:
+        """Seconds a step that ``percent`` of all rounds do not exceed (nearest rank), disturbed ones included."""
+        ordered = sorted(one.seconds for one in self.rounds)
+        return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """A confidence interval of the median, in seconds; see `interval_of_median`."""
+        return interval_of_median(self.seconds, level)
+
+    @property
+    def most_disturbed_by(self) -> str | None:
+        """What disturbed most of the rounds."""
+        counts = Counter(one.disturbed for one in self.rounds if one.disturbed is not None)
+        return counts.most_common(1)[0][0] if counts else None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers only; `sample_from_plain` is the way back."""
+        return {
+            "seconds": [one.seconds for one in self.rounds],
+            "pace": [one.pace for one in self.rounds],
+            "disturbed": {str(number): one.disturbed for number, one in enumerate(self.rounds) if one.disturbed},
+            "taken": {str(number): one.taken for number, one in enumerate(self.rounds) if one.taken != 1},
+            "steps": self.steps,
+            "invalid": self.invalid,
+            "slowed": None if self.slowed is None else asdict(self.slowed),
+        }
+
+
+def sample_from_plain(plain: Mapping[str, Any]) -> Sample:
+    """The sample that `Sample.to_plain` turned into plain values."""
+    disturbed, taken = plain["disturbed"], plain["taken"]
+    rounds = tuple(
+        Round(seconds, pace, disturbed.get(str(number)), taken.get(str(number), 1.0))
+        for number, (seconds, pace) in enumerate(zip(plain["seconds"], plain["pace"], strict=True))
+    )
+    slowed = None if plain["slowed"] is None else Slowed(**plain["slowed"])
+    return Sample(rounds, plain["steps"], plain["invalid"], slowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The samples of a step, a second one where the first was doubted, and the median seconds of each phase."""
+
+    samples: tuple[Sample, ...]
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return times_from_plain, (self.to_plain(),)
+
+    @property
+    def best(self) -> Sample:
+        """The sample to go by: whatever else is at work only adds time, so the fastest.
+
+        Also one that is not valid: what it took is no less true, and it is what a comparison believes. Whoever keeps it for
+        later runs has to ask whether it `is_a_measure`.
+        """
+        return min(self.samples, key=lambda sample: sample.median)
+
+    @property
+    def median(self) -> float:
+        """Median seconds a step."""
+        return self.best.median
+
+    @property
+    def rounds(self) -> tuple[float, ...]:
+        """Seconds a step, round by round, disturbed ones included."""
+        return tuple(one.seconds for one in self.best.rounds)
+
+    def percentile(self, percent: float) -> float:
+        """Seconds a step that ``percent`` of the rounds do not exceed."""
+        return self.best.percentile(percent)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers only; `times_from_plain` is the way back."""
+        return {"samples": [sample.to_plain() for sample in self.samples], "phases": dict(self.phases)}
+
+
+def times_from_plain(plain: Mapping[str, Any]) -> Times:
+    """The times that `Times.to_plain` turned into plain values."""
+    return Times(tuple(sample_from_plain(sample) for sample in plain["samples"]), plain["phases"])
+
+
+def interval_of_median(values: Sequence[float], level: float) -> tuple[float, float]:
+    """An interval that encloses the median of what ``values`` were drawn from with a probability of at least ``level``.
+
+    By ranks, for any distribution: the number of values below the median is binomial with p = 1/2. With too few values
+    for ``level``, the smallest and the largest.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    outside, below = 0.0, 0
+    # `below` values are cut off on each side while no more than (1 - level) / 2 of all samples are lost on that side.
+    while below < (count - 1) // 2:
+        outside += math.comb(count, below) / 2**count
+        if outside > (1 - level) / 2:
+            break
+        below += 1
+    low = max(0, below - 1)
+    return ordered[low], ordered[count - 1 - low]

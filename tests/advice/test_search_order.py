@@ -1,0 +1,144 @@
+"""Configs are tried in the order in which people should, each on top of what helped before."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.advice.search_order import (
+    OUT_OF_MEMORY,
+    START,
+    Tried,
+    every_config,
+    next_config,
+    recommended,
+    shares,
+)
+from pytest_gpumem.steps.config import StepConfig
+
+
+def climb(answers, samples=8, limit=None) -> list[str]:
+    """The configs that are tried when ``answers(config)`` is what each takes: bytes, or why it gives no figures."""
+    tried: list[Tried] = []
+    while (config := next_config(tried, samples)) is not None:
+        answer = answers(config)
+        tried.append(Tried(config, why_not=answer) if isinstance(answer, str) else Tried(config, answer, 1.0))
+        if limit is not None and tried[-1].fits(limit):
+            break
+    return [str(one.config) for one in tried]
+
+
+def always_helps(config: StepConfig) -> int:
+    """Bytes of a model that everything makes smaller."""
+    size = 1000
+    size -= 300 if config.precision != "fp32" else 0
+    size -= {"none": 0, "ops": 100, "blocks": 200, "offload": 250}[config.checkpoint]
+    size -= config.accumulate * 10
+    return size - (50 if config.optimizer == "adamw-8bit" else 0)
+
+
+def test_precision_comes_first_then_checkpointing_accumulation_the_optimizer_and_offloading():
+    assert climb(always_helps) == [
+        "fp32",
+        "amp-bf16",
+        "amp-bf16,checkpoint=ops",
+        "amp-bf16,checkpoint=blocks",
+        "amp-bf16,checkpoint=blocks,accumulate=2",
+        "amp-bf16,checkpoint=blocks,accumulate=4",
+        "amp-bf16,checkpoint=blocks,accumulate=8",
+        "amp-bf16,checkpoint=blocks,optimizer=adamw-8bit,accumulate=8",
+        "amp-bf16,checkpoint=offload,optimizer=adamw-8bit,accumulate=8",
+    ]
+
+
+def test_it_ends_with_the_first_that_fits():
+    assert climb(always_helps, limit=2000) == ["fp32"]
+    assert climb(always_helps, limit=600)[-1] == "amp-bf16,checkpoint=ops"
+
+
+def test_float16_is_tried_where_bfloat16_cannot_be_run():
+    def no_bfloat16(config):
+        return "needs a newer GPU" if config.precision == "amp-bf16" else always_helps(config)
+
+    assert climb(no_bfloat16)[:4] == ["fp32", "amp-bf16", "amp-fp16", "amp-fp16,checkpoint=ops"]
+
+
+def test_what_did_not_help_is_not_carried_on():
+    def checkpointing_is_useless(config):
+        return 900 if config.checkpoint != "none" else always_helps(config)
+
+    assert all("checkpoint" not in text for text in climb(checkpointing_is_useless)[4:-1])
+
+
+def test_what_cannot_be_run_is_not_carried_on():
+    def no_blocks(config):
+        return "no repeated blocks" if config.checkpoint in ("ops", "blocks") else always_helps(config)
+
+    assert climb(no_blocks)[4] == "amp-bf16,accumulate=2"
+
+
+def test_out_of_memory_is_no_reason_to_give_up_what_saves_memory():
+    def needs_everything(config):
+        return 100 if config.accumulate == 4 and config.checkpoint == "blocks" else OUT_OF_MEMORY
+
+    assert climb(needs_everything, limit=100) == [
+        "fp32",
+        "amp-bf16",
+        "amp-bf16,checkpoint=ops",
+        "amp-bf16,checkpoint=blocks",
+        "amp-bf16,checkpoint=blocks,accumulate=2",
+        "amp-bf16,checkpoint=blocks,accumulate=4",
+    ]
+
+
+@pytest.mark.parametrize(("samples", "shares"), [(1, []), (6, [2]), (12, [2, 4]), (None, []), (32, [2, 4, 8, 16])])
+def test_only_batches_that_can_be_shared_out_are_accumulated(samples, shares):
+    tried = climb(always_helps, samples)
+    seen = sorted({StepConfig.parse(text).accumulate for text in tried} - {1})
+    assert seen == shares
+
+
+def test_every_config_has_all_combinations_and_begins_with_the_plain_one():
+    configs = every_config(8)
+    assert configs[0] == START
+    assert len(configs) == len(set(configs)) == 4 * 4 * 3 * 2
+    assert len(every_config(3)) == 4 * 4 * 1 * 2
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(6, (2,)), (8, (2, 4, 8)), (None, ()), (32, (2, 4, 8, 16))])
+def test_shares_are_the_numbers_of_equal_parts(samples, expected):
+    assert shares(samples) == expected
+
+
+def test_named_blocks_are_said_where_checkpointing_acts_on_them_and_nowhere_else():
+    tried: list[Tried] = []
+    while (config := next_config(tried, 2, "layers")) is not None:
+        tried.append(Tried(config, always_helps(config), 1.0))
+    climbed = [one.config for one in tried]
+    assert {config.checkpoint for config in climbed} == {"none", "ops", "blocks", "offload"}
+    for config in [*climbed, *every_config(2, "layers")]:
+        assert config.blocks == ("layers" if config.checkpoint in ("ops", "blocks") else None)
+    assert len(set(every_config(2, "layers"))) == len(every_config(2))
+
+
+FAST = Tried(StepConfig(precision="amp-bf16"), 80, 1.0)
+SMALL = Tried(StepConfig(precision="amp-bf16", checkpoint="blocks"), 50, 2.0)
+PLAIN = Tried(START, 100, 1.5)
+FAILED = Tried(StepConfig(precision="bf16"), why_not=OUT_OF_MEMORY)
+
+
+def test_the_fastest_of_those_that_fit_is_recommended():
+    tried = [PLAIN, SMALL, FAILED, FAST]
+    assert recommended(tried, 90) is FAST
+    assert recommended(tried, 60) is SMALL
+    assert recommended(tried, 10) is None
+
+
+def test_without_a_limit_the_best_saving_for_its_cost_is_recommended():
+    assert recommended([PLAIN, SMALL, FAST], None) is FAST
+    slow = Tried(FAST.config, 80, 3.0)
+    assert recommended([PLAIN, SMALL, slow], None) is SMALL
+
+
+def test_nothing_is_recommended_where_nothing_was_measured():
+    assert recommended([FAILED], None) is None
+    assert recommended([], 100) is None

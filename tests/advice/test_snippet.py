@@ -1,0 +1,131 @@
+"""The lines that ``gpumem advise`` prints run, and make the very step that was measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_gpumem.advice.snippet import recipe
+from pytest_gpumem.steps.config import StepConfig
+
+SAMPLES, WIDTH = 8, 32
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Module()
+        self.body.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.body.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def run(text: str, parts: int = 1, holders=("body.blocks",)) -> tuple[Model, str]:
+    """Run the recipe once on a new model. Returns the model, and the lines."""
+    torch.manual_seed(0)
+    model = Model()
+    batch = torch.randn(SAMPLES, WIDTH)
+    lines = "\n".join(recipe(StepConfig.parse(text), "cpu", holders))
+    batches = batch.to(torch.bfloat16 if text == "bf16" else batch.dtype).chunk(parts)
+    exec(compile(lines, text, "exec"), {"model": model, "batches": batches, "loss_of": lambda model, x: model(x)})
+    return model, lines
+
+
+PLAIN = run("fp32")[0]
+
+
+@pytest.mark.parametrize("text", ["fp32,checkpoint=blocks", "fp32,checkpoint=ops", "fp32,accumulate=4"])
+def test_the_step_of_a_recipe_teaches_the_same(text):
+    model, _ = run(text, StepConfig.parse(text).accumulate)
+    for mine, plain in zip(model.parameters(), PLAIN.parameters(), strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "ops"])
+def test_the_blocks_of_a_recipe_are_computed_again(kind):
+    assert [block.calls for block in PLAIN.body.blocks] == [1, 1, 1]
+    assert [block.calls for block in run(f"fp32,checkpoint={kind}")[0].body.blocks] == [2, 2, 2]
+
+
+def test_gradients_of_float16_are_scaled_and_those_of_bfloat16_are_not():
+    model, lines = run("amp-fp16")
+    assert 'scaler = torch.amp.GradScaler("cpu")' in lines
+    assert "scaler.step(optimizer)" in lines
+    assert all(
+        not torch.equal(mine, plain) for mine, plain in zip(model.parameters(), Model().parameters(), strict=True)
+    )
+    assert "scaler" not in run("amp-bf16")[1]
+
+
+def test_weights_in_half_precision_are_converted():
+    model, _ = run("bf16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_saved_tensors_go_to_pinned_memory():
+    lines = recipe(StepConfig.parse("amp-bf16,checkpoint=offload"), "cuda", [])
+    line = 'with torch.autocast("cuda", dtype=torch.bfloat16), torch.autograd.graph.save_on_cpu(pin_memory=True):'
+    assert f"    {line}" in lines
+
+
+def test_the_8_bit_optimizer_comes_from_the_package_that_is_installed():
+    pytest.importorskip("torchao", reason="needs torchao, from which the optimizer would come")
+    lines = recipe(StepConfig.parse("fp32,optimizer=adamw-8bit"), "cuda", [])
+    assert "from torchao.optim import AdamW8bit" in lines
+    assert "optimizer = AdamW8bit(model.parameters())" in lines
+
+
+def test_blocks_that_are_no_whole_list_are_computed_again_and_no_others():
+    model, _ = run("fp32,checkpoint=blocks", holders=[("body.blocks.0", "body.blocks.2")])
+    assert [block.calls for block in model.body.blocks] == [2, 1, 2]
+
+
+def test_selective_checkpointing_casts_anew_each_time():
+    lines = recipe(StepConfig.parse("amp-bf16,checkpoint=ops"), "cuda", ["h"])
+    assert '    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):' in lines
+    others = recipe(StepConfig.parse("amp-bf16,checkpoint=blocks"), "cuda", ["h"])
+    assert '    with torch.autocast("cuda", dtype=torch.bfloat16):' in others
+
+
+def test_selective_checkpointing_under_autocast_teaches_what_autocast_alone_does():
+    mine, plain = run("amp-bf16,checkpoint=ops")[0], run("amp-bf16")[0]
+    assert [block.calls for block in mine.body.blocks] == [2, 2, 2]
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_list_of_blocks_is_recomputed():
+    lines = recipe(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", ["encoder.block", "decoder.block"])
+    assert [line for line in lines if line.startswith("for block in")] == [
+        "for block in model.encoder.block:",
+        "for block in model.decoder.block:",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("holder", "line"),
+    [
+        ("", "for block in model:"),
+        ("transformer.h", "for block in model.transformer.h:"),
+        ("0.blocks", 'for block in model.get_submodule("0.blocks"):'),
+    ],
+)
+def test_blocks_are_reached_wherever_they_are(holder, line):
+    lines = recipe(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", [holder])
+    assert line in lines
+    compile("\n".join(lines), "recipe", "exec")

@@ -1,0 +1,184 @@
+"""Live bytes and their peak from allocation events."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpumem.devices.live_blocks import LiveBlocks
+from pytest_gpumem.values.events import AllocationEvent
+
+unhurried = settings(deadline=None)
+
+
+def alloc(address: int, nbytes: int) -> AllocationEvent:
+    return AllocationEvent(0, address, nbytes)
+
+
+def free(address: int, nbytes: int) -> AllocationEvent:
+    return AllocationEvent(0, address, -nbytes)
+
+
+def test_nothing_is_live_in_the_beginning():
+    ledger = LiveBlocks()
+    assert (ledger.live, ledger.pop_peak(), ledger.addresses) == (0, 0, frozenset())
+
+
+def test_the_peak_is_the_most_that_was_live_at_once():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100), alloc(2, 50), free(1, 100), alloc(3, 20), free(2, 50)])
+    assert ledger.live == 20
+    assert ledger.pop_peak() == 150
+
+
+def test_the_next_peak_begins_with_what_is_live():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100), alloc(2, 50), free(2, 50)])
+    assert ledger.pop_peak() == 150
+    assert ledger.pop_peak() == 100
+    ledger.apply([alloc(3, 1)])
+    assert ledger.pop_peak() == 101
+
+
+def test_a_free_of_somebody_elses_block_changes_nothing():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100), free(2, 70)])
+    assert ledger.live == 100
+
+
+def test_a_block_at_a_known_address_replaces_the_earlier_one():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100), alloc(1, 30)])
+    assert ledger.live == 30
+    assert ledger.pop_peak() == 100
+
+
+def test_a_block_is_freed_whole_whatever_the_event_says_of_its_size():
+    ledger = LiveBlocks()
+    ledger.register_existing({1: 100})
+    ledger.apply([free(1, 64)])
+    assert ledger.live == 0
+
+
+def test_adopted_blocks_were_live_during_the_peak():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100), free(1, 100)])
+    ledger.register_existing({2: 50})
+    assert ledger.live == 50
+    assert ledger.pop_peak() == 150
+
+
+def test_a_known_block_is_not_adopted_twice():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100)])
+    ledger.register_existing({1: 100})
+    ledger.register_existing({1: 100})
+    assert (ledger.live, ledger.pop_peak()) == (100, 100)
+
+
+def test_the_free_of_an_adopted_block_is_seen():
+    ledger = LiveBlocks()
+    ledger.register_existing({1: 100, 2: 50})
+    ledger.apply([free(1, 100)])
+    assert (ledger.live, ledger.addresses) == (50, {2})
+
+
+def known_at(ledger, addresses):
+    """What the ledger knows of these addresses."""
+    return frozenset(block for block in ledger.known if block[0] in addresses)
+
+
+def test_a_block_that_took_the_place_of_a_known_one_is_another():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100)])
+    known = ledger.known
+    ledger.apply([AllocationEvent(0, 1, -100), alloc(1, 100)])
+    ledger.restrict(known, {2: 100})
+    assert (ledger.live, ledger.addresses) == (100, {2})
+
+
+def test_restricting_forgets_what_is_neither_old_nor_kept():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100), alloc(2, 50), alloc(3, 20)])
+    ledger.restrict(known_at(ledger, {1}), {2: 50})
+    assert (ledger.live, ledger.addresses, ledger.pop_peak()) == (150, {1, 2}, 150)
+
+
+def test_restricting_learns_of_what_is_kept():
+    ledger = LiveBlocks()
+    ledger.apply([alloc(1, 100)])
+    ledger.restrict(known_at(ledger, {1}), {2: 50})
+    assert (ledger.live, ledger.addresses) == (150, {1, 2})
+
+
+class Naive:
+    """The same in the plainest way: every number of live bytes since the last peak is kept."""
+
+    def __init__(self):
+        self.blocks = {}
+        self.history = [0]
+
+    def live(self):
+        return sum(self.blocks.values())
+
+    def apply(self, address, nbytes):
+        self.blocks.pop(address, None)
+        if nbytes > 0:
+            self.blocks[address] = nbytes
+        self.history.append(self.live())
+
+    def register_existing(self, blocks):
+        before = self.live()
+        self.blocks = {**blocks, **self.blocks}
+        self.history = [value + self.live() - before for value in self.history]
+
+    def restrict(self, addresses, blocks):
+        self.blocks = {address: n for address, n in self.blocks.items() if address in addresses} | blocks
+        self.history = [self.live()]
+
+    def pop_peak(self):
+        peak = max(self.history)
+        self.history = [self.live()]
+        return peak
+
+
+ADDRESSES = st.integers(1, 6)
+BLOCKS = st.dictionaries(ADDRESSES, st.integers(1, 100), max_size=3)
+ACTIONS = st.lists(
+    st.tuples(st.just("apply"), ADDRESSES, st.integers(-100, 100).filter(bool))
+    | st.tuples(st.just("register_existing"), BLOCKS)
+    | st.tuples(st.just("restrict"), st.frozensets(ADDRESSES), BLOCKS)
+    | st.tuples(st.just("pop_peak")),
+    max_size=25,
+)
+
+
+@settings(unhurried, max_examples=300)
+@given(ACTIONS)
+def test_live_blocks_are_counted_as_one_would_by_hand(actions):
+    ledger, naive = LiveBlocks(), Naive()
+    for action, *arguments in actions:
+        if action == "apply":
+            ledger.apply([AllocationEvent(0, *arguments)])
+        elif action == "restrict":
+            naive_addresses, blocks = arguments
+            ledger.restrict(known_at(ledger, naive_addresses), blocks)
+        elif action != "pop_peak":
+            getattr(ledger, action)(*arguments)
+        if action == "pop_peak":
+            assert ledger.pop_peak() == naive.pop_peak()
+        else:
+            getattr(naive, action)(*arguments)
+        assert (ledger.live, ledger.addresses) == (naive.live(), naive.blocks.keys())
+    assert ledger.pop_peak() == naive.pop_peak()
+
+
+@unhurried
+@given(st.lists(st.tuples(ADDRESSES, st.integers(-100, 100).filter(bool)), max_size=25), st.integers(0, 25))
+def test_it_does_not_matter_in_how_many_pieces_events_are_applied(events, cut):
+    made = [AllocationEvent(0, address, nbytes) for address, nbytes in events]
+    whole, pieces = LiveBlocks(), LiveBlocks()
+    whole.apply(made)
+    pieces.apply(made[:cut])
+    pieces.apply(made[cut:])
+    assert (whole.live, whole.addresses, whole.pop_peak()) == (pieces.live, pieces.addresses, pieces.pop_peak())

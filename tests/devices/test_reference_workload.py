@@ -1,0 +1,76 @@
+"""The fixed piece of work that a CPU's pace is told by, with a clock that is made up."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pytest_gpumem.devices.reference_workload import ReferenceWorkload, one_thread
+
+
+@pytest.fixture(scope="module")
+def reference_workload():
+    return ReferenceWorkload()
+
+
+def clock(monkeypatch, *seconds):
+    """From now on each part of the work takes the given seconds in turn."""
+    borders = itertools.chain.from_iterable((100.0, 100.0 + each) for each in seconds)
+    monkeypatch.setattr("time.perf_counter", lambda: next(borders))
+
+
+def test_the_pace_is_runs_per_second_of_the_best_of_each_part(reference_workload, monkeypatch):
+    clock(monkeypatch, *(0.3, 0.25, 0.5), *(0.125, 9.0, 0.2), *(0.25, 0.125, 0.125))
+    assert reference_workload.pace() == pytest.approx(1 / (0.25 + 0.125 + 0.125))
+
+
+def test_half_the_clock_is_half_the_pace(reference_workload, monkeypatch):
+    parts = (0.2, 0.3, 0.4) * 3
+    clock(monkeypatch, *parts)
+    fast = reference_workload.pace()
+    clock(monkeypatch, *(2 * part for part in parts))
+    assert reference_workload.pace() == pytest.approx(fast / 2)
+
+
+def test_taking_the_pace_changes_neither_threads_nor_random_numbers(reference_workload):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(5)
+    try:
+        reference_workload.pace()
+        assert torch.get_num_threads() == 2
+        assert torch.initial_seed() == 5
+        first = torch.rand(1)
+        torch.manual_seed(5)
+        assert torch.equal(first, torch.rand(1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_work_is_done_on_one_thread(reference_workload, monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    seen = []
+    multiply = torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda *args, **kwargs: seen.append(torch.get_num_threads()) or multiply(*args, **kwargs)
+    )
+    try:
+        reference_workload.pace()
+        with pytest.raises(KeyError), one_thread():
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert set(seen) == {1}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_it_can_be_made_in_one_mode_of_autograd_and_used_in_another(mode):
+    with mode():
+        made_within = ReferenceWorkload()
+    assert made_within.pace() > 0
+    with torch.inference_mode():
+        assert made_within.pace() > 0

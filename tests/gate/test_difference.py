@@ -1,0 +1,383 @@
+"""What changed between two compositions: nothing for a refactoring, and for a regression the row that a person would name."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpumem.gate.difference import REST, Change, Difference, difference
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, composition_from_plain, merged
+from pytest_gpumem.values.module_calls import Calls
+
+SIZES = {"bool": 1, "bfloat16": 2, "float32": 4, "int64": 8}
+
+
+def row(
+    module: str = "h.*.attn",
+    operator: str = "softmax",
+    dtype: str = "float32",
+    shape: tuple[int, ...] = (8, 64),
+    *,
+    count: int = 4,
+    category: str = "activation",
+    site: str = "model.py:10",
+    library: str = "",
+) -> Row:
+    elements = 1
+    for size in shape:
+        elements *= size
+    nbytes = count * elements * SIZES[dtype]
+    return Row(category, nbytes, module, site, library, operator, f"{dtype}{list(shape)}", count)
+
+
+def made_of(*rows: Row, recomputed: dict[str, int] | None = None) -> Composition:
+    return Composition(sum(one.nbytes for one in rows), rows, recomputed or {})
+
+
+def stored(composition: Composition) -> Composition:
+    """What a baseline keeps of it, and gives back."""
+    return composition_from_plain(composition.kept().to_plain())
+
+
+WEIGHTS = row("h.*.mlp", "addmm", shape=(64, 256), site="model.py:20")
+PARAMETER = row("h.*.mlp", "", shape=(256, 64), category="parameter", site="model.py:5")
+
+
+def first(before: Composition, after: Composition) -> Change:
+    return difference(before, after).changes[0]
+
+
+# Refactorings
+
+
+def renamed(one: Row) -> Row:
+    return replace(one, module=one.module.replace("attn", "attention").replace("h.", "blocks."))
+
+
+def moved(one: Row) -> Row:
+    file, _, number = one.site.partition(":")
+    return replace(one, site=f"{file}:{int(number) + 7}")
+
+
+def from_the_library(one: Row) -> Row:
+    return replace(one, site="train.py:3", library="transformers/models/gpt2/modeling_gpt2.py:63")
+
+
+def respelled(one: Row) -> Row:
+    return replace(one, operator=f"_{one.operator}") if one.operator else one
+
+
+@pytest.mark.parametrize("refactored", [renamed, moved, from_the_library, respelled])
+def test_a_refactoring_shows_nothing(refactored):
+    rows = (row(), row(operator="dropout", site="model.py:12"), WEIGHTS, PARAMETER)
+    assert difference(made_of(*rows), made_of(*map(refactored, rows))).changes == ()
+
+
+def test_renaming_moving_and_respelling_at_once_shows_nothing():
+    rows = (row(), WEIGHTS, PARAMETER)
+    assert difference(made_of(*rows), made_of(*(renamed(moved(respelled(one))) for one in rows))).changes == ()
+
+
+def test_a_function_that_becomes_a_module_shows_nothing():
+    before = made_of(row("net", "relu", count=3), WEIGHTS)
+    after = made_of(row("net.relu", "relu", count=3, site="layers.py:90"), WEIGHTS)
+    assert difference(before, after).changes == ()
+
+
+def test_one_module_split_into_two_shows_nothing():
+    before = made_of(row("h.*", "add", count=8))
+    after = made_of(row("h.*.first", "add", count=4), row("h.*.second", "add", count=4, site="model.py:30"))
+    assert difference(before, after).changes == ()
+
+
+def test_what_is_passed_on_otherwise_but_is_as_large_shows_nothing():
+    before = made_of(row("head", "mm", count=1), WEIGHTS)
+    after = made_of(row("", "view", count=1, category="temporary"), WEIGHTS)
+    assert difference(before, after).changes == ()
+
+
+# Why
+
+
+def test_a_wider_dtype_is_told_as_such():
+    change = first(made_of(row(dtype="bfloat16"), WEIGHTS), made_of(moved(row()), WEIGHTS))
+    assert (change.row, change.reason) == (moved(row()), "was bfloat16, now float32")
+
+
+def test_a_wider_dtype_is_told_also_when_another_operator_makes_it():
+    mask = row(operator="ge", dtype="bool")
+    change = first(made_of(row(), mask), made_of(row(), row(operator="to", site="model.py:9")))
+    assert change.before == mask
+    assert change.reason == "was bool, now float32"
+
+
+def test_a_cast_beside_what_is_still_there_is_told():
+    narrow = row(dtype="bfloat16")
+    change = first(made_of(narrow), made_of(narrow, row(operator="to", site="model.py:11")))
+    assert change.reason == "was bfloat16 only, now also float32"
+
+
+def test_another_shape_is_told():
+    change = first(made_of(row(shape=(4, 64, 64))), made_of(row(shape=(4, 128, 128))))
+    assert change.reason == "was float32[4, 64, 64], now float32[4, 128, 128]"
+
+
+def test_what_is_kept_that_was_freed_is_told():
+    freed = row(category="temporary", count=1)
+    assert first(made_of(freed), made_of(row(count=4))).reason == "no longer freed before backward"
+
+
+def test_more_of_the_same_is_told():
+    assert first(made_of(row(count=4)), made_of(row(count=12))).reason == "4 -> 12 tensors"
+
+
+def test_what_is_saved_twice_at_a_line_is_told():
+    change = first(made_of(row(operator="mul")), made_of(moved(row(operator="mul")), moved(row(operator="sigmoid"))))
+    assert change.row.operator == "sigmoid"
+    assert change.reason == "saved twice: mul saves 4 x float32[8, 64] as well, as before"
+
+
+def test_what_is_as_large_at_another_line_is_not_said_to_be_saved_twice():
+    before = made_of(row())
+    assert first(before, made_of(row(), row(operator="triu", site="model.py:33"))).reason == ""
+
+
+@pytest.mark.parametrize("operator", ["clone", "contiguous"])
+def test_a_copy_is_called_one(operator):
+    assert first(made_of(row()), made_of(row(), row(operator=operator))).reason == "a copy"
+
+
+def test_checkpointing_that_was_lost_is_told_for_what_is_kept_again():
+    before = made_of(WEIGHTS, recomputed={"h.*": 4})
+    after = made_of(WEIGHTS, row(count=2), recomputed={"h.*": 2})
+    assert first(before, after).reason == "checkpointing off: h.* was recomputed in 4 calls, now in 2"
+    none = made_of(WEIGHTS, row(count=2))
+    assert first(before, none).reason == "checkpointing off: h.* was recomputed in 4 calls, now in none"
+
+
+def test_fewer_and_larger_micro_batches_do_not_switch_checkpointing_off():
+    def of(samples: int, calls: int) -> Composition:
+        kept = Row("activation", samples * 1024, "h.*", "model.py:3", "", "addmm", f"float32[{samples}, 256]")
+        return Composition(kept.nbytes, (kept,), {"h.*": calls})
+
+    told = first(of(256, 16), of(512, 8))
+    assert told.reason == "was float32[256, 256], now float32[512, 256]"
+
+
+def test_checkpointing_elsewhere_is_no_reason():
+    before = made_of(WEIGHTS, recomputed={"encoder.*": 4})
+    assert first(before, made_of(WEIGHTS, row())).reason == ""
+
+
+def graph(*rows: Row, **calls: dict[str, Calls]) -> Composition:
+    return replace(made_of(WEIGHTS, *rows), **calls)
+
+
+OFF, ON = {"h.*": Calls(4, 4), "h.*.attn": Calls(4, 4)}, {"h.*": Calls(0, 4), "h.*.attn": Calls(0, 4)}
+
+
+@pytest.mark.parametrize("grown", [row(), row(category="gradient"), row(category="temporary", operator="MulBackward0")])
+def test_grad_mode_that_was_off_is_told_of_what_the_graph_holds(grown):
+    before, after = graph(no_grad=OFF), graph(grown, no_grad=ON)
+    assert first(before, after).reason == "grad mode was off here"
+    assert first(stored(before), after).reason == "grad mode was off here"
+
+
+def test_of_what_was_there_and_is_more_grad_mode_is_told_too():
+    before, after = graph(row(count=1), no_grad={"h.*.attn": Calls(3, 4)}), graph(row(), no_grad=ON)
+    assert first(before, after).reason == "grad mode was off here in 3 of 4 calls"
+
+
+def test_a_module_that_backward_did_not_come_to_is_told():
+    before, after = graph(no_grad=ON, no_backward=OFF), graph(row(), no_grad=ON, no_backward=ON)
+    assert first(before, after).reason == "backward did not come here"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (graph(no_grad=ON), graph(row(), no_grad=ON)),
+        (graph(no_grad=OFF), graph(row(), no_grad=OFF)),
+        (graph(no_grad=OFF), graph(row("head"), no_grad={**ON, "head": Calls(0, 1)})),
+        (graph(no_grad=OFF), graph(row(""), no_grad=ON)),
+        (graph(no_grad=OFF), graph(row(category="parameter"), no_grad=ON)),
+        # A baseline of before there was such a thing; one that was recorded without its modules; so is this run.
+        (graph(), graph(row(), no_grad=ON)),
+        (graph(no_grad=OFF), graph(row())),
+    ],
+    ids=["on", "off", "elsewhere", "in no module", "no part of the graph", "older", "unseen"],
+)
+def test_where_grad_mode_did_not_change_nothing_is_said_of_it(before, after):
+    assert "grad mode" not in first(before, after).reason
+
+
+def test_another_dtype_is_the_reason_before_grad_mode():
+    before, after = graph(row(dtype="bfloat16"), no_grad=OFF), graph(row(), no_grad=ON)
+    assert first(before, after).reason == "was bfloat16, now float32"
+
+
+def test_what_shrank_has_no_reason():
+    change = first(made_of(row(), WEIGHTS), made_of(row(dtype="bfloat16"), WEIGHTS))
+    assert (change.nbytes, change.reason) == (-row().nbytes // 2, "")
+
+
+# Which row
+
+
+def test_what_grew_at_its_place_is_not_taken_for_what_moved():
+    # Twice as much of everything: 3 and 6 become 6 and 12, and the 6 of one are not the 6 of the other.
+    before = made_of(row(operator="add", count=3), row(operator="mul", count=6))
+    changes = difference(before, made_of(row(operator="add", count=6), row(operator="mul", count=12))).changes
+    assert [(one.row.operator, one.reason) for one in changes] == [
+        ("mul", "6 -> 12 tensors"),
+        ("add", "3 -> 6 tensors"),
+    ]
+
+
+def test_of_rows_alike_the_one_at_the_line_with_more_news_is_the_news():
+    # silu(gate) * up became gate * sigmoid(gate), times up: its two tensors are at line 165.
+    before = made_of(row("mlp.act", "silu", site="model.py:164"), row("mlp", "mul", site="model.py:164"))
+    after = made_of(
+        row("mlp", "sigmoid", site="model.py:165"),
+        row("mlp", "mul", site="model.py:165"),
+        row("mlp", "mul", site="model.py:166"),
+    )
+    (change,) = difference(before, after).changes
+    assert change.row.site == "model.py:165"
+
+
+def test_of_lines_with_as_much_news_the_nearest_is_where_the_row_was():
+    state = row("h.*", "zeros_like", category="optimizer state", site="train.py:21")
+    first_of_two, second = replace(state, site="train.py:22"), replace(state, site="train.py:23")
+    (change,) = difference(made_of(state), made_of(second, first_of_two)).changes
+    assert change.row == second
+    few_bytes = Row("workspace", 12, site="train.py:22", operator="div")
+    assert first(made_of(state), made_of(second, first_of_two, few_bytes)).row == second
+    far, near = replace(state, site="train.py:10"), replace(state, site="train.py:20")
+    (change,) = difference(made_of(state), made_of(far, near)).changes
+    assert change.row == far
+
+
+def test_of_changes_alike_the_one_at_the_line_that_grew_most_is_first():
+    before = made_of(
+        row(count=1), row(operator="sub", site="z.py:2", count=1), row(operator="tanh", site="z.py:2", count=1)
+    )
+    after = made_of(*(replace(one, nbytes=3 * one.nbytes, count=3) for one in before.rows))
+    assert [change.row.site for change in difference(before, after).changes] == ["z.py:2", "z.py:2", "model.py:10"]
+
+
+def test_rows_that_matter_are_told_until_they_explain_most_of_the_growth():
+    added = [
+        row(operator=f"op{n}", shape=(8 * size,), site=f"a.py:{n}") for n, size in enumerate((100, 50, 40, 30, 20, 1))
+    ]
+    told = difference(made_of(WEIGHTS), made_of(WEIGHTS, *added)).explaining()
+    assert [change.row.operator for change in told] == ["op0", "op1", "op2", "op3"]
+    assert difference(made_of(WEIGHTS), made_of(WEIGHTS)).explaining() == ()
+
+
+# What a baseline did not keep
+
+
+def many(count: int, nbytes: int) -> list[Row]:
+    return [
+        Row("activation", nbytes, f"m{n}", f"a.py:{n}", "", "mul", f"float32[{nbytes // 4}, {n}]") for n in range(count)
+    ]
+
+
+def test_rows_that_the_baseline_did_not_keep_are_no_growth():
+    whole = made_of(WEIGHTS, *many(60, 400))
+    assert stored(whole).rest > 0
+    assert difference(stored(whole), whole).changes == ()
+
+
+def test_a_few_bytes_more_among_the_small_rows_do_not_bring_one_of_them_up():
+    whole = made_of(WEIGHTS, *many(60, 400))
+    (change,) = difference(stored(whole), made_of(*whole.rows, Row("other", 12, operator="arange"))).changes
+    assert (change.row.operator, change.nbytes) == (REST, 12)
+
+
+def test_a_large_new_row_is_first_also_against_what_a_baseline_kept():
+    whole = made_of(WEIGHTS, *many(60, 400))
+    new = row(operator="clone", shape=(8, 512))
+    change = first(stored(whole), made_of(*whole.rows, new))
+    assert change.row == new
+
+
+# Properties
+
+rows = st.builds(
+    row,
+    module=st.sampled_from(["", "h.*.attn", "h.*.mlp", "head"]),
+    operator=st.sampled_from(["softmax", "mul", "addmm", "to"]),
+    dtype=st.sampled_from(sorted(SIZES)),
+    shape=st.sampled_from([(8, 64), (64, 8), (4, 4, 4), (1,)]),
+    count=st.integers(1, 12),
+    category=st.sampled_from([one for one in CATEGORIES if one != "unattributed"]),
+    site=st.sampled_from(["", "model.py:10", "model.py:11", "train.py:3"]),
+    library=st.sampled_from(["", "lib/nn.py:40"]),
+)
+compositions = st.lists(rows, max_size=40).map(lambda found: made_of(*merged(found)))
+
+
+@given(compositions, compositions)
+def test_changes_add_up_to_the_growth(before, after):
+    for old in (before, before.kept()):
+        told = difference(old, after)
+        assert sum(change.nbytes for change in told.changes) == told.growth == after.total - before.total
+
+
+@given(compositions)
+def test_nothing_changes_from_a_composition_to_itself(composition):
+    assert difference(composition, composition).changes == ()
+    assert difference(stored(composition), composition).changes == ()
+    assert difference(stored(composition), composition.kept()).changes == ()
+
+
+@given(compositions, st.permutations(["h.*.attn", "h.*.mlp", "head"]), st.integers(0, 50))
+def test_no_renaming_of_modules_and_no_moved_lines_change_anything(composition, names, lines):
+    new_names = dict(zip(["h.*.attn", "h.*.mlp", "head"], names, strict=True))
+    after = [
+        replace(
+            one,
+            module=new_names.get(one.module, one.module) and f"net.{new_names[one.module]}",
+            site=one.site and f"{one.site.partition(':')[0]}:{int(one.site.partition(':')[2]) + lines}",
+        )
+        for one in composition.rows
+    ]
+    assert difference(composition, made_of(*merged(after))).changes == ()
+
+
+@given(compositions, compositions)
+def test_each_row_is_in_one_change_at_most_and_none_is_without_bytes(before, after):
+    told = difference(before, after).changes
+    assert all(change.nbytes for change in told)
+    for side, of in ((before, "before"), (after, "after")):
+        found = [getattr(change, of) for change in told if getattr(change, of) is not None]
+        assert len(set(found)) == len(found)
+        assert set(found) <= set(side.rows)
+
+
+@given(compositions, compositions)
+def test_growth_comes_first_and_the_order_of_rows_does_not_matter(before, after):
+    told = difference(before, after)
+    assert [change.nbytes for change in told.changes] == sorted((one.nbytes for one in told.changes), reverse=True)
+    shuffled = list(after.rows)
+    random.Random(0).shuffle(shuffled)
+    assert difference(before, replace(after, rows=tuple(shuffled))) == told
+
+
+@given(compositions, compositions)
+def test_a_difference_travels_as_plain_values(before, after):
+    told = difference(before, after)
+    assert Difference.from_plain(told.to_plain()) == told
+
+
+@given(compositions, st.integers(1, 12))
+def test_a_row_that_is_all_that_is_new_is_the_only_change(composition, count):
+    new = row("tail", "stack", shape=(7, 7), count=count, site="new.py:1")
+    (change,) = difference(composition, made_of(*composition.rows, new)).changes
+    assert (change.before, change.after) == (None, new)

@@ -1,0 +1,219 @@
+"""The first run of a step finds out whether what its config asks for really happens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.dry_run import MOST_OVERFLOWS, DryRun, dry_run, dry_run_inference
+from pytest_gpumem.steps.inference import infer_phases
+from pytest_gpumem.steps.training import Training
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, hidden):
+        return self.mlp(hidden)
+
+
+class Model(nn.Module):
+    """Three blocks, each of three modules within it, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, hidden):
+        for block in self.h:
+            hidden = block(hidden)
+        return self.head(hidden).mean()
+
+
+def training_of(model, config, loss=None, optimizer=torch.optim.SGD) -> Training:
+    config = StepConfig.parse(config)
+    return Training(model, model, torch.ones(4, 4), optimizer(model.parameters()), loss, config, CPU)
+
+
+def rehearsed(model, config, loss=None) -> DryRun:
+    return dry_run(training_of(model, config, loss))
+
+
+# Recomputation
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "recomputed"),
+    [
+        ("none", 0),
+        # The block, which is run again without being called, and what it calls: the mlp with two modules.
+        ("blocks", 3 * 4),
+        ("every:2", 4),
+        ("ops", 3 * 4),
+        # The mlp, which is run again without being called, and its two modules.
+        ("modules:h.*.mlp", 3 * 3),
+    ],
+)
+def test_the_calls_that_are_repeated_in_backward_are_counted(checkpoint, recomputed):
+    assert rehearsed(Model(), f"checkpoint={checkpoint}") == DryRun(recomputed=recomputed)
+
+
+def test_a_segment_repeats_what_its_blocks_call():
+    # One segment; the three blocks' forward methods are called by it, and each calls an mlp of two modules.
+    assert rehearsed(Model(), "checkpoint=sequential:1").recomputed == 1 + 3 * 3
+
+
+def test_each_micro_batch_repeats_them():
+    assert rehearsed(Model(), "checkpoint=blocks,accumulate=2").recomputed == 2 * 3 * 4
+
+
+def test_a_scale_that_has_to_come_down_does_not_count_calls_twice():
+    config = "amp-fp16,checkpoint=blocks"
+    assert rehearsed(Model(), config, lambda output, _batch: output * 1e3).recomputed == 3 * 4
+
+
+def test_checkpointing_of_a_frozen_part_is_told():
+    model = Model()
+    model.h.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"^checkpoint=blocks: h\.0, h\.1, h\.2 ran, but nothing was computed again"):
+        rehearsed(model, "checkpoint=blocks")
+
+
+def test_the_models_own_checkpointing_is_seen_without_a_config_for_it():
+    class Own(Model):
+        def forward(self, hidden):
+            hidden = torch.utils.checkpoint.checkpoint(self.h[0], hidden, use_reentrant=False)
+            return self.head(hidden).mean()
+
+    assert rehearsed(Own(), "plain").recomputed == 4
+
+
+def test_the_model_is_as_it_was_after_the_rehearsal():
+    model = Model()
+    training = training_of(model, "amp-fp16,checkpoint=blocks")
+    dry_run(training)
+    assert training.before_optimizer is None
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert nn.modules.module._global_forward_pre_hooks == {}
+
+
+# Autocast
+
+
+class WithoutAutocast(Model):
+    def forward(self, hidden):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(hidden)
+
+
+class Elementwise(nn.Module):
+    """A model without a matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden):
+        return (hidden * self.scale).mean()
+
+
+@pytest.mark.parametrize("model", [WithoutAutocast, Elementwise], ids=["switched off", "elementwise"])
+@pytest.mark.parametrize(("word", "dtype"), [("amp-bf16", "bfloat16"), ("amp-fp16", "float16")])
+def test_autocast_that_casts_nothing_is_told(model, word, dtype):
+    message = (
+        f"{word}: autocast was on and cast nothing to {dtype}; the model switches it off, or has no operation "
+        "that autocast casts"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        rehearsed(model(), word)
+    built, config = model(), StepConfig.parse(word)
+    phases = infer_phases(built, built, torch.ones(4, 4), config, CPU)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        dry_run_inference(phases, config)
+
+
+def test_autocast_that_casts_is_no_error():
+    assert rehearsed(Model(), "amp-bf16") == DryRun(recomputed=0)
+    model, config = Model(), StepConfig.parse("amp-bf16")
+    dry_run_inference(infer_phases(model, model, torch.ones(4, 4), config, CPU), config)
+
+
+def test_an_inference_step_that_does_not_autocast_is_not_rehearsed():
+    ran = []
+    model, config = Model(), StepConfig.parse("bf16")
+    model.register_forward_pre_hook(lambda *_: ran.append(True))
+    dry_run_inference(infer_phases(model, model, torch.ones(4, 4), config, CPU), config)
+    assert ran == []
+
+
+# Gradients
+
+
+def test_a_gradient_that_is_not_a_number_is_told_by_the_parameters_name():
+    def loss(output, _batch):
+        return output * float("nan")
+
+    message = (
+        "the gradient of h.0.mlp.0.weight is not a number (NaN) under amp-fp16, whatever the gradients are scaled by: "
+        "the optimizer would be skipped in every step (8 gradients are)"
+    )
+    with pytest.raises(MeasuringError, match=f"^{re.escape(message)}$"):
+        rehearsed(Model(), "amp-fp16", loss)
+
+
+def test_of_several_gradients_the_one_that_is_not_a_number_is_told():
+    class Partly(Model):
+        def forward(self, hidden):
+            return super().forward(hidden) + (self.head.bias * float("nan")).sum()
+
+    with pytest.raises(MeasuringError, match=r"^the gradient of head\.bias is not a number \(NaN\) .* every step$"):
+        rehearsed(Partly(), "amp-fp16")
+
+
+def test_a_sparse_gradient_is_looked_at_too():
+    class Sparse(Model):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(3, 4, sparse=True)
+
+        def forward(self, hidden):
+            found = self.table(torch.tensor([1, 1]))
+            return super().forward(hidden) + (found * torch.tensor([[1.0], [float("nan")]])).sum()
+
+    with pytest.raises(MeasuringError, match=r"^the gradient of table\.weight is not a number"):
+        rehearsed(Sparse(), "amp-fp16")
+
+
+def test_gradients_that_overflow_at_first_bring_the_scale_down_and_are_measured_without_a_note():
+    training = training_of(Model(), "amp-fp16", lambda output, _batch: output * 1e3)
+    assert dry_run(training) == DryRun(recomputed=0)
+    assert training.scale() < 65536
+    settled = training.scale()
+    for phase in training.phases():
+        phase.run()
+    assert training.scale() == settled
+
+
+def test_gradients_that_overflow_at_every_scale_are_measured_with_a_note():
+    class Overflowing(Model):
+        def forward(self, hidden):
+            return super().forward(hidden) + (self.head.bias * float("inf")).sum()
+
+    training = training_of(Overflowing(), "amp-fp16")
+    scale = 65536 / 2 ** (MOST_OVERFLOWS + 1)
+    note = f"the gradients overflow at every scale down to {scale:g}: the optimizer is skipped in every step"
+    assert dry_run(training) == DryRun((note,), recomputed=0, overflows=True)
+
+
+def test_what_is_not_a_number_without_a_scaler_is_measured():
+    assert rehearsed(Model(), "fp32", lambda output, _batch: output * float("nan")) == DryRun(recomputed=0)

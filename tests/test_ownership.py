@@ -1,0 +1,441 @@
+"""Whose bytes are these: the test's own, its fixtures', or somebody else's."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from pytest_gpumem.session.ownership import OwnBytes, Residency
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
+from tests import zoo
+
+KB = 1000
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class Fixture:
+    """As much of pytest's FixtureDef as is looked at."""
+
+    def __init__(self, argname: str, scope: str = "function", baseid: str = ""):
+        self.argname = argname
+        self.scope = scope
+        self.baseid = baseid
+        self.cached_result = None
+        self.func = lambda: None
+
+
+class Item:
+    """As much of a test as is looked at."""
+
+    def __init__(
+        self, *fixturenames: str, nodeid: str = "tests/test_a.py::test_a", cls=None, instance=None, **funcargs
+    ):
+        self.nodeid = nodeid
+        self.fixturenames = list(fixturenames)
+        self.funcargs = funcargs
+        self.cls = cls
+        self.instance = instance
+
+
+@pytest.fixture(autouse=True)
+def frozen():
+    """As while a test is measured: what was there before is not looked through again and again."""
+    heap = FrozenHeap()
+    heap.freeze()
+    yield heap
+    heap.thaw()
+
+
+@pytest.fixture
+def residency(device) -> Residency:
+    return Residency(device)
+
+
+def set_up(residency: Residency, fixture: Fixture, make, item: Item | None = None) -> None:
+    """What happens when pytest sets a fixture up whose function is ``make``."""
+    with residency.setting_up(fixture, item) as done:
+        value = make()
+        fixture.cached_result = (value, None, None)
+        done(value)
+
+
+def total(residency: Residency, item: Item) -> int:
+    return residency.own(item).total
+
+
+# Fixtures
+
+
+def test_a_test_owns_what_its_fixtures_hold(residency):
+    set_up(residency, Fixture("model"), lambda: [tensor(100 * KB)])
+    set_up(residency, Fixture("batch"), lambda: {"ids": tensor(30 * KB)})
+    assert total(residency, Item("model", "batch")) == 130 * KB
+    assert total(residency, Item("batch")) == 30 * KB
+
+
+def test_a_test_does_not_own_what_fixtures_of_others_hold(residency):
+    set_up(residency, Fixture("model", "session"), lambda: tensor(100 * KB))
+    assert total(residency, Item("batch")) == 0
+    assert total(residency, Item()) == 0
+
+
+def test_a_fixture_belongs_to_every_test_that_uses_it(residency):
+    set_up(residency, Fixture("model", "session"), lambda: tensor(100 * KB))
+    for number in range(3):
+        assert total(residency, Item("model", nodeid=f"tests/test_{number}.py::test_a")) == 100 * KB
+
+
+def test_what_two_fixtures_share_counts_once(residency):
+    weights = []
+
+    def make():
+        weights.append(tensor(100 * KB))
+        return weights
+
+    set_up(residency, Fixture("model"), make)
+    set_up(residency, Fixture("head"), lambda: (weights[0], tensor(KB)))
+    assert total(residency, Item("model", "head")) == 101 * KB
+    assert total(residency, Item("head")) == 101 * KB
+
+
+def test_what_a_fixture_keeps_out_of_sight_belongs_to_its_tests(residency):
+    out_of_sight = []
+
+    def make():
+        out_of_sight.append(tensor(100 * KB))
+        return [tensor(30 * KB)]
+
+    set_up(residency, Fixture("model", "session"), make)
+    own = residency.own(Item("model"))
+    assert (sum(own.blocks.values()), own.hidden) == (30 * KB, 100 * KB)
+    assert total(residency, Item("other")) == 0
+
+
+def test_every_byte_that_a_fixture_of_hostile_objects_made_belongs_to_its_tests(residency, device):
+    before = device.live()
+    set_up(residency, Fixture("zoo", "session"), lambda: zoo.animals(tensor(100 * KB)))
+    assert zoo.RAN == []
+    own = residency.own(Item("zoo"))
+    assert (own.total, own.hidden > 0) == (device.live() - before, True)
+    assert own.total > 100 * KB
+    residency.clear_left_gradients(Item("zoo"))
+    assert zoo.RAN == []
+
+
+def test_a_fixture_without_a_value_may_keep_something_out_of_sight(residency):
+    out_of_sight = []
+    set_up(residency, Fixture("warm_up"), lambda: out_of_sight.append(tensor(100 * KB)))
+    assert total(residency, Item("warm_up")) == 100 * KB
+
+
+def test_what_a_fixture_needed_only_while_it_was_set_up_is_nobodys(residency):
+    def make():
+        tensor(500 * KB)
+        cycle: list = [tensor(200 * KB)]
+        cycle.append(cycle)
+        return tensor(30 * KB)
+
+    gc.disable()
+    try:
+        set_up(residency, Fixture("model"), make)
+    finally:
+        gc.enable()
+    assert total(residency, Item("model")) == 30 * KB
+
+
+def test_a_fixture_set_up_within_another_keeps_its_share_for_itself(residency):
+    out_of_sight = []
+    outer, inner = Fixture("outer"), Fixture("inner", "session")
+
+    def make_inner():
+        out_of_sight.append(tensor(100 * KB))
+
+    def make_outer():
+        set_up(residency, inner, make_inner)
+        out_of_sight.append(tensor(30 * KB))
+
+    set_up(residency, outer, make_outer)
+    assert total(residency, Item("inner")) == 100 * KB
+    assert total(residency, Item("outer")) == 30 * KB
+    assert total(residency, Item("outer", "inner")) == 130 * KB
+
+
+def test_a_fixture_that_returns_what_another_holds_adds_nothing(residency):
+    model = Fixture("model", "session")
+    set_up(residency, model, lambda: tensor(100 * KB))
+    set_up(residency, Fixture("alias"), lambda: model.cached_result[0])
+    assert residency.own(Item("model", "alias")).hidden == 0
+    assert total(residency, Item("model", "alias")) == 100 * KB
+
+
+def test_what_a_fixture_hides_is_found_also_when_it_returns_what_another_holds(residency):
+    model, out_of_sight = Fixture("model", "session"), []
+    set_up(residency, model, lambda: tensor(100 * KB))
+
+    def make():
+        out_of_sight.append(tensor(30 * KB))
+        return model.cached_result[0]
+
+    set_up(residency, Fixture("alias"), make)
+    assert residency.own(Item("model", "alias")).hidden == 30 * KB
+    assert total(residency, Item("alias")) == 130 * KB
+
+
+def test_a_fixture_that_holds_more_later_is_looked_at_when_asked(residency):
+    cache: dict[str, torch.Tensor] = {}
+    set_up(residency, Fixture("cache", "session"), lambda: {"first": tensor(KB), "rest": cache})
+    assert total(residency, Item("cache")) == KB
+    cache["second"] = tensor(100 * KB)
+    assert total(residency, Item("cache")) == 101 * KB
+    cache.clear()
+    assert total(residency, Item("cache")) == KB
+
+
+def test_a_fixture_that_was_torn_down_belongs_to_nobody(residency):
+    fixture = Fixture("model")
+    set_up(residency, fixture, lambda: tensor(100 * KB))
+    residency.forget(fixture)
+    residency.forget(fixture)
+    assert total(residency, Item("model")) == 0
+
+
+def test_a_fixture_that_is_set_up_again_with_another_parameter_is_noted_anew(residency):
+    fixture = Fixture("model", "module")
+    for nbytes in (100 * KB, 30 * KB):
+        set_up(residency, fixture, lambda nbytes=nbytes: tensor(nbytes))
+        assert total(residency, Item("model")) == nbytes
+        residency.forget(fixture)
+
+
+def test_a_fixture_that_failed_is_not_noted_and_the_next_one_is(residency):
+    def fail():
+        tensor(100 * KB)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        set_up(residency, Fixture("model"), fail)
+    set_up(residency, Fixture("batch"), lambda: tensor(30 * KB))
+    assert total(residency, Item("model", "batch")) == 30 * KB
+
+
+def test_a_fixture_that_failed_within_another_does_not_confuse_it(residency):
+    def fail():
+        raise ZeroDivisionError
+
+    def make_outer():
+        with pytest.raises(ZeroDivisionError):
+            set_up(residency, Fixture("inner"), fail)
+        return tensor(30 * KB)
+
+    set_up(residency, Fixture("outer"), make_outer)
+    assert total(residency, Item("outer")) == 30 * KB
+
+
+def test_foreign_bytes_are_in_no_fixture(residency):
+    foreign = tensor(500 * KB)
+    set_up(residency, Fixture("model"), lambda: tensor(30 * KB))
+    assert total(residency, Item("model")) == 30 * KB
+    assert foreign.numel() == 500 * KB
+
+
+@pytest.mark.parametrize(
+    ("baseid", "nodeid", "serves"),
+    [
+        ("", "tests/gpt/test_a.py::test_a", True),
+        ("tests/gpt", "tests/gpt/test_a.py::test_a", True),
+        ("tests/gpt/test_a.py", "tests/gpt/test_a.py::test_a", True),
+        ("tests/gpt/test_a.py::TestA", "tests/gpt/test_a.py::TestA::test_a", True),
+        ("tests/gpt/test_b.py", "tests/gpt/test_a.py::test_a", False),
+        ("tests/gpt", "tests/gpt2/test_a.py::test_a", False),
+        ("tests/gpt/test_a.py::TestA", "tests/gpt/test_a.py::TestAll::test_a", False),
+    ],
+)
+def test_a_fixture_of_the_same_name_serves_only_tests_that_can_see_it(residency, baseid, nodeid, serves):
+    set_up(residency, Fixture("model", "session", baseid), lambda: tensor(100 * KB))
+    assert total(residency, Item("model", nodeid=nodeid)) == (100 * KB if serves else 0)
+
+
+# The test itself
+
+
+def test_a_test_owns_its_arguments(residency):
+    argument = tensor(100 * KB)
+    assert total(residency, Item("batch", batch=[argument])) == 100 * KB
+
+
+def test_a_test_owns_what_its_class_and_its_instance_hold(residency):
+    class Base:
+        inherited = tensor(5 * KB)
+
+    class TestModel(Base):
+        shared = [tensor(100 * KB)]  # noqa: RUF012 - as setup_class would leave it
+
+        def test_a(self):
+            pass
+
+    instance = TestModel()
+    instance.mine = tensor(30 * KB)
+    assert total(residency, Item(cls=TestModel, instance=instance)) == 135 * KB
+    assert total(residency, Item()) == 0
+
+
+def test_what_setup_class_makes_in_a_fixture_of_pytest_is_not_hidden_as_well(residency):
+    class TestModel:
+        pass
+
+    item = Item("_xunit_setup_class", cls=TestModel)
+
+    def make():
+        TestModel.model = tensor(100 * KB)
+
+    set_up(residency, Fixture("_xunit_setup_class", "class"), make, item)
+    assert total(residency, item) == 100 * KB
+
+
+def test_own_bytes_are_blocks_and_what_is_out_of_sight():
+    assert OwnBytes({1: 100, 2: 30}, 5).total == 135
+
+
+# Gradients that others left
+
+
+def trained(model: torch.nn.Linear) -> torch.nn.Linear:
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+def test_gradients_that_an_earlier_test_left_are_cleared(residency):
+    fixture = Fixture("model", "session")
+    set_up(residency, fixture, lambda: torch.nn.Linear(2, 3))
+    model = trained(fixture.cached_result[0])
+    residency.clear_left_gradients(Item("model"))
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+
+
+def test_gradients_that_a_fixture_came_with_stay(residency):
+    fixture = Fixture("model", "session")
+    set_up(residency, fixture, lambda: trained(torch.nn.Linear(2, 3)))
+    model = fixture.cached_result[0]
+    before = [parameter.grad for parameter in model.parameters()]
+    residency.clear_left_gradients(Item("model"))
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
+
+
+def test_a_gradient_that_replaced_the_one_a_fixture_came_with_is_cleared(residency):
+    fixture = Fixture("model", "session")
+    set_up(residency, fixture, lambda: trained(torch.nn.Linear(2, 3)))
+    model = fixture.cached_result[0]
+    model.zero_grad(set_to_none=True)
+    trained(model)
+    residency.clear_left_gradients(Item("model"))
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+
+
+def test_gradients_of_fixtures_that_the_test_does_not_use_are_left_alone(residency):
+    fixture = Fixture("model", "session")
+    set_up(residency, fixture, lambda: torch.nn.Linear(2, 3))
+    model = trained(fixture.cached_result[0])
+    residency.clear_left_gradients(Item("batch"))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_fixture_that_holds_tensors_with_a_history_is_no_trouble(residency):
+    fixture = Fixture("output", "session")
+    set_up(residency, fixture, lambda: torch.nn.Linear(2, 3)(torch.ones(1, 2)))
+    residency.clear_left_gradients(Item("output"))
+    assert fixture.cached_result[0].grad_fn is not None
+
+
+# Fixtures of one name, as pytest itself tells them apart
+
+MODEL = """
+@pytest.fixture(scope="session")
+def model():
+    return torch.ones({count})
+"""
+TEST = """
+@pytest.mark.gpumem
+def test_{name}(model):
+    model.sum()
+"""
+# A float for each of the 250,000 of its own model, and one for the sum.
+EXPECTED = 250_000 * 4 + 4
+
+
+def test_a_fixture_of_a_folder_whose_name_begins_alike_is_not_the_tests(project):
+    for folder, count in (("gpt", 1_000_000), ("gpt2", 250_000)):
+        project.write(MODEL.format(count=count), f"{folder}/conftest.py")
+        project.write(TEST.format(name=folder), f"{folder}/test_{folder}.py")
+    assert project.figures("gpt2")["test_gpt2"]["call.peak_allocated"] == EXPECTED
+    assert project.figures("gpt", "gpt2")["test_gpt2"]["call.peak_allocated"] == EXPECTED
+
+
+def test_a_fixture_that_the_tests_own_file_overrides_is_not_the_tests(project):
+    project.write(MODEL.format(count=1_000_000), "conftest.py")
+    project.write(TEST.format(name="first"), "test_first.py")
+    project.write(MODEL.format(count=250_000) + TEST.format(name="second"), "test_second.py")
+    assert project.figures("test_second.py")["test_second"]["call.peak_allocated"] == EXPECTED
+    both = project.figures("test_first.py", "test_second.py")
+    assert both["test_second"]["call.peak_allocated"] == EXPECTED
+
+
+WEIGHTLESS = """
+class Weightless:
+    def sum(self):
+        return torch.ones(250_000).sum()
+"""
+
+
+def test_a_fixture_that_is_overridden_by_one_that_holds_nothing_is_not_the_tests(project):
+    project.write(MODEL.format(count=1_000_000), "conftest.py")
+    project.write(TEST.format(name="first"), "test_first.py")
+    overriding = MODEL.format(count=0).replace("torch.ones(0)", "Weightless()")
+    project.write(WEIGHTLESS + overriding + TEST.format(name="second"), "test_second.py")
+    assert project.figures("test_second.py")["test_second"]["call.peak_allocated"] == EXPECTED
+    both = project.figures("test_first.py", "test_second.py")
+    assert both["test_second"]["call.peak_allocated"] == EXPECTED
+
+
+def test_a_fixture_that_is_overridden_by_a_parameter_is_not_the_tests(project):
+    project.write(MODEL.format(count=1_000_000), "conftest.py")
+    project.write(TEST.format(name="first"), "test_first.py")
+    parametrize = '\n\n@pytest.mark.parametrize("model", [Weightless()], ids=["it"])'
+    project.write(WEIGHTLESS + parametrize + TEST.format(name="second"), "test_second.py")
+    assert project.figures("test_second.py")["test_second[it]"]["call.peak_allocated"] == EXPECTED
+    both = project.figures("test_first.py", "test_second.py")
+    assert both["test_second[it]"]["call.peak_allocated"] == EXPECTED
+
+
+def test_a_fixture_that_overrides_another_and_uses_it_holds_both(project):
+    project.write(MODEL.format(count=1_000_000), "conftest.py")
+    project.write(
+        """
+@pytest.fixture(scope="session")
+def model(model):
+    return [model, torch.ones(250_000)]
+
+
+@pytest.mark.gpumem
+def test_both(model):
+    model[1].sum()
+"""
+    )
+    assert project.figures()["test_both"]["call.peak_allocated"] == 1_000_000 * 4 + EXPECTED
+
+
+def test_fixtures_of_pytests_own_are_looked_at_without_a_reading(residency, device, monkeypatch):
+    monkeypatch.setattr(device, "live", lambda: pytest.fail("a reading was taken"))
+    monkeypatch.setattr(Fixture, "func", vars(pytest.MonkeyPatch)["context"].__func__, raising=False)
+    assert Fixture.func.__module__.startswith("_pytest.")
+    parameter = Fixture("model")
+    del parameter.func
+    model = torch.nn.Linear(3, 3)
+    set_up(residency, parameter, lambda: model)
+    model(torch.ones(1, 3)).sum().backward()
+    residency.clear_left_gradients(Item("model"))
+    assert model.weight.grad is None

@@ -1,0 +1,386 @@
+"""The private names of torch: that they do what measuring needs of them, whichever torch it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_gpumem.torch_support import private_api
+from pytest_gpumem.torch_support.private_api import (
+    MODULE_PARTS,
+    PEAK_RESETS,
+    AllocationEvent,
+    activation_memory_budget,
+    allocation_events,
+    beneath_modes,
+    clear_cublas_workspaces,
+    compiled_graphs,
+    compiles_within_modes,
+    load_compiler,
+    never_compiled,
+    next_node_number,
+    parts_of_coo,
+    running_node_number,
+    watched_operators,
+)
+
+
+def recorded(run) -> list[AllocationEvent]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    return allocation_events(profiler)
+
+
+def tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_an_allocation_is_an_event_with_its_address_and_as_many_bytes_as_were_asked_for():
+    kept = []
+    (event,) = recorded(lambda: kept.append(tensor(1001)))
+    assert (event.address, event.nbytes) == (kept[0].untyped_storage().data_ptr(), 1001)
+
+
+def test_a_free_is_an_event_with_the_same_address_and_the_bytes_negative():
+    allocation, free = recorded(lambda: tensor(1001))
+    assert free == AllocationEvent(free.time_ns, allocation.address, -1001)
+    assert free.time_ns >= allocation.time_ns
+
+
+def test_events_come_in_the_order_in_which_they_happened():
+    def run():
+        first = tensor(10)
+        second = tensor(20)
+        del first
+        third = tensor(30)
+        del second, third
+
+    assert [event.nbytes for event in recorded(run)] == [10, 20, -10, 30, -20, -30]
+
+
+def test_many_events_come_in_the_order_in_which_they_happened():
+    sizes = [64 + 8 * number for number in range(300)]
+
+    def run():
+        for size in sizes:
+            tensor(size)
+
+    assert [event.nbytes for event in recorded(run)] == [signed for size in sizes for signed in (size, -size)]
+
+
+def test_events_within_operators_are_found_at_any_depth():
+    left = torch.ones(1000)
+
+    def run():
+        with torch.profiler.record_function("outer"), torch.profiler.record_function("inner"):
+            (left + left).square()
+
+    assert [event.nbytes for event in recorded(run)] == [4000, 4000, -4000, -4000]
+
+
+def test_events_of_a_backward_pass_are_found():
+    weight = torch.ones(1000, requires_grad=True)
+    loss = weight.sum()
+    events = recorded(loss.backward)
+    assert weight.grad.untyped_storage().data_ptr() in {event.address for event in events if event.nbytes == 4000}
+
+
+def made_up(kind: str, time_ns: int, nbytes: int = 0, *children, device: str = "cpu"):
+    """As much of an event of the profiler's tree as is looked at."""
+    fields = SimpleNamespace(ptr=nbytes, alloc_size=nbytes, device=torch.device(device))
+    return SimpleNamespace(
+        tag=SimpleNamespace(name=kind), start_time_ns=time_ns, extra_fields=fields, children=list(children)
+    )
+
+
+def events_of_tree(*roots) -> list[int]:
+    results = SimpleNamespace(experimental_event_tree=lambda: list(roots))
+    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+    return [event.nbytes for event in allocation_events(profiler)]
+
+
+def test_events_are_put_in_order_when_the_tree_does_not_have_them_so():
+    assert events_of_tree(
+        made_up("TorchOp", 30, 0, made_up("Allocation", 35, 4), made_up("Allocation", 32, 3)),
+        made_up("TorchOp", 10, 0, made_up("TorchOp", 11, 0, made_up("Allocation", 12, 1))),
+        made_up("Allocation", 20, 2),
+    ) == [1, 2, 3, 4]
+
+
+def test_events_of_the_same_moment_stay_as_the_tree_has_them():
+    assert events_of_tree(*(made_up("Allocation", 5, nbytes) for nbytes in (3, -3, 1, 2, -1))) == [3, -3, 1, 2, -1]
+
+
+def test_events_of_a_gpu_are_left_out():
+    assert events_of_tree(made_up("Allocation", 1, 5, device="cuda"), made_up("Allocation", 2, 7)) == [7]
+
+
+def test_without_allocations_there_are_no_events():
+    assert recorded(lambda: None) == []
+
+
+def test_indices_and_values_of_a_sparse_tensor_are_found_also_when_they_are_not_coalesced():
+    indices, values = torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0])
+    uncoalesced = torch.sparse_coo_tensor(indices, values, (2, 2), check_invariants=False)
+    assert not uncoalesced.is_coalesced()
+    for sparse, count in ((uncoalesced, 2), (uncoalesced.coalesce(), 1)):
+        found_indices, found_values = parts_of_coo(sparse)
+        assert (found_indices.shape, found_values.shape) == ((2, count), (count,))
+
+
+def test_finding_the_parts_of_a_sparse_tensor_copies_nothing():
+    sparse = torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=False)
+    first, second = parts_of_coo(sparse), parts_of_coo(sparse)
+    assert [part.data_ptr() for part in first] == [part.data_ptr() for part in second]
+
+
+def test_the_workspaces_of_cublas_are_cleared(monkeypatch):
+    cleared = []
+    monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", lambda: cleared.append(True), raising=False)
+    clear_cublas_workspaces()
+    assert cleared == [True]
+
+
+def test_a_torch_that_cannot_clear_workspaces_says_so(monkeypatch):
+    monkeypatch.delattr("torch._C._cuda_clearCublasWorkspaces", raising=False)
+    with pytest.raises(AttributeError, match="_cuda_clearCublasWorkspaces"):
+        clear_cublas_workspaces()
+
+
+def test_what_public_resets_end_in_is_among_the_names_that_are_guarded():
+    import inspect
+
+    public = [torch.cuda.reset_peak_memory_stats]
+    if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "reset_peak_memory_stats"):
+        public.append(torch.accelerator.reset_peak_memory_stats)
+    for reset in public:
+        source = inspect.getsource(reset)
+        assert any(f"{module}.{name}(" in source for module, name in PEAK_RESETS), reset
+
+
+# torch.compile
+
+
+@pytest.fixture
+def compiled():
+    """A function that is compiled by a backend which compiles nothing; its code is forgotten afterwards."""
+    torch.compiler.reset()
+    yield torch.compile(lambda x: x.sin() + 1, backend="eager")
+    torch.compiler.reset()
+
+
+class Breaks:
+    """Nothing can be compiled across its borders, so what is called within is called while torch.compile looks on."""
+
+    def __enter__(self):
+        torch._dynamo.graph_break()
+
+    def __exit__(self, *raised: object):
+        torch._dynamo.graph_break()
+
+
+def inner(x):
+    return x.cos()
+
+
+def outer(x):
+    return inner(x.sin())
+
+
+@pytest.mark.parametrize(("called", "graphs"), [(outer, 1), (never_compiled(outer), 0)])
+def test_a_function_that_is_never_compiled_is_not_and_nothing_that_it_calls(compiled, called, graphs):
+    def step(x):
+        with Breaks():
+            x = called(x)
+        return [x for _ in range(2) if not torch._dynamo.graph_break()]
+
+    before = compiled_graphs()
+    (result, _) = torch.compile(step, backend="eager")(torch.ones(3))
+    assert compiled_graphs() - before == graphs
+    assert torch.equal(result, torch.ones(3).sin().cos())
+
+
+def test_whether_modes_keep_a_release_from_compiling_is_known(compiled):
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    before = compiled_graphs()
+    with Mode():
+        compiled(torch.ones(3))
+    assert (compiled_graphs() > before) == compiles_within_modes()
+
+
+def test_compiled_graphs_are_counted_and_so_is_every_recompilation(compiled):
+    before = compiled_graphs()
+    compiled(torch.ones(3))
+    assert compiled_graphs() == before + 1
+    compiled(torch.ones(3))
+    assert compiled_graphs() == before + 1
+    compiled(torch.ones(3, dtype=torch.float64))
+    assert compiled_graphs() == before + 2
+
+
+def test_a_compiled_function_without_an_operator_of_torch_counts_no_graph():
+    torch.compiler.reset()
+    before = compiled_graphs()
+    assert torch.compile(lambda x: x, backend="eager")(5) == 5
+    assert compiled_graphs() == before
+
+
+def test_the_budget_of_activations_holds_within_and_decides_what_backward_computes_again():
+    def saved_for_backward(fraction: float) -> int:
+        from functorch.compile import min_cut_rematerialization_partition, nop
+        from torch._functorch.aot_autograd import aot_function
+
+        kept = []
+
+        def forward(graph, inputs):
+            kept.append(len(list(graph.graph.nodes)[-1].args[0]) - 1)
+            return nop(graph, inputs)
+
+        def run(x, weight):
+            for _ in range(4):
+                x = torch.tanh(x @ weight)
+            return x.sum()
+
+        function = aot_function(
+            run, fw_compiler=forward, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition
+        )
+        with activation_memory_budget(fraction):
+            x = torch.ones(64, 64, requires_grad=True)
+            weight = torch.eye(64, requires_grad=True)
+            function(x, weight).backward()
+        return kept[0]
+
+    assert saved_for_backward(0.0) < saved_for_backward(1.0)
+
+
+def test_the_compiler_is_loaded_and_nobody_is_warned(monkeypatch):
+    loaded = []
+
+    def load(name):
+        warnings.warn("of its own use of torch.jit", DeprecationWarning, stacklevel=1)
+        loaded.append(importlib.util.find_spec(name).name)
+
+    monkeypatch.setattr("pytest_gpumem.torch_support.private_api.importlib", SimpleNamespace(import_module=load))
+    load_compiler()
+    assert loaded == ["torch._inductor.compile_fx"]
+
+
+def test_watched_operators_are_told_below_autograd_also_those_of_backward_and_run_when_asked():
+    seen = []
+
+    def told(operator, args, kwargs, run):
+        seen.append(str(operator.overloadpacket))
+        return run()
+
+    weight = torch.ones(2, 2, requires_grad=True)
+    with watched_operators(told):
+        (torch.ones(1, 2) @ weight).sum().backward()
+    assert seen.count("aten.mm") == 2
+    assert torch.equal(weight.grad, torch.ones(2, 2))
+    seen.clear()
+    torch.ones(1).exp()
+    assert seen == []
+
+
+def test_a_node_that_runs_has_the_number_that_was_the_next_when_it_was_made():
+    x = torch.ones(2, requires_grad=True)
+    made = []
+    y = x
+    for _ in range(2):
+        made.append(next_node_number())
+        y = y.exp()
+    ran = []
+    y.grad_fn.register_prehook(lambda _: ran.append(running_node_number()))
+    assert running_node_number() is None
+    y.sum().backward()
+    assert (ran, running_node_number()) == ([made[1]], None)
+
+
+def test_what_makes_no_node_leaves_the_next_number():
+    number = next_node_number()
+    torch.ones(2).exp()
+    assert next_node_number() == number
+
+
+def test_beneath_modes_neither_modes_nor_subclasses_see_what_is_done():
+    seen = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def told(operator, _args, _kwargs, run):
+        seen.append(operator)
+        return run()
+
+    below = torch.ones(2).as_subclass(Subclass)
+    with Functions(), watched_operators(told), beneath_modes():
+        torch.empty(3)
+        torch.add(below, 1)
+    assert seen == []
+    with Functions(), watched_operators(told):
+        torch.add(below, 1)
+    assert len(seen) >= 3
+
+
+def test_a_module_keeps_its_parts_in_dicts_by_name():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    assert vars(model)[MODULE_PARTS["modules"]] == {"0": model[0]}
+    assert vars(model[0])[MODULE_PARTS["parameters"]] == dict(model[0].named_parameters())
+    assert vars(model[0])[MODULE_PARTS["buffers"]] == dict(model[0].named_buffers())
+
+
+def test_the_current_dispatch_mode_is_the_innermost_of_this_thread():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert private_api.current_dispatch_mode() is None
+    with FlopCounterMode(display=False):
+        mode = private_api.current_dispatch_mode()
+        assert mode is not None
+    assert private_api.current_dispatch_mode() is None
+
+
+def test_a_thread_knows_that_it_runs_backward():
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(private_api.in_backward()))
+    assert not private_api.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not private_api.in_backward()
+
+
+def test_what_waits_for_cuda_is_not_called_without_it():
+    if torch.cuda.is_initialized():
+        pytest.skip("this process has used CUDA")
+    called = []
+    private_api.when_cuda_begins(lambda: called.append(True))
+    assert called == []
+
+
+def test_tensors_of_the_host_are_printed_as_ever(monkeypatch):
+    monkeypatch.setattr(torch._tensor_str, "_tensor_str", torch._tensor_str._tensor_str)
+    before = str(torch.arange(3.0))
+    private_api.print_by_way_of_the_host()
+    assert str(torch.arange(3.0)) == before == "tensor([0., 1., 2.])"
