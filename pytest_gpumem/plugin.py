@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.session.options import (
-    SESSION,
     CONFIG_FIXTURE,
     CONFIG_MARKER,
     CONFIG_MARKER_HELP,
     MARKER,
     MARKER_HELP,
     OPTIONS,
+    SESSION,
     add_options,
     is_measured,
 )
