@@ -130,6 +130,7 @@ def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch
     assert "too low" not in advise("advised_models:make", "--fits", "1 GB").stdout
 
 
+@pytest.mark.thorough
 def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advise, monkeypatch):
     # Without the 8-bit optimizer, which takes seconds to compile.
     monkeypatch.setattr(trial, "try_config", without("adamw-8bit", trial.try_config))

@@ -50,6 +50,7 @@ def test_every_run_has_the_same_order_and_draws_the_same_examples(seen):
     assert seen() == first
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_ci", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["by hand", "in CI"])
 def test_exploring_draws_more_examples_and_others_each_time_in_an_order_of_its_own(seen, monkeypatch, in_ci):
     if in_ci:

@@ -274,6 +274,7 @@ def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
     assert run.figures == {name: expected.figures[name]}
 
 
+@pytest.mark.thorough
 def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tmp_path):
     first, expected = recorded
     example = first.copy(tmp_path)

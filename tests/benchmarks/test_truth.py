@@ -129,6 +129,7 @@ def test_every_model_is_measured_in_its_small_form(model: str, device: CpuDevice
     assert blocks["peaks"]["rest"] == plain["peaks"]["rest"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", ["fp32-ckpt-ops-adamw-foreach", "amp-fp16-sgd", "bf16-ckpt-ops-adamw-fused"])
 def test_the_other_precisions_and_forms_are_measured_too(config: str, device: CpuDevice) -> None:
     result = result_of(case_named(f"gpt2-small/{config}"), device, DeviceCounters(device))
@@ -146,6 +147,7 @@ def test_between_steps_there_are_parameters_optimizer_state_and_batch(device: Cp
     }
 
 
+@pytest.mark.thorough
 def test_a_case_repeats_to_the_byte_whatever_ran_before(device: CpuDevice) -> None:
     name = "resnet-50/amp-bf16-ckpt-ops-sgd"
     first = result_of(case_named(name), device, DeviceCounters(device))
@@ -299,6 +301,7 @@ def test_the_command_writes_figures_with_their_environment_and_prints_a_table(
     assert "truth-small.json" in told
 
 
+@pytest.mark.thorough
 def test_a_second_run_does_what_is_missing_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, "--only", SGD)
     before = read(tmp_path)["cases"][SGD]

@@ -60,8 +60,8 @@ ARCHITECTURES = {
 }
 
 
-MORE_OF_THE_SAME = ("llama", "bert", "vit")
-"""Transformers, as gpt2 is."""
+MORE_OF_THE_SAME = ("llama", "bert", "vit", "resnet")
+"""Transformers, as gpt2 is, and one that takes long on a CPU: its own layers have tests of their own."""
 
 
 def each(names: Iterable[str]) -> list[ParameterSet]:

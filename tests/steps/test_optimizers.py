@@ -118,6 +118,7 @@ def test_an_optimizer_that_only_has_a_known_name_has_no_formula():
 # 8 bits
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore")  # torchao compiles its step, and compiling warns
 def test_the_formula_gives_the_bytes_of_an_8_bit_state():
