@@ -939,6 +939,7 @@ def test_random_numbers_after_a_step_do_not_depend_on_whether_it_was_explained(p
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 def test_the_composition_of_a_compiled_step_adds_up_to_its_peak(project):
     write_model(project)
