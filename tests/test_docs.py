@@ -49,7 +49,17 @@ from pytest_gpumem.values.composition import CATEGORIES, CompositionError, row_f
 from pytest_gpumem.values.module_calls import Calls
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/guide.md", "docs/ci.md", "docs/reference.md", "docs/architecture.md", "CHANGELOG.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/guide.md",
+    "docs/ci.md",
+    "docs/reference.md",
+    "docs/architecture.md",
+    "CHANGELOG.md",
+]
+FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|c|toml|json|yml|md))`")
+"""A path with a folder, or the name of a file."""
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -416,6 +426,44 @@ def test_the_architecture_places_every_module():
     packages = {path.parent.name for path in package.glob("*/__init__.py")}
     first_cells = " ".join(cells[0] for cells in rows(section_of("docs/architecture.md", "Modules")))
     assert modules | packages == set(re.findall(r"`(\w+)`", first_cells))
+
+
+def files_named_in(page: str) -> set[str]:
+    """The files in backticks, and those that links within the repository lead to, as they are written."""
+    text = FENCE.sub("", read(page))
+    return {*FILE.findall(text), *re.findall(r"\]\((?!https://|#)([^)#]+)", text)}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_files_that_a_page_on_the_code_names_exist(page):
+    named = files_named_in(page)
+    folders = [ROOT, (ROOT / page).parent, Path(pytest_gpumem.__file__).parent]
+    assert {name for name in named if not any((folder / name).exists() for folder in folders)} == set()
+    assert len(named) > 50
+
+
+def test_contributing_names_targets_of_make_and_tests_that_there_are():
+    text = read("CONTRIBUTING.md")
+    targets = re.findall(r"^([\w-]+)(?: [\w-]+)*:(?!=)", read("Makefile"), flags=re.MULTILINE)
+    assert set(re.findall(r"(?:`|^)make ([\w-]+)", text, flags=re.MULTILINE)) <= set(targets)
+    tests = re.findall(r"(tests/[\w/]+\.py)::(\w+)", text)
+    assert tests
+    assert all(f"def {test}(" in read(file) for file, test in tests)
+
+
+def test_the_steps_of_the_tour_are_files_of_the_package_in_one_order():
+    tour = section_of("CONTRIBUTING.md", "A training step, file by file")
+    steps = re.findall(r"^(\d+)\. (.+?)(?=^\d+\. |^$)", tour, flags=re.MULTILINE | re.DOTALL)
+    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+    links = re.findall(r"\[([\w/.]+)\]\((.+?)\)", tour)
+    assert [target for _, target in links] == [f"pytest_gpumem/{name}" for name, _ in links]
+    assert len({name for name, _ in links}) == len(links)
+
+
+def test_the_architecture_is_at_most_300_lines():
+    lines = read("docs/architecture.md").splitlines()
+    assert len(lines) <= 300
+    assert max(map(len, lines)) <= 128
 
 
 def test_the_changelog_begins_with_this_version():
