@@ -1,4 +1,4 @@
-"""Where the store's files lie: the contract of a place, and which place a location is. Text in, text out."""
+"""Storage backends of the store: the contract of one, and the choice by location. Text in, text out."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 
 
 class BackendError(Exception):
-    """The place cannot be read or written; the message says which file and why."""
+    """The backend cannot be read or written; the message says which file and why."""
 
 
 class Backend(Protocol):
-    """Files by their path relative to the place (``"cpu-x86_64/tests/test_gpt.py.toml"``). All raise `BackendError`."""
+    """Storage of text files by relative path (``"cpu-x86_64/tests/test_gpt.py.toml"``). All raise `BackendError`."""
 
     def paths(self) -> list[str]:
-        """Every file of baselines in the place, sorted."""
+        """Return the paths of all files of baselines, sorted."""
 
     def read(self, path: str) -> str | None:
-        """A file's text; ``None`` when there is no such file."""
+        """Return a file's text; ``None`` when there is no such file."""
 
     def read_many(self, paths: Sequence[str]) -> Mapping[str, str | None]:
-        """The texts of files, at once where that is faster; in the order of ``paths``."""
+        """Return the texts of files in the order of ``paths``, read concurrently where that is faster."""
 
     def write(self, path: str, text: str) -> None:
         """Replace a file's text whole: a reader sees the old text or the new one, also after a crash."""
@@ -39,14 +39,14 @@ class Backend(Protocol):
         """Delete a file."""
 
     def locked(self) -> AbstractContextManager[str | None]:
-        """Nobody else reads to write meanwhile; or gives, as a clause, why others cannot be kept out of this place."""
+        """Hold the writers' lock within the context; gives a clause that says why, where there can be no lock."""
 
     def shown(self, path: str) -> str:
-        """The file as a person finds it, without credentials."""
+        """Return the file's location for messages, without credentials."""
 
 
 def backend_of(location: str, base: Path) -> Backend:
-    """The place at ``location``: a URL if it has a scheme, else a folder, relative to ``base``. ``~`` is the home folder.
+    """Return the backend for ``location``: a URL if it has a scheme, else a folder relative to ``base``. ``~`` is expanded.
 
     Raises `BackendError` for a location that cannot be one.
     """
@@ -66,12 +66,12 @@ def backend_of(location: str, base: Path) -> Backend:
 
 
 def is_url(location: str) -> bool:
-    """Whether a location is a URL and no path: ``s3://bucket`` is, ``C://store`` is not."""
+    """Return whether a location is a URL and not a path: ``s3://bucket`` is, ``C://store`` is not."""
     return _URL.match(location) is not None
 
 
 def _path_in(location: str, rest: str) -> Path:
-    """The path of a ``file://`` URL (RFC 8089), which is always a whole one."""
+    """Return the path in a ``file://`` URL (RFC 8089), which is always absolute."""
     from urllib.request import url2pathname
 
     host, slash, path = rest.partition("/")

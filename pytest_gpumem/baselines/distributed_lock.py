@@ -1,4 +1,4 @@
-"""A lock of numbered objects, for places that have no locks but can create an object only once (S3, Google Cloud Storage).
+"""A distributed lock of numbered objects, for storage that creates an object only once (S3, Google Cloud Storage).
 
 Whoever wants the lock creates the object with the next number; only one can. Its owner holds the lock until it writes into
 it that it is released, or until others have watched it unchanged for `LASTS` seconds: then the owner is dead. Time is only
@@ -28,16 +28,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 class Objects(Protocol):
-    """The lock's objects, by number. What they raise comes through."""
+    """The lock's objects in the storage, by number. Their exceptions are not caught."""
 
     def numbers(self) -> list[int]:
-        """Those that there are."""
+        """Return the numbers of the objects that exist."""
 
     def create(self, number: int, text: str) -> bool:
-        """Write an object that is not there yet; whether it was not."""
+        """Create an object, and return whether it did not exist."""
 
     def read(self, number: int) -> str | None:
-        """An object's text; ``None`` where there is none."""
+        """Return an object's text; ``None`` where there is none."""
 
     def replace(self, number: int, text: str) -> None:
         """Write an object."""
@@ -69,7 +69,7 @@ class DistributedLock:
         self._renewed = 0.0
 
     def acquire(self) -> bool:
-        """Wait until the lock is held. Returns whether it is: a place may create anew what is there, and lock nothing.
+        """Wait until the lock is held, and return whether it is: storage that creates existing objects again locks nothing.
 
         Raises `DistributedLockError` when others have held it, one after the other, for `PATIENCE` seconds.
         """
@@ -89,7 +89,7 @@ class DistributedLock:
         return True
 
     def renew(self) -> None:
-        """Show others that the holder is alive, where that is due.
+        """Renew the lock's object if that is due, so that others see that the holder is alive.
 
         Raises:
             DistributedLockError: They may believe that it is not.
@@ -106,7 +106,7 @@ class DistributedLock:
         self._renewed = now
 
     def release(self) -> None:
-        """Let others have the lock. Raises `DistributedLockError` when somebody has taken it over before."""
+        """Release the lock. Raises `DistributedLockError` when somebody has taken it over before."""
         self._check_held()
         self._objects.replace(self._number, self._text(released=True))
 

@@ -73,7 +73,7 @@ class Folder:
             lock.release()
 
     def _tidy(self) -> None:
-        """Have what is not to be committed ignored, and remove drafts of writers that were killed.
+        """Write the store's ``.gitignore``, and remove drafts of writers that were killed.
 
         Called by the holder of the lock: whoever writes now is itself, so that no draft is of a writer that is alive.
         """

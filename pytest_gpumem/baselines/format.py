@@ -133,7 +133,7 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
 
 
 def render(entries: Mapping[Key, Baseline]) -> str:
-    """The text of a file with these entries: sorted, the same for the same entries."""
+    """Return the text of a file with these entries: sorted, the same for the same entries."""
     import tomli_w
 
     environments: dict[str, dict[str, str | int]] = {}

@@ -1,4 +1,4 @@
-"""The store as it is in a revision of its git repository: a place that can be read only."""
+"""The git backend: the store in a revision of its git repository, read only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a baseline came to be what it is: the changes that git has of it, through renames of the store's file."""
+"""History of a baseline in git, through renames of the store's file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """What a commit did to a file, as names of blobs: one ``before`` for each parent; ``None`` where there is no file."""
+    """The change of a file by a commit, as names of blobs: one ``before`` for each parent; ``None`` where there is no file."""
 
     commit: Commit
     before: tuple[str | None, ...]
@@ -48,7 +48,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A text that was no file of the store: in it nobody knows what the baseline was."""
+    """A text that was not a file of the store, so that the baseline in it is unknown."""
 
     why: str
 
@@ -63,7 +63,7 @@ class Event:
 
 
 def file_changes(top: Path, path: str) -> list[FileChange]:
-    """The changes of the file at ``path`` of the checkout at ``top`` up to its HEAD, the latest last. Raises `GitError`.
+    """Return the changes of the file at ``path`` of the checkout at ``top`` up to its HEAD, the latest last. Raises `GitError`.
 
     Renamed files are followed, and a merge changes what differs from all its parents. Not by ``git log --follow``, which
     follows copies, too: files of the store are so much alike that a new one is often taken for a copy of another.
@@ -89,7 +89,7 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
 
 
 def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] | None:
-    """The path and the blob of the file that a change gave the name ``path``, if that is what it did."""
+    """Return the path and the blob of the file that a change renamed to ``path``, if it did."""
     if change.before != (None,) or change.after is None or change.commit.cut_off:
         return None
     # The root of the history has renamed nothing: without --root nothing is listed for it.
@@ -105,18 +105,18 @@ def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] |
 
 
 def paths_ever(top: Path, folder: str) -> set[str]:
-    """The files that were ever in ``folder`` of the checkout, from ``top``. Raises `GitError`."""
+    """Return all files that were ever in ``folder`` of the checkout, from ``top``. Raises `GitError`."""
     listed = git(top, *_LOG, "-m", "--no-renames", "--format=", "--name-only", "--", folder)
     return {path for path in listed.split("\0") if path.strip()}
 
 
 def texts_of(top: Path, changes: Sequence[FileChange]) -> dict[str, bytes]:
-    """The contents of all blobs that ``changes`` name. Raises `GitError`."""
+    """Return the contents of all blobs that ``changes`` name. Raises `GitError`."""
     return contents(top, (blob for change in changes for blob in (*change.before, change.after) if blob is not None))
 
 
 def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Key) -> list[Event]:
-    """The changes of the baseline with this key among those of its file, in their order. Pure.
+    """Return the changes of the baseline with this key among those of its file, in their order. Pure.
 
     The file may have had another name: test and measurement are looked for.
     """
@@ -135,13 +135,13 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
 
 
 def state_in(text: str | None, key: Key) -> Baseline | Unreadable | None:
-    """The baseline with this key in the text of its file, if there is one. Pure."""
+    """Return the baseline with this key in the text of its file, if there is one. Pure."""
     file = None if text is None else _entries(text.encode("utf-8"))
     return file if file is None or isinstance(file, Unreadable) else file.get((key.test, key.name))
 
 
 def names_in(texts: Mapping[str, bytes], test: str) -> set[str]:
-    """The names of the measurements of ``test`` that any of these texts has a baseline of."""
+    """Return the names of the measurements of ``test`` that any of these texts has a baseline of."""
     files = (_entries(text) for text in texts.values())
     return {name for file in files if not isinstance(file, Unreadable) for one, name in file if one == test}
 
@@ -174,7 +174,7 @@ def _changes(words: Sequence[str], cut_off: frozenset[str]) -> Iterator[FileChan
 
 
 def _cut_off(top: Path) -> frozenset[str]:
-    """The commits whose parents a shallow clone does not have."""
+    """Return the commits whose parents a shallow clone does not have."""
     if not is_shallow(top):
         return frozenset()
     file = Path(git(top, "rev-parse", "--git-path", "shallow").rstrip("\n"))

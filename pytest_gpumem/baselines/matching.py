@@ -1,4 +1,4 @@
-"""Which baselines a person means: by a test's id, a part of it, or a pattern. Pure."""
+"""Selection of baselines by a test's id, a part of it, or a pattern. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def matches(key: Key, pattern: str) -> bool:
-    """Whether ``pattern`` is a part of ``tests/test_gpt.py::test_train[fp32] (train_step)``, or a pattern of the whole."""
+    """Return whether ``pattern`` is a part of ``tests/test_gpt.py::test_train[fp32] (train_step)``, or matches it whole."""
     text = str(key)
     # Brackets in a test's id are a parametrisation and not a set of characters.
     glob = pattern.replace("[", "[[]")
@@ -21,14 +21,14 @@ def matches(key: Key, pattern: str) -> bool:
 
 
 def meant(keys: Iterable[Key], said: str) -> list[Key]:
-    """The keys that ``said`` means, sorted: of the test with just this id, or else of all that it matches."""
+    """Return the keys that ``said`` selects, sorted: of the test with just this id, or else of all that it matches."""
     everything = sorted(set(keys))
     exact = [key for key in everything if said in (str(key), f"{key.file}::{key.test}")]
     return exact or [key for key in everything if matches(key, said)]
 
 
 def nearest_tests(keys: Iterable[Key], said: str) -> list[str]:
-    """Ids of tests, or names of their files, that are spelled like ``said``, the nearest first; up to three."""
+    """Return up to three ids of tests, or names of their files, that are spelled like ``said``, the nearest first."""
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     files = sorted({test.partition("::")[0] for test in tests})
     # Whoever leaves folders or the file out, or mistypes them, has named the test all the same.

@@ -1,4 +1,4 @@
-"""When and from which commit a baseline was recorded."""
+"""Provenance of a baseline: date and commit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 def today() -> str:
-    """The date in UTC: ``"2026-11-02"``."""
+    """Return the date in UTC: ``"2026-11-02"``."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def this_second() -> str:
-    """The time in UTC: ``"2026-11-02T16:20:05Z"``."""
+    """Return the time in UTC: ``"2026-11-02T16:20:05Z"``."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def commit_of(folder: Path) -> str | None:
-    """The abbreviated hash of the commit checked out in ``folder``; ``None`` outside of a repository, or without git."""
+    """Return the abbreviated hash of the commit checked out in ``folder``; ``None`` outside of a repository, or without git."""
     try:
         answer = subprocess.run(
             ["git", "rev-parse", "--short=9", "HEAD"],

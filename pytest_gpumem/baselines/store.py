@@ -23,7 +23,7 @@ class StoreError(Exception):
 
 
 class Store:
-    """The baselines in a place. Files are read when first asked for, and once."""
+    """The baselines in a storage backend. Each file is read once, when first needed."""
 
     def __init__(self, backend: Backend) -> None:
         self._place = backend
@@ -35,7 +35,7 @@ class Store:
         self._look_at(self._known_paths())
 
     def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
-        """The baseline of ``key`` on the device called ``slug``, or on which other devices there is one."""
+        """Return the baseline of ``key`` on the device called ``slug``, or which other devices have one."""
         entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
             return entry
@@ -52,12 +52,12 @@ class Store:
         return sorted(key.name for key in self._entries(path_of(slug, file)) if key.test == test)
 
     def keys(self, slug: str | None = None) -> list[tuple[str, Key]]:
-        """Every baseline as (slug, key), sorted; those of one device when ``slug`` is given."""
+        """Return every baseline as (slug, key), sorted; those of one device when ``slug`` is given."""
         found = ((_slug(path), path) for path in self._known_paths())
         return sorted((own, key) for own, path in found if slug in (None, own) for key in self._entries(path))
 
     def change(self, entries: Mapping[Key, Baseline], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
-        """Put ``entries`` in, each in the file of its environment's device, and take out ``gone``, given as (slug, key).
+        """Write ``entries``, each to the file of its environment's device, and remove ``gone``, given as (slug, key).
 
         Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Returns, as a clause, why
         others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `BackendError`; a file
@@ -94,7 +94,7 @@ class Store:
         return self._paths
 
     def _check_listed(self, path: str) -> None:
-        """Raise `StoreError` for a file that no baseline has for its place: a listing may say what it likes."""
+        """Raise `StoreError` for a file in a listing at a path that no baseline would be written to."""
         try:
             fits = path_of(_slug(path), _file(path)) == path
         except StoreError:
@@ -108,7 +108,7 @@ class Store:
         return self._read[path].entries
 
     def _look_at(self, paths: Sequence[str]) -> None:
-        """Read files as they are now; one is understood anew only when its text is not the one that was read before."""
+        """Read files as they are now, and parse those whose text has changed."""
         for path, text in self._place.read_many(paths).items():
             if path not in self._read or self._read[path].text != text:
                 self._read[path] = _Read(text, self._understood(path, text))
@@ -130,7 +130,7 @@ class _Read(NamedTuple):
 
 
 def path_of(slug: str, file: str) -> str:
-    """Where in a store the baselines of a test file lie: ``"cpu-x86_64/tests/test_gpt.py.toml"``.
+    """Return the path in a store of the baselines of a test file: ``"cpu-x86_64/tests/test_gpt.py.toml"``.
 
     Raises `StoreError` for names that would lead out of it.
     """
@@ -140,7 +140,7 @@ def path_of(slug: str, file: str) -> str:
 
 
 def _inside(file: str) -> str:
-    """Where in a device's folder the baselines of a test file lie. Raises `StoreError`."""
+    """Return the path in a device's folder of the baselines of a test file. Raises `StoreError`."""
     # A test file outside of the root directory has a path that climbs out of it, and the store must not.
     parts = [_UP if part == ".." else part for part in file.split("/")]
     # Stores are shared between systems, so what leads out of a folder on Windows is refused everywhere.
@@ -154,6 +154,6 @@ def _slug(path: str) -> str:
 
 
 def _file(path: str) -> str:
-    """The test file whose baselines lie at ``path``: the way back of `path_of`."""
+    """Return the test file whose baselines lie at ``path``: the inverse of `path_of`."""
     inside = path.partition("/")[2].removesuffix(SUFFIX)
     return "/".join(".." if part == _UP else part for part in inside.split("/"))

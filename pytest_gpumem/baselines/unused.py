@@ -1,4 +1,4 @@
-"""Baselines of tests that are gone. Pure."""
+"""Unused baselines: those of tests that are gone. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def unused(
     whole_files: Collection[str],
     exists: Callable[[str], bool],
 ) -> list[tuple[str, Key]]:
-    """Those of ``stored``, given as (slug, key), that belong to no test.
+    """Return the baselines among ``stored``, given as (slug, key), that belong to no test.
 
     ``measured`` are the (file, test) that were collected and are measured. Only files that were collected whole
     (``whole_files``) can tell that a test is gone; one that does not exist any more has none.
@@ -32,7 +32,7 @@ def unused(
 def of_absent_devices(
     gone: Iterable[tuple[str, Key]], *, present: Collection[str], exists: Callable[[str], bool]
 ) -> list[tuple[str, Key]]:
-    """Those of ``gone`` that may have a test where their device is: it is not ``present``, and their file is still there.
+    """Return those of ``gone`` whose device is not ``present`` and whose file exists: they may have a test elsewhere.
 
     Suites are parametrised over the devices that a machine has.
     """
@@ -40,6 +40,6 @@ def of_absent_devices(
 
 
 def unused_line(gone: Sequence[tuple[str, Key]]) -> str:
-    """What is said of baselines that are unused, as (slug, key)."""
+    """Return the sentence on unused baselines, given as (slug, key)."""
     shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")
     return f"store: {len(gone)} unused baseline{'' if len(gone) == 1 else 's'}: {shown}; `gpumem prune` removes them"

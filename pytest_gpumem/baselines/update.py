@@ -1,4 +1,4 @@
-"""Which measurements a session writes into the store. Pure."""
+"""Selection of the measurements that a session writes into the store. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
 def entries_to_write(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> dict[Key, Baseline]:
-    """Those of ``measured`` (of tests that passed) that ``mode`` wants in the store and that would change it.
+    """Return the entries of ``measured`` (of tests that passed) that ``mode`` accepts and that would change the store.
 
     ``new`` adds what is missing, also to a stored entry, whose other figures stay; ``improved`` lowers, metric by metric,
     what got better and leaves the rest; ``all`` accepts everything. Times go along with one another. The reason is that of
@@ -62,7 +62,7 @@ def entries_to_write(
 
 
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
-    """Lower in ``earlier`` what got better; ``None`` where nothing did, or where what is kept has another environment."""
+    """Return ``earlier`` with improved metrics lowered; ``None`` if none is, or the others need another environment."""
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     kept = {name: value for name, value in earlier.metrics.items() if name not in better}
     if not better or not _same_decisive(kept, entry, earlier):
@@ -79,7 +79,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
 
 
 def _same_decisive(names: Iterable[str], entry: Baseline, earlier: Baseline) -> bool:
-    """Compare the details of two environments that decide these metrics; true where they are the same."""
+    """Return whether two environments are equal in the details that decide these metrics."""
     here, there = entry.environment.details, earlier.environment.details
     return all(here.get(detail) == there.get(detail) for name in names for detail in METRICS[name].decided_by)
 
@@ -87,7 +87,7 @@ def _same_decisive(names: Iterable[str], entry: Baseline, earlier: Baseline) -> 
 def times_left_out(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> list[str]:
-    """Why times that were taken are not in the store though ``mode`` wants them there: a clause for each measurement."""
+    """Return, as a clause for each measurement, why its times are not stored though ``mode`` accepts them."""
     reasons = [
         _refusal(verdict, entry, stored[key])
         for key, (verdict, entry) in measured.items()
@@ -97,7 +97,7 @@ def times_left_out(
 
 
 def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -> str | None:
-    """Why this run is no measure for later ones, or none beside those in the store, as a clause."""
+    """Return why this run cannot be held against later ones, or not beside those in the store, as a clause."""
     times = verdict.measurement.times
     if times is None:
         return None
@@ -115,7 +115,7 @@ def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -
 
 
 def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """``entry`` in the place of ``earlier``, with what this session did not take and is of the same work.
+    """Return ``entry``, completed from ``earlier`` by what this session did not take, if that is of the same work.
 
     That is the composition of the same peak (``--gpumem-explain=never``), and times: those of ``earlier`` where this run
     took none (``--gpumem-no-time``) or is not to be gone by, and otherwise this run as the latest of its runs.
@@ -140,12 +140,12 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
 def _made_of(
     metrics: Mapping[str, float], by_operator: Mapping[str, tuple[Tally, ...]]
 ) -> dict[str, tuple[Tally, ...]]:
-    """What these metrics are made of."""
+    """Return the tallies by operator of these metrics."""
     return {name: tallies for name, tallies in by_operator.items() if name in metrics}
 
 
 def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
-    """What counts of ``earlier`` are made of, where ``entry`` has the same operators and does not know their lines."""
+    """Return the tallies of ``earlier`` where ``entry`` has the same operators and does not know their lines."""
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()
@@ -154,7 +154,7 @@ def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally,
 
 
 def _with_times_of(source: Baseline, entry: Baseline) -> Baseline:
-    """``entry`` with the runs and times of ``source``, all of them, or with none where that is of another machine."""
+    """Return ``entry`` with all runs and times of ``source``, or with none where that is of another machine."""
     metrics = {name: value for name, value in entry.metrics.items() if not _is_time(name)}
     if not _same_machine(source, entry):
         return replace(entry, metrics=metrics, runs=None)
@@ -172,7 +172,7 @@ def _has_another_speed(verdict: Verdict) -> bool:
 
 
 def _goes_on(entry: Baseline, earlier: Baseline) -> bool:
-    """Whether the times of ``entry`` are of the work and the machine that those of ``earlier`` are of."""
+    """Return whether the times of ``entry`` are of the same work and machine as those of ``earlier``."""
     return entry.workload == earlier.workload and _same_machine(entry, earlier)
 
 
@@ -181,7 +181,7 @@ def _same_machine(entry: Baseline, earlier: Baseline) -> bool:
 
 
 def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
-    """Whether the times of ``entry`` are missing in the store, and may go there."""
+    """Return whether the times of ``entry`` are missing in the store, and may be written."""
     if isinstance(stored, NoBaseline):
         return True
     machine = stored.environment.details.get(MACHINE)
@@ -194,7 +194,7 @@ def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
 
 
 def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """``earlier``, with those of the metrics that it lacks that are what its environment gives, too, and with times."""
+    """Return ``earlier`` with the metrics that it lacks and its environment would give as well, and with times."""
     here, there = entry.environment.details, earlier.environment.details
     missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
     metrics = {

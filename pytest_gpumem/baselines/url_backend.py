@@ -1,4 +1,4 @@
-"""The store behind a URL (``s3://bucket/baselines``, ``https://...``), through fsspec."""
+"""The URL backend: the store behind a URL (``s3://bucket/baselines``, ``https://...``), through fsspec."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ONE_THREAD = threading.Lock()
 
 
 class Url:
-    """A folder behind a URL. What HTTP serves can only be read."""
+    """A storage backend for a folder behind a URL. HTTP can only be read."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -108,7 +108,7 @@ class Url:
             yield from (info["name"] for info in files.values())
 
     def _outside(self, path: str) -> str:
-        """A path as fsspec wants it."""
+        """Return a path as fsspec wants it."""
         return f"{self._root}/{quote(path) if self._scheme in _ONLY_READ else path}"
 
     def _inside(self, name: str) -> str:
@@ -136,7 +136,7 @@ class Url:
 
     @contextmanager
     def _telling(self, what: str, path: str = "") -> Iterator[None]:
-        """A backend raises whatever it likes. It may hold credentials, so that it is told and not chained."""
+        """Turn any exception into a `BackendError`, not chained: its text may hold credentials."""
         try:
             yield
         except BackendError:
@@ -146,7 +146,7 @@ class Url:
 
 
 class _LockObjects:
-    """The objects of the lock, in a folder of the store."""
+    """The objects of the distributed lock, in a folder of the store."""
 
     def __init__(self, files: Any, folder: str) -> None:
         self._files = files
@@ -194,7 +194,7 @@ class _LockObjects:
 
 
 def _creates_once(files: Any) -> bool:
-    """Whether a file system has a way of its own to write a file; the general one looks whether it is there before."""
+    """Return whether a file system can create a file atomically; fsspec's general way looks first, and then writes."""
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 

@@ -1,4 +1,4 @@
-"""What is wrong behind a URL, as a person can mend it: pure functions of an error, and no credentials in any text."""
+"""Messages on errors behind a URL, with the remedy and without credentials. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PERMISSIONS = {
 
 
 def scheme_of(url: str) -> str:
-    """``"s3"`` of ``"s3://bucket/baselines"`` and of ``"simplecache::s3://bucket/baselines"``."""
+    """Return the scheme: ``"s3"`` of ``"s3://bucket/baselines"`` and of ``"simplecache::s3://bucket/baselines"``."""
     return url.partition("://")[0].rpartition("::")[2].lower()
 
 
 def without_credentials(url: str) -> str:
-    """The URL with ``***`` for a user's name and password, and for a query, in which signatures and tokens stand."""
+    """Return the URL with ``***`` for a user's name and password, and for a query, which may have signatures and tokens."""
     shown = url
     for secret in _userinfo_and_query(url):
         shown = shown.replace(secret, _HIDDEN)
@@ -36,12 +36,12 @@ def without_credentials(url: str) -> str:
 
 
 def has_credentials(url: str) -> bool:
-    """Whether a user's name, or a password, stands in the URL."""
+    """Return whether the URL contains a user's name or a password."""
     return "@" in _authority(url)
 
 
 def reason_of(error: Exception, url: str) -> str:
-    """Why something behind ``url`` could not be done, in one line, with what mends it where that is known."""
+    """Return why an operation on ``url`` failed, in one line, with the remedy where that is known."""
     kind = EXTRAS.get(scheme_of(url))
     text = _said(error, url)
     if isinstance(error, DistributedLockError):
@@ -77,7 +77,7 @@ def _authority(url: str) -> str:
 
 
 def _userinfo_and_query(url: str) -> list[str]:
-    """What of a URL is not for others."""
+    """Return the secret parts of a URL."""
     found = []
     if has_credentials(url):
         found.append(_authority(url).rpartition("@")[0])

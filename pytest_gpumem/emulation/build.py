@@ -29,7 +29,7 @@ _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-w")
 
 
 class _Wanted:
-    """What torch takes from one library: functions, and the version nodes that it takes them from."""
+    """The functions that torch takes from one library, and the version nodes that it takes them from."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -64,7 +64,7 @@ def _sources() -> dict[str, str]:
 
 
 def _key(torch: TorchBuild) -> str:
-    """What the stand-ins are made of, as 16 hexadecimal digits: torch's libraries by size and time, and our sources."""
+    """Return a hash of what the stand-ins are made of, in 16 digits: torch's libraries by size and time, and our sources."""
     digest = hashlib.sha256()
     for path in sorted(torch.libraries.glob("*.so*")):
         said = path.stat()
@@ -156,7 +156,7 @@ def _compile(
 
 
 def _wanted(torch: TorchBuild) -> dict[str, _Wanted]:
-    """By soname of NVIDIA's libraries what torch takes from each."""
+    """Return the functions that torch takes from each of NVIDIA's libraries, by soname."""
     wanted = {soname: _Wanted() for soname in ALWAYS}
     unversioned: set[str] = set()
     for path in sorted(torch.libraries.glob("*.so*")):

@@ -37,16 +37,16 @@ class Cudnn:
         return int(self._stand_in.gpumem_convolutions())
 
     def release(self) -> str:
-        """The release that plans convolutions (``"9.20.0"``), or `NO_CUDNN`. Loads it if that has not been done."""
+        """Return the release that plans convolutions (``"9.20.0"``), or `NO_CUDNN`. Loads it if that has not been done."""
         number = int(self._stand_in.gpumem_cudnn_release())
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
     def lacking(self) -> str | None:
-        """Why the peaks of this process may be too low, as a clause; ``None`` where no convolution was run, or one planned."""
+        """Return why peaks of this process may be too low, as a clause; ``None`` if no convolution ran, or cuDNN plans them."""
         return self.why_zero() if self.convolutions() and self.release() == NO_CUDNN else None
 
     def why_zero(self) -> str:
-        """Why workspaces of convolutions are taken as 0 where no cuDNN plans them, and what to do, as a clause."""
+        """Return why convolutions' workspaces are taken as 0 without cuDNN, and what to do, as a clause."""
         if self._torch.cudnn < _OLDEST:
             release, oldest = (".".join(map(str, version)) for version in (self._torch.cudnn, _OLDEST))
             why = f"torch {self._torch.version} has cuDNN {release}, and only {oldest} and newer plan without a GPU"

@@ -38,7 +38,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an ELF file takes from others."""
+    """Libraries and symbols that an ELF file needs."""
 
     libraries: tuple[str, ...]
     """Sonames, in the order in which the loader takes them."""
@@ -110,7 +110,7 @@ def _sections(data: mmap.mmap) -> list[_Section]:
 def _versions(
     data: mmap.mmap, sections: list[_Section], needed: _Section | None
 ) -> dict[int, tuple[str | None, str | None]]:
-    """Version number -> the library and the version node that it stands for."""
+    """Return the library and the version node of each version number."""
     found: dict[int, tuple[str | None, str | None]] = {}
     if needed is None:
         return found

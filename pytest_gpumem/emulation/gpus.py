@@ -72,7 +72,7 @@ def emulated_gpu(word: str) -> Gpu:
 
 
 def known_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of the table, in its order."""
+    """Return all GPUs of the table, in its order."""
     return tuple(_table().values())
 
 

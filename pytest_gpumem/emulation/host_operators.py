@@ -1,4 +1,4 @@
-"""Operators of an emulated GPU run on the host, on the same memory: what is known of each, and which are small enough."""
+"""Operators of an emulated GPU run on the host, on the same memory: their properties, and those small enough."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BIGGEST_COPY = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What has to be known of an operator."""
+    """Properties of an operator that decide whether and how the host computes it."""
 
     name: str
     view: bool
@@ -36,7 +36,7 @@ class Operator:
 
 
 def operator_of(func: Any) -> Operator:
-    """What its schema says of an operator (``torch.ops.aten.add.Tensor``)."""
+    """Return the properties of an operator by its schema (``torch.ops.aten.add.Tensor``)."""
     schema = func._schema  # noqa: SLF001 -- public in torch's documentation of operators, but for its name
     returned = [one.alias_info for one in schema.returns if one.alias_info is not None]
     written = [
@@ -54,7 +54,7 @@ def operator_of(func: Any) -> Operator:
 
 
 def combined(name: str, found: list[bool | None]) -> bool | None:
-    """The operator ``name`` of tensors whose elements are all true, or all false."""
+    """Return the operator ``name`` of tensors whose elements are all true, or all false."""
     first, second = found[0], found[1] if len(found) > 1 else None
     if name in ("all", "any"):
         return first
@@ -77,23 +77,23 @@ def collect(values: Iterable[Any], into: list[torch.Tensor]) -> None:
 
 
 def is_gpu(device: Any) -> bool:
-    """Whether an operator is told to make its result on the GPU."""
+    """Return whether an operator is called to make its result on the GPU."""
     return device is not None and torch.device(device).type == "cuda"
 
 
 def has_mask(args: tuple[Any, ...]) -> bool:
-    """Look for a mask among the indices that an operator is given."""
+    """Return whether a mask is among the indices that an operator is given."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
 
 
 def is_exact(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds integers or booleans."""
+    """Return whether a tensor holds integers or booleans."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def is_small(tensors: Iterable[torch.Tensor]) -> bool:
-    """Decide by its cost whether an operator on these tensors is computed on the host."""
+    """Return whether an operator on these tensors is cheap enough to be computed on the host."""
     elements = 0
     exact = True
     for tensor in tensors:
@@ -105,7 +105,7 @@ def is_small(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host on the same memory."""
+    """Return a tensor of the host on the same memory."""
     nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if nbytes <= 0 or tensor.numel() == 0:
         return torch.empty(tensor.size(), dtype=tensor.dtype)
@@ -114,7 +114,7 @@ def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """Arguments with tensors of the GPU replaced by the host's on the same memory, and the device by the host."""
+    """Return arguments with tensors of the GPU replaced by the host's on the same memory, and the device by the host."""
     if isinstance(value, torch.Tensor):
         return on_the_same_memory(value) if value.is_cuda else value
     if isinstance(value, torch.device):
@@ -127,7 +127,7 @@ def on_host(value: Any) -> Any:
 
 
 def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool) -> bool:
-    """Run the operator on the host; whether it could be."""
+    """Run the operator on the host, and return whether it could be run."""
     try:
         truth = func(*on_host(args), **on_host(named))
     except Exception:  # noqa: BLE001 -- many operators have no kernel on the host; then nothing is known of the result

@@ -1,4 +1,4 @@
-"""True values for what decides the path of a program: small tensors whose values follow from what the host knows.
+"""Values of small tensors of an emulated GPU, computed on the host where all operands are known.
 
 Kernels of an emulated GPU do nothing, but its memory is the host's. So an operator whose tensors are all known and small is
 run once more, on the host, on the same memory. Everything else is *unknown*: its bytes mean nothing, and its floats are taken
@@ -66,7 +66,7 @@ _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
 
 
 class HostValues(TorchDispatchMode):
-    """Computes what the host can know of an emulated GPU's tensors, and notices when it is asked for what it cannot.
+    """Dispatch mode that computes known small tensors on the host, and notices reads of uncomputed values.
 
     `pytest_gpumem.emulation.values` enters it.
     """
@@ -92,12 +92,12 @@ class HostValues(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch.compile may run what it has compiled beneath this mode."""
+        """Let torch.compile run compiled code beneath this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to keep torch.compile from it, by a wrapper that loads the compiler into every process."""
+        """Return False: torch would keep torch.compile out by a wrapper that loads the compiler into every process."""
         return False
 
     @never_compiled
@@ -168,7 +168,7 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run an operator whose result is memory that was there, and is known as far as it was."""
+        """Run an operator whose result is existing memory, and is known as far as that was."""
         if operator.name == "lift_fresh" and args[0].is_cuda:
             # `torch.tensor` has made it: of a tensor, which came by here, or of the host's values, which did not.
             storage = args[0].untyped_storage()
@@ -179,7 +179,7 @@ class HostValues(TorchDispatchMode):
     def _communicate(
         self, func: Any, _: Operator, args: tuple[Any, ...], named: dict[str, Any], on_gpu: list[torch.Tensor]
     ) -> Any:
-        """Run a collective. NCCL's stand-in computes it, for every other rank does what this one does."""
+        """Run a collective, which NCCL's stand-in computes as if every rank did what this one does."""
         result = func(*args, **named)
         made: list[torch.Tensor] = []
         collect((result,), made)
@@ -193,7 +193,7 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor, known: bool, constant: bool | None = None) -> None:
-        """Keep what is known of a tensor's memory; one that is read unknown is 0, in every process alike."""
+        """Note whether a tensor's memory is known; what is read unknown is 0, in every process alike."""
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
         self._constants.pop(where, None)
@@ -208,7 +208,7 @@ class HostValues(TorchDispatchMode):
             self._constants[where] = (StorageWeakRef(storage), constant)
 
     def _without_masks(self, indices: Iterable[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
-        """Indices with each mask replaced by the positions where it is true, as torch does on a GPU."""
+        """Return indices with each mask replaced by the positions where it is true, as torch does on a GPU."""
         found: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -221,7 +221,7 @@ class HostValues(TorchDispatchMode):
         return found
 
     def _moved(self, value: Any, device: torch.device) -> Any:
-        """Results of the host as tensors of the GPU."""
+        """Return results of the host as tensors of the GPU."""
         if isinstance(value, torch.Tensor):
             there = value.to(device)
             self._note(there, value.nbytes <= BIGGEST_COPY)
@@ -236,7 +236,7 @@ class HostValues(TorchDispatchMode):
         return True
 
     def _read(self, tensors: Iterable[torch.Tensor], what: str) -> None:
-        """The host asks for values of these."""
+        """Note that the host reads values of these tensors."""
         if not self._knows(tensors):
             self._tell(what)
 
@@ -246,7 +246,7 @@ class HostValues(TorchDispatchMode):
             self.first_trouble = self.first_trouble or self.trouble
 
     def _constant(self, operator: Operator, args: tuple[Any, ...]) -> bool | None:
-        """What all elements of the result are, where floats need only be finite for it."""
+        """Return the value of all elements of the result where that follows from floats being finite."""
         name = operator.name
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor):
@@ -278,7 +278,7 @@ def _users_line() -> str:
 
 
 def _initialises() -> bool:
-    """Whether weights are being initialised: some are drawn again as long as values are out of a range."""
+    """Return whether weights are being initialised: some are drawn again as long as values are out of a range."""
     frame = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
     while frame is not None:
         if frame.f_code.co_filename == torch.nn.init.__file__:

@@ -11,7 +11,7 @@ from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 
 def keeps_statistics() -> bool:
-    """Tell whether the process's allocator keeps statistics: one of the program's own, which it gave to torch, has none."""
+    """Return whether the process's allocator keeps statistics: one that the program gave to torch has none."""
     return torch.cuda.memory.get_allocator_backend() != "pluggable"
 
 
@@ -25,7 +25,7 @@ class KeptPeaks:
         self._entered = ExitStack()
 
     def begin(self) -> None:
-        """Look before each reset from now on."""
+        """Read the peaks before each reset from now on."""
         self._entered.enter_context(before_each_reset(self.look))
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""The libraries that talk to NVIDIA's driver, and what stands in for each: which sources, and what the rest answers."""
+"""Libraries above NVIDIA's driver and their stand-ins: the sources of each, and the status of its stubs."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ ALWAYS = (DRIVER, "libnvidia-ml.so.1")
 
 
 def library_of(soname: str) -> Library | None:
-    """The library with this soname (``"libcudart.so.13"``); ``None`` where it is not NVIDIA's."""
+    """Return the library with this soname (``"libcudart.so.13"``); ``None`` where it is not NVIDIA's."""
     return BY_STEM.get(soname.partition(".so")[0])
 
 
 def stubs(library: Library, names: set[str]) -> str:
-    """C for every function among ``names``, each weak: a function in the sources takes its place.
+    """Return C code of a weak stub for each of ``names``: a function in the sources takes its place.
 
     A stub that is not known to do nothing says its name and fails. Success would leave what it should have written unset.
     """

@@ -1,4 +1,4 @@
-"""Load the stand-ins before torch is, in this process and in those that it starts."""
+"""Loading of the stand-ins before torch, in this process and in those that it starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Configuration(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Emulation:
-    """The GPU that this process has instead of one."""
+    """The emulated GPU of this process."""
 
     gpu: Gpu
     runtime: ctypes.CDLL
@@ -69,7 +69,7 @@ class Emulation:
     cudnn: Cudnn
 
     def launches(self) -> dict[str, int]:
-        """Kernels that were launched since `forget_launches`, by their mangled name or the library's function."""
+        """Return the kernels that were launched since `forget_launches`, by their mangled name or the library's function."""
         found: dict[str, int] = {}
 
         def tell(name: bytes, times: int) -> None:
@@ -79,7 +79,7 @@ class Emulation:
         return found
 
     def forget_launches(self) -> None:
-        """Begin to count launches anew."""
+        """Reset the counts of launches."""
         self.runtime.gpumem_forget_launches()
 
 
@@ -88,12 +88,12 @@ _loaded: list[Emulation] = []
 
 
 def current_emulation() -> Emulation | None:
-    """The GPU that is emulated in this process; ``None`` where none is."""
+    """Return the GPU that is emulated in this process; ``None`` where none is."""
     return _loaded[0] if _loaded else None
 
 
 def emulate(word: str) -> Emulation:
-    """Have this process, and those that it starts, find an emulated GPU when torch is imported.
+    """Set up an emulated GPU for this process, and those that it starts, before torch is imported.
 
     Args:
         word: ``"emulated:h100"``, say.
@@ -182,7 +182,7 @@ def _refuse_elsewhere() -> None:
 
 
 def _who_imported_torch() -> str:
-    """The module that imported torch: of those that have it, the first that was ready after torch was."""
+    """Return the module that imported torch: of those that have it, the first that was loaded after torch was."""
     torch = sys.modules["torch"]
     names = list(sys.modules)
     for name in names[names.index("torch") + 1 :]:

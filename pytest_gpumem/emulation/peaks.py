@@ -1,4 +1,4 @@
-"""The peaks of a program on an emulated GPU, told when it ends, and what is live at them."""
+"""Peaks of a program on an emulated GPU, printed when it ends, with the lines whose blocks are live then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOWHERE = "no line of the program"
 
 @dataclass(frozen=True, slots=True)
 class AtPeak:
-    """What is live where most is: bytes in all, and how many blocks of how many bytes each line has made."""
+    """The live bytes at the peak: in all, and blocks and bytes by the line that made them."""
 
     nbytes: int
     blocks: Mapping[str, int]
@@ -32,7 +32,7 @@ class AtPeak:
 
 
 def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
-    """Return what is live where most is, of an allocator's history.
+    """Return the live bytes at the peak of an allocator's history.
 
     Args:
         trace: Its entries, as in the snapshots of PyTorch: ``alloc`` and ``free_completed``, with ``addr``, ``size`` and
@@ -58,7 +58,7 @@ def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
 
 
 def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[int, Mapping[str, Any]]]]:
-    """After each entry of a history, the bytes that are live, and by address the entries that made them."""
+    """Yield the live bytes after each entry of a history, and by address the entries that made them."""
     live: dict[int, Mapping[str, Any]] = {}
     total = 0
     for entry in trace:
@@ -71,7 +71,7 @@ def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping
 
 
 def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
-    """The nearest line of the program, as ``file:line function``."""
+    """Return the nearest line of the program, as ``file:line function``."""
     for frame in frames:
         file = str(frame["filename"])
         if not file.startswith((torchs, _OURS, "<")):
@@ -80,7 +80,7 @@ def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
 
 
 def tell_at_the_end() -> None:
-    """Record the allocator from the moment that CUDA is used, and tell the peaks when the process ends."""
+    """Record the allocator once CUDA is used, and print the peaks when the process ends."""
     when_cuda_begins(_begin)
 
 

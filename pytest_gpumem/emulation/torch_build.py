@@ -1,4 +1,4 @@
-"""The torch that is installed, told from its files: it must not be imported before the stand-ins are there."""
+"""The installed build of torch, read from its files: it must not be imported before the stand-ins are loaded."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class TorchBuild:
 
     @property
     def cuda_number(self) -> int:
-        """CUDA's release as its headers have it: 13.0 is 13000."""
+        """Return CUDA's release as its headers have it: 13.0 is 13000."""
         return self.cuda[0] * 1000 + self.cuda[1] * 10
 
     @property
     def cudnn_number(self) -> int:
-        """CuDNN's release as its headers have it: 9.20.0 is 92000."""
+        """Return cuDNN's release as its headers have it: 9.20.0 is 92000."""
         major, minor, patch = self.cudnn
         return major * 10000 + minor * 100 + patch
 
@@ -74,7 +74,7 @@ def installed_torch() -> TorchBuild:
 
 
 def _cudnn() -> tuple[tuple[int, int, int], str]:
-    """The release of cuDNN that torch requires, and its package: it compares the one that is there with this one."""
+    """Return the release of cuDNN that torch requires and checks for, and its package."""
     try:
         wanted = requires("torch") or []
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What torch.compile needs on an emulated GPU: Triton, which finds the driver in its own way, and a cache apart."""
+"""Requirements of torch.compile on an emulated GPU: Triton, the driver that it links to, and a cache of its own."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
 
 
 def _cache() -> str:
-    """Beside torch's own, which is ``torchinductor_<user>``."""
+    """Return the folder of the compiler's cache, beside torch's own, which is ``torchinductor_<user>``."""
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}_emulated")  # noqa: PTH118
 
 
 def _triton() -> str:
-    """What pip is to install: the release that torch asks for."""
+    """Return the requirement for pip: the release that torch asks for."""
     try:
         wanted = requires("torch") or []
     except PackageNotFoundError:

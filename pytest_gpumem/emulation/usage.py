@@ -1,4 +1,4 @@
-"""What the processes of a program took of emulated GPUs, as each leaves it in a folder for the process that started them."""
+"""Usage of emulated GPUs by a program's processes, which each leaves in a folder for the process that started it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RanOut:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What one process took."""
+    """Usage of emulated GPUs by one process."""
 
     began: int
     """When it first used CUDA, in ns of the machine's monotonic clock."""
@@ -58,12 +58,12 @@ class ProcessUsage:
 
 
 def to_text(usage: ProcessUsage) -> str:
-    """``usage`` as JSON."""
+    """Return ``usage`` as JSON."""
     return json.dumps(asdict(usage))
 
 
 def from_text(text: str) -> ProcessUsage:
-    """The reverse of `to_text`."""
+    """Return the usage that `to_text` turned into JSON."""
     plain: Mapping[str, Any] = json.loads(text)
     devices = tuple(DeviceUsage(**device) for device in plain["devices"])
     ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
@@ -71,13 +71,13 @@ def from_text(text: str) -> ProcessUsage:
 
 
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
-    """What the processes have left in ``folder``, in the order in which they began to use CUDA."""
+    """Return the usages in ``folder``, in the order in which the processes began to use CUDA."""
     found = [from_text(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     return tuple(sorted(found, key=lambda usage: usage.began))
 
 
 def among_all(device: int, visible: str | None) -> int:
-    """The number among all devices of the one that a process calls ``device``.
+    """Return the number among all devices of the one that a process calls ``device``.
 
     Args:
         device: Its number in the process.

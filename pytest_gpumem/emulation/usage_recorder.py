@@ -1,4 +1,4 @@
-"""Records what a process takes of an emulated GPU, and leaves it in a folder when the process ends or runs out of memory."""
+"""Recorder of a process's usage of an emulated GPU, written to a folder when it ends or runs out of memory."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _number(device: int) -> int:
 
 
 def _programs_line() -> str:
-    """The program's line that this thread is at; the main thread's where it is at none, as autograd's threads in backward."""
+    """Return the program's line that this thread is at, or that of the main thread (autograd's threads have none)."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- the interpreter's, documented
     threads = [sys._getframe(1), main]  # noqa: SLF001 -- likewise
     for passed_over in ((*_OF_TORCH_OR_OURS, *_OF_LIBRARIES), _OF_TORCH_OR_OURS):

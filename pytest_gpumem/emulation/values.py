@@ -1,4 +1,4 @@
-"""Where values of small tensors are computed: all of a process, but for backward outside of modules.
+"""Extent of the mode that computes values: the whole process, but for backward outside of modules.
 
 The mode (`HostValues`) is entered once for good in the thread that imports torch. Autograd's threads inherit it, others do not.
 """
@@ -48,12 +48,12 @@ def begin() -> HostValues:
 
 
 def current() -> HostValues | None:
-    """The mode of this process."""
+    """Return the mode of this process."""
     return _mode
 
 
 def _away_in_backward(mode: HostValues) -> None:
-    """Have backward run without the mode, but for modules that are computed again in it.
+    """Run backward without the mode, but for modules that are computed again in it.
 
     With any dispatch mode, torch's derivatives avoid operators in place and without one allocate less
     (``isTensorSubclassLike`` in ATen): the mode would change the peaks that it is there for.
@@ -79,7 +79,7 @@ def _away_in_backward(mode: HostValues) -> None:
 
 @contextmanager
 def _back_in_modules(mode: HostValues) -> Iterator[None]:
-    """Within, modules that backward calls run in the mode. Not for good: torch.compile warns of such hooks in forward."""
+    """Run modules that backward calls in the mode. Within a context: torch.compile warns of such hooks in forward."""
     depth = local()
 
     def called(module: torch.nn.Module, args: object) -> None:
@@ -109,7 +109,7 @@ def _back_in_modules(mode: HostValues) -> Iterator[None]:
 
 
 def _watch_integers(mode: HostValues) -> None:
-    """Have the mode know when a float is read to become an integer."""
+    """Tell the mode when a float is read to become an integer."""
     for name in ("__int__", "__index__"):
         original = getattr(torch.Tensor, name)
         setattr(torch.Tensor, name, _as_integer(mode, original))

@@ -1,1 +1,1 @@
-"""What a peak is made of: recorded events, the blocks that they tell of, their composition, and what changed in it."""
+"""Explanation of a peak: recorded events, block lifetimes, and the composition of the live bytes."""

@@ -1,4 +1,4 @@
-"""A recorded step as files: its timeline as JSON, and the allocator's snapshot for PyTorch's own viewer."""
+"""Artifacts of a recorded step as files: its timeline as JSON, and the allocator's snapshot for PyTorch's own viewer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LONGEST_NAME = 120
 
 
 def artifact_name(nodeid: str, number: int) -> str:
-    """A file's name, without suffix, for the ``number``-th recording of a test; different for different tests."""
+    """Return the name of a file, without suffix, for the ``number``-th recording of a test; different for each test."""
     plain = re.sub(r"[^A-Za-z0-9.\-]+", "_", nodeid)[-_LONGEST_NAME:].strip("_.-")
     return f"{plain or 'test'}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}-{number}"
 
 
 class Artifacts:
-    """Writes what was recorded of one test into a folder, if there is one."""
+    """Writer of the recordings of one test into a folder, if there is one."""
 
     def __init__(self, folder: Path | None, nodeid: str, device: Device) -> None:
         self._folder = folder
@@ -35,7 +35,7 @@ class Artifacts:
         self._count = 0
 
     def keep(self, recorded: Recorded) -> str | None:
-        """Write a recording. Returns a clause when that cannot be done: nobody should look for it in vain."""
+        """Write a recording, and return a clause when that fails."""
         if self._folder is None:
             return None
         self._count += 1
@@ -56,7 +56,7 @@ def write_timeline(path: Path, nodeid: str, recorded: Recorded) -> None:
 
 
 def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
-    """The step's bytes over time, by category.
+    """Return the step's bytes over time, by category, for JSON.
 
     ``time_ns`` counts from the first event; the categories of each moment add up to ``total``, which is what the step held
     then, in bytes. ``phases`` have a name, a beginning and an end; ``peak`` is an index into ``time_ns``.

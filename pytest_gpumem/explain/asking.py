@@ -1,4 +1,4 @@
-"""Whether a test reads a composition, so that one has to be recorded for it."""
+"""Detection of tests that read a composition, so that one has to be recorded for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASKING = {"composition", "explanation"}
 
 
 def asks_for_composition(function: object) -> bool:
-    """Whether a function reads an attribute of that name, or a function of its own module that it calls does.
+    """Return whether a function, or one of its own module that it calls, reads an attribute of that name.
 
     What goes further away is not followed: there ``explain=True`` says so.
     """
@@ -39,7 +39,7 @@ def asks_for_composition(function: object) -> bool:
 
 
 def _unwrapped(value: object) -> list[types.FunctionType]:
-    """A function and what it wraps, from the outside in: decorators are often another module's."""
+    """Return a function and what it wraps, from the outside in: decorators are often another module's."""
     functions: list[types.FunctionType] = []
     passed: set[int] = set()
     while value is not None and id(value) not in passed:
@@ -52,7 +52,7 @@ def _unwrapped(value: object) -> list[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of functions, lambdas and comprehensions within."""
+    """Return the code of a function, and of functions, lambdas and comprehensions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""What the bytes live at a moment of a timeline are. Pure."""
+"""Composition of the bytes that are live at a moment of a timeline. Pure."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
-    """What is live right after a moment. ``own`` are the step's bytes when the recording began."""
+    """Return the composition right after a moment. ``own`` are the step's bytes when the recording began."""
     live = timeline.live[moment] if moment >= 0 else 0
     composition = _composition(timeline, timeline.at(moment), own + live)
     return replace(composition, no_grad=timeline.no_grad, no_backward=timeline.no_backward)
 
 
 def composition_of_peak(timeline: Timeline, own: int) -> Composition:
-    """What is live at the peak of the step."""
+    """Return the composition at the peak of the step."""
     return composition_at(timeline, timeline.peak, own)
 
 
 def composition_of_retained(timeline: Timeline) -> Composition:
-    """What the step left behind: allocated in it, and still there when garbage had been collected."""
+    """Return the composition of retained bytes: allocated in the step, and live after garbage was collected."""
     left = left_by(timeline)
     return _composition(timeline, left, sum(life.nbytes for life in left))
 
 
 def left_by(timeline: Timeline) -> list[Lifetime]:
-    """The blocks that the step allocated, and that are still there when garbage has been collected."""
+    """Return the blocks that the step allocated and that are live after garbage was collected."""
     return [
         life for life in timeline.lives if life.born >= 0 and life.died is None and not _is_workspace(life, timeline)
     ]
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:
-    """What only the cyclic collector freed, after the step."""
+    """Return the composition of what only the cyclic collector freed, after the step."""
     if timeline.garbage is None:
         return Composition(0, ())
     begin, end = timeline.garbage
@@ -81,7 +81,7 @@ def _row(life: Lifetime, timeline: Timeline) -> Row:
 
 
 def category_of(life: Lifetime, timeline: Timeline) -> str:
-    """What a block is for: by what it was seen to be, or else by who allocated it and how long it lived."""
+    """Return the category of a block: by its owner, or else by its creation site and lifetime."""
     if life.like is not None:
         return category_of(life.like, timeline)
     if life.label is not None:
@@ -96,7 +96,7 @@ def category_of(life: Lifetime, timeline: Timeline) -> str:
 
 
 def _of_python_code(life: Lifetime, timeline: Timeline) -> str:
-    """The category of what forward, code that is recomputed, or an optimizer allocated."""
+    """Return the category of a block that forward, recomputed code, or an optimizer allocated."""
     if life.in_optimizer:
         return "temporary" if life.died is not None else "other"
     if life.module_ended is not None:
@@ -110,7 +110,7 @@ def _of_python_code(life: Lifetime, timeline: Timeline) -> str:
 
 
 def _is_workspace(life: Lifetime, timeline: Timeline) -> bool:
-    """Whether it went with the workspaces that the backend gave back after the step."""
+    """Return whether the block was freed with the workspaces that the backend gave back after the step."""
     if timeline.workspaces is None or life.died is None:
         return False
     begin, end = timeline.workspaces

@@ -1,4 +1,4 @@
-"""Which line made the tensors that are there before a recording begins: parameters, buffers."""
+"""Creation sites of tensors from before a recording: the lines that made parameters and buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def creation_sites(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
-    """Within, a tensor that a torch function makes is entered in ``found``: its address, and the line of the call."""
+    """Enter the tensors that torch functions make within the context in ``found``: the line of the call, by address."""
     import torch
     from torch.overrides import TorchFunctionMode
 

@@ -1,4 +1,4 @@
-"""Reference cycles that hold tensors: which objects only the cyclic collector could free."""
+"""Reference cycles that hold tensors, which only the cyclic collector can free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 8
 
 
 def collect_and_tell() -> tuple[str, ...]:
-    """Collect garbage, and tell the types in the reference cycles among it that hold tensors: ``"Trainer -> dict -> Trainer"``.
+    """Collect garbage, and return the types in its reference cycles that hold tensors: ``"Trainer -> dict -> Trainer"``.
 
     The most frequent cycles first, at most `MOST_TOLD` of them. Somebody's own ``gc.set_debug`` is given back.
     """
@@ -36,7 +36,7 @@ def collect_and_tell() -> tuple[str, ...]:
 
 
 def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
-    """The types in each reference cycle among ``objects`` that holds a tensor of them, itself or through others.
+    """Return the types in each reference cycle among ``objects`` that holds one of their tensors, directly or not.
 
     Each is told from the type that says most of where it comes from.
     """
@@ -63,7 +63,7 @@ def _is_tensor(one: object) -> bool:
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:
-    """One shortest cycle through the most telling object of a component."""
+    """Return a shortest cycle through the object of a component whose type says most."""
     first = min(component, key=lambda number: (_dull(objects[number]), number))
     inside = set(component)
     came_from: dict[int, int] = {}
@@ -87,7 +87,7 @@ def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], object
 
 
 def _dull(one: object) -> int:
-    """How little the type of an object tells."""
+    """Return a sort key that is larger the less the type of an object says."""
     if is_a(one, dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType):
         return 2
     return 1 if package_of(type(one)) in ("builtins", "functools", "weakref") else 0
@@ -103,7 +103,7 @@ def _type_name(one: object) -> str:
 
 
 def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Strongly connected components, by Tarjan's algorithm (SIAM J. Comput. 1(2), 1972), without recursion."""
+    """Return the strongly connected components, by Tarjan's algorithm (SIAM J. Comput. 1(2), 1972), without recursion."""
     order: dict[int, int] = {}
     low: dict[int, int] = {}
     on_stack: set[int] = set()

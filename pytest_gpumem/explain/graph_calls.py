@@ -1,4 +1,4 @@
-"""Which calls of modules autograd recorded while a trace is read, and to which of them backward came. Pure."""
+"""Calls of modules in a trace that autograd recorded, and those that backward reached. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GraphCalls:
-    """Follows the spans of a trace, in their order."""
+    """Counter of module calls, fed with the spans of a trace in their order."""
 
     def __init__(self, marks: Sequence[Mark]) -> None:
         self._marks = marks
@@ -53,11 +53,11 @@ class GraphCalls:
         return span.kind == "mark" and self._marks[span.mark].kind == "module"
 
     def no_grad(self) -> ModuleCalls:
-        """How many of each module's calls began with grad mode off."""
+        """Return how many of each module's calls began with grad mode off."""
         return counted(self._calls)
 
     def no_backward(self) -> ModuleCalls:
-        """Of each module's calls in forward that made nodes of the graph, how many saw none of them run.
+        """Return for each module how many of its forward calls that made graph nodes had none of them run.
 
         Nothing of a step without backward.
         """

@@ -46,7 +46,7 @@ def _tensors() -> list[Any]:
 
 
 def _held(tensors: list[Any]) -> list[Any]:
-    """Those of ``tensors`` that an object refers to: of a graph's tensors it is mostly none.
+    """Return those of ``tensors`` that an object refers to: of a graph's tensors it is mostly none.
 
     Python goes through all objects to find who refers to one, or to any of many, which takes less than one after another.
     """
@@ -62,7 +62,7 @@ def _address(tensor: Any) -> int | None:
 
 
 class _Climb:
-    """From objects up to whoever has a name. ``ours`` are lists of the caller that refer to them.
+    """Search from objects up to holders with a name. ``ours`` are lists of the caller that refer to them.
 
     Python goes through all objects to find who refers to one, in much less time than for each of many after another: each
     height is climbed by all at once.
@@ -73,7 +73,7 @@ class _Climb:
         """Containers of this climb. They are kept: another object must not get the place of one."""
 
     def paths_of(self, values: list[Any], height: int = 0) -> dict[int, str]:
-        """The path to each value, by the value's id. Those that no name leads to are left out."""
+        """Return the path to each value, by the value's id. Those that no name leads to are left out."""
         if not values or height > _HIGHEST:
             return {}
         holders, of = self._look(values)
@@ -93,7 +93,7 @@ class _Climb:
         return found
 
     def _look(self, values: list[Any]) -> tuple[dict[int, Any], dict[int, list[int]]]:
-        """Who refers to any of the values, by id, and the ids of those who refer to each, by the value's id."""
+        """Return the objects that refer to any of the values, by id, and their ids for each value, by the value's id."""
         self._ours.append(values)
         ours = {id(self._ours), *map(id, self._ours)}
         of: dict[int, list[int]] = {id(value): [] for value in values}
@@ -109,7 +109,7 @@ class _Climb:
         return holders, of
 
     def _names(self, holders: dict[int, Any], of: dict[int, list[int]], values: list[Any]) -> dict[int, str]:
-        """The name that the first holder who has one gives to each value, by the value's id."""
+        """Return the name that the first holder with one gives to each value, by the value's id."""
         variables = self._variables([holder for holder in holders.values() if type(holder) is types.CellType])
         keys = {
             (one, id(value)): key
@@ -136,7 +136,7 @@ class _Climb:
         return found
 
     def _owners(self, namespaces: list[Any]) -> dict[int, str]:
-        """The module, class or object whose names are in each, by the id of the dict. One that is nobody's is left out."""
+        """Return the module, class or object that each dict of names belongs to, by the id of the dict, where there is one."""
         found: dict[int, str] = {}
         for namespace in namespaces:
             name = dict.get(namespace, "__name__")
@@ -152,7 +152,7 @@ class _Climb:
         return found
 
     def _variables(self, cells: list[Any]) -> dict[int, str]:
-        """The variable that each is of, with its function, by the cell's id."""
+        """Return the variable of each closure cell, with its function, by the cell's id."""
         found: dict[int, str] = {}
         closures, of_cell = self._look(cells)
         tuples = [closure for closure in closures.values() if type(closure) is tuple]
@@ -169,7 +169,7 @@ class _Climb:
 
 
 def _attribute(holder: object, value: object) -> str | None:
-    """The name of an attribute of ``holder`` that lies in the object itself, without a dict."""
+    """Return the name of an attribute of ``holder`` that lies in the object itself, without a dict."""
     if issubclass(type(holder), (*_CONTAINERS, type, types.FunctionType, types.ModuleType, types.CellType)):
         return None
     attributes = instance_dict(holder)
@@ -178,7 +178,7 @@ def _attribute(holder: object, value: object) -> str | None:
 
 
 def _is_nobodys(holder: object) -> bool:
-    """Whether it is a running frame, or pytest's or ours."""
+    """Return whether a holder is a running frame, or pytest's or ours."""
     return type(holder) is types.FrameType or package_of(type(holder)) in NOT_THE_TESTS
 
 
@@ -187,6 +187,6 @@ def _key_of(names: dict[Any, Any], value: object) -> str | None:
 
 
 def _outer(function: types.FunctionType) -> str:
-    """The function that a closure's variables are of."""
+    """Return the function that a closure's variables are of."""
     outer, _, inner = function.__qualname__.rpartition(".<locals>.")
     return outer or inner

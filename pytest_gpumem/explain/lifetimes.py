@@ -1,4 +1,4 @@
-"""From a trace to the lives of its blocks: when each was born, in what, and when it died. Pure."""
+"""Block lifetimes of one recorded step: when each was allocated, in which spans, and when it was freed. Pure."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Timeline:
     """As of `GraphCalls`."""
 
     def at(self, moment: int) -> list[Lifetime]:
-        """The blocks that are live right after a moment."""
+        """Return the blocks that are live right after a moment."""
         return [life for life in self.lives if life.born <= moment and (life.died is None or life.died > moment)]
 
 
@@ -90,7 +90,7 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
 
 
 def _with_leftovers(lives: tuple[Lifetime, ...], own_bytes: int) -> tuple[Lifetime, ...]:
-    """Tell blocks that were there before, and are on nothing, as those of that size that this step leaves as well.
+    """Match older blocks without an owner with blocks of the same size that this step leaves behind.
 
     They are the step's as far as ``own_bytes`` has room for them beside what else it held when it began.
     """
@@ -239,14 +239,14 @@ class _Reader:
         return _Birth(life, around.call if around.call >= 0 else around.outermost_operator, around.module)
 
     def _led_back(self, node: Open, own: Mark | None) -> Mark | None:
-        """The mark around the operator that made a node; Python code of the node's own has a line of its own."""
+        """Return the mark around the operator that made a node, or the node's own where it runs Python code."""
         made = self._made.get(node.sequence)
         if own is None or not (own.site or own.library):
             return made
         return replace(own, path=own.path or (made.path if made is not None else ""))
 
     def _computed_again(self, mark: Mark) -> Mark:
-        """A mark in backward, with the module or the line that forward had there: callers are torch's then."""
+        """Return a mark in backward with the module or the line of forward, since callers are torch's then."""
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         if not mark.site and not mark.library and mark.path in self._sites:

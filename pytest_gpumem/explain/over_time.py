@@ -1,4 +1,4 @@
-"""From a recording to the step's bytes over time, by category. Pure."""
+"""The step's bytes over time, by category, from a recording. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def over_time_of(recorded: Recorded) -> OverTime:
-    """The bytes that the recorded step held: at its beginning, and after each of its allocations and frees."""
+    """Return the bytes that the recorded step held: at its beginning, and after each allocation and free."""
     timeline, tokens = recorded.timeline, recorded.trace.tokens
     events = [(n, token) for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
     place = {moment: number for number, (moment, _) in enumerate(events)}

@@ -32,7 +32,7 @@ _STAYS = ("parameter", "buffer", "optimizer state")
 
 
 class Known:
-    """What was told, and what was met while the step ran. Nothing is kept alive by it but inputs.
+    """Owners that were registered, or found while the step ran. Only inputs are kept alive by it.
 
     ``creation_sites`` are the lines that allocated what was there before, by address. ``blocks_of`` gives address and bytes
     of each block of a tensor; by default those of its storages on ``device``.
@@ -57,7 +57,7 @@ class Known:
         self._told: set[tuple[str, int, str]] = set()
 
     def model(self, module: torch.nn.Module) -> None:
-        """Know a model by its outermost module, if it is not a part of one that is known."""
+        """Register a model by its outermost module, unless it is a part of a registered one."""
         if self.path_of(module) is not None:
             return
         # A generator and a discriminator may have modules of the same names; blocks of one list are of one kind.
@@ -71,18 +71,18 @@ class Known:
                 self._paths[id(child)] = weakref.ref(child), shown
 
     def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
-        """Know an optimizer, and the line that calls its step."""
+        """Register an optimizer, and the line that calls its step."""
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         if line:
             self._stepped[id(optimizer)] = weakref.ref(optimizer), line
 
     def inputs(self, value: object) -> None:
-        """Tensors that can be reached from ``value`` and are nothing else are inputs."""
+        """Register the tensors reachable from ``value`` as inputs, where they are nothing else."""
         self._inputs.append(value)
 
     def within(self, value: object) -> None:
-        """Know the models and optimizers that can be reached from a value."""
+        """Register the models and optimizers that can be reached from a value."""
         import torch
 
         found = list(reachable([value]))
@@ -96,21 +96,21 @@ class Known:
                 self.optimizer(one)
 
     def path_of(self, module: torch.nn.Module) -> str | None:
-        """The path of a module in the model that it is known to be a part of."""
+        """Return the path of a module in its registered model."""
         return _of(self._paths, module)
 
     def zeroed(self, tensors: object, line: str) -> None:
-        """A line filled tensors with zeros."""
+        """Note the line that filled tensors with zeros."""
         for tensor in reachable_tensors([tensors]):
             for address, _ in self.blocks_of(tensor):
                 self._zeroed[address] = line
 
     def forget(self) -> None:
-        """Let go of the inputs."""
+        """Release the inputs."""
         self._inputs.clear()
 
     def labels(self) -> Iterator[Label]:
-        """What can be found now: parameters, buffers, gradients, optimizer state and inputs.
+        """Return an ownership snapshot: parameters, buffers, gradients, optimizer state and inputs, as they are now.
 
         Of what stays where it is, each is told once.
         """
@@ -163,7 +163,7 @@ class Known:
                 yield Label(address, category, module, text, self._line(category, address, maker))
 
     def _line(self, category: str, address: int, maker: str) -> str:
-        """Where a block that was there before comes from. Later blocks may lie where something else was born."""
+        """Return the line that made a block. Creation sites hold for early categories only: later blocks reuse addresses."""
         if category in _BORN_EARLY and address in self._births:
             return self._births[address].user
         return self._zeroed.get(address, "") if category == "gradient" else maker
@@ -174,7 +174,7 @@ class Known:
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters that an optimizer holds itself: one that wraps another has them from that one."""
+    """Yield the parameters that an optimizer holds itself: a wrapper's are those of the one that it wraps."""
     import torch
 
     groups = attribute(optimizer, "param_groups")
@@ -187,11 +187,11 @@ Reference = TypeVar("Reference")
 
 
 def _of(noted: Mapping[int, tuple[weakref.ref[Reference], str]], one: Reference) -> str | None:
-    """What was noted of an object that lives; ids are used again."""
+    """Return what was noted of a live object, since ids are used again."""
     reference, said = noted.get(id(one), (None, None))
     return said if reference is not None and reference() is one else None
 
 
 def _as_written(path: str) -> str:
-    """A module's path without what torch.compile puts around modules."""
+    """Return a module's path without what torch.compile puts around modules."""
     return path.replace("_orig_mod.", "").removesuffix("._orig_mod")

@@ -1,4 +1,4 @@
-"""At which line of which module an operator is called, asked from below autograd while a step runs."""
+"""Lines and modules at which operators are called, found from below autograd while a step runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """Places of one run of a step."""
+    """Finder of the places of operators during one run of a step."""
 
     def __init__(self, sites: Sites, device: torch.device) -> None:
         self._sites = sites
@@ -33,11 +33,11 @@ class Places:
         """Where it reached a library's line in a module."""
 
     def watching(self) -> AbstractContextManager[None]:
-        """Within, modules are followed."""
+        """Follow the modules' calls within the context."""
         return self._tracker.watching()
 
     def here(self) -> Place:
-        """Where the operator is called that is about to run. To be asked of each operator: views make nodes, too."""
+        """Return the place of the operator that is about to run. To be called for each operator: views make nodes, too."""
         module, site = folded(self._tracker.module), self._sites.here(2)
         number = running_node_number()
         if number is None:

@@ -1,4 +1,4 @@
-"""Runs a step once more with recording, apart from those whose memory and time are measured, and explains its peak."""
+"""Recording of a step in a run of its own, apart from the measured ones, and the explanation of its peak."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def not_explained_note(error: BaseException) -> str:
 
 
 def know_nothing(_: Tracker) -> None:
-    """What is not told is found while the step runs."""
+    """Register nothing in advance: the default where owners are found while the step runs."""
 
 
 def nothing_to_prepare() -> None:
-    """A step that repeats begins as it did."""
+    """Prepare nothing: the default for a step that repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What was measured of what is recorded, in bytes: its peak, and how much it allocated in all.
+    """The measured figures that a recording has to match, in bytes: its peak, and how much it allocated in all.
 
     ``turnover`` is ``None`` for what need not do the same again: a test's call that fills a cache.
     """
@@ -68,7 +68,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What an earlier run left: it may be a cache, which is a part of the step, or a leak, which is nobody's now."""
+    """Blocks that an earlier run left: a cache, which is a part of the step, or a leak, which is not."""
 
     nbytes: int = 0
     addresses: frozenset[int] = frozenset()
@@ -76,13 +76,13 @@ class Left:
 
 
 def nothing_left() -> Left:
-    """A step that repeats holds what it keeps."""
+    """Return that nothing was left: the default for a step that repeats, which holds what it keeps."""
     return Left()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is recorded. ``run(tracker)`` runs it once; ``own`` gives the storages that it holds when it begins.
+    """The step or call to record. ``run(tracker)`` runs it once; ``own`` gives the storages that it holds when it begins.
 
     ``own_bytes`` counts those that belong to it when it begins, also those that cannot be found one by one.
     """
@@ -118,24 +118,24 @@ class Recorded:
     """What keeps the tensors that it left: attributes, variables, elements of containers."""
 
     def with_what_was_left(self) -> Recorded:
-        """The same, read so that what an earlier run left is the step's own."""
+        """Return the same recording with the blocks that an earlier run left as the step's own."""
         trace = replace(self.trace, own=self.trace.own | (self.left.addresses & self.trace.before.keys()))
         own_bytes = self.own_bytes + self.left.nbytes
         return replace(self, trace=trace, timeline=timeline_of(trace, own_bytes), own_bytes=own_bytes, left=Left())
 
     def without_later_growth(self, own_bytes: int) -> Recorded:
-        """The same, read as if it had begun with ``own_bytes``: without what the steps since then have kept."""
+        """Return the same recording as if it had begun with ``own_bytes``: without what the steps since then have kept."""
         if own_bytes >= self.own_bytes:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
     def is_as(self, expected: Expected) -> bool:
-        """Whether it allocated what was measured."""
+        """Return whether it allocated as many bytes as were measured."""
         return self.peak == expected.peak and expected.turnover in (None, self.turnover)
 
     @property
     def peak(self) -> int:
-        """In bytes."""
+        """Peak of the step in bytes."""
         return self.own_bytes + self.timeline.peak_bytes
 
     @property
@@ -192,7 +192,7 @@ def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tup
 
 
 def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Recorded:
-    """Run ``subject`` once and record it. Nothing that it raises gets out, except Ctrl-C and the like.
+    """Run ``subject`` once and record it. Its exceptions are kept in the result, except Ctrl-C and the like.
 
     Python's cyclic collector has to be off, as in the steps that were measured.
     """
@@ -246,7 +246,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. The CPU's allocator has no class of its own for it."""
+    """Return whether an exception says that memory ran out. The CPU's allocator has no class of its own for it."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -255,7 +255,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """The bytes that could not be had, by the error's message: ``Tried to allocate 20.00 GiB``."""
+    """Return the bytes that could not be allocated, from the error's message: ``Tried to allocate 20.00 GiB``."""
     found = _TRIED_TO_ALLOCATE.search(str(error))
     if found is None:
         return None
@@ -267,7 +267,7 @@ def asked_for(error: BaseException) -> int | None:
 
 @contextmanager
 def phase(tracker: Tracker, name: str) -> Iterator[None]:
-    """A phase of a step that is recorded."""
+    """Mark a phase of the recorded step."""
     with tracker.mark(Mark("phase", name)):
         yield
     tracker.look()
@@ -285,7 +285,7 @@ def _explained(done: Recorded) -> Explanation:
 
 
 def _moment_of_failure(done: Recorded) -> int:
-    """When memory ran out: CUDA's allocator says so, and else it was in the innermost call that failed.
+    """Return the moment when memory ran out: as CUDA's allocator says, or else in the innermost call that failed.
 
     The host's allocation that failed is not among the events. What comes after it is the unwinding, which only frees, so it
     was when the most was live within that call.

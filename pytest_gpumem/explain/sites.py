@@ -1,4 +1,4 @@
-"""Where in the user's code we are: the innermost frame that is theirs, and the model library's beneath it."""
+"""Source locations: the innermost frame of the user's code, and the model library's beneath it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Site(NamedTuple):
 
 
 class Sites:
-    """Finds sites. Paths are told from ``root``, or from the folder that a library is installed in."""
+    """Finder of source locations. Paths are relative to ``root``, or from the folder that a library is installed in."""
 
     def __init__(self, root: Path) -> None:
         import torch
@@ -42,7 +42,7 @@ class Sites:
         self._files: dict[str, tuple[bool, str] | None] = {}
 
     def here(self, depth: int = 1) -> Site:
-        """The site of the caller, ``depth`` frames up."""
+        """Return the site of the caller, ``depth`` frames up."""
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - inspect.currentframe() under a public name, with a depth
         library = ""
         while frame is not None:
@@ -62,7 +62,7 @@ class Sites:
         return Site("", library)
 
     def _file(self, name: str) -> tuple[bool, str] | None:
-        """Whether a file is the user's, and how it is shown; ``None`` for one whose frames are passed over."""
+        """Return whether a file is the user's and how it is shown; ``None`` for one whose frames are skipped."""
         if name.startswith("<"):
             return None
         path = Path(name).resolve()

@@ -1,4 +1,4 @@
-"""The spans that are open around an allocation, from the outermost to the innermost, and what they make of it."""
+"""The stack of open spans around an allocation, outermost first, and its attribution to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contigu
 
 @dataclass(slots=True)
 class SpanStack:
-    """The open spans around an allocation, from the outermost to the innermost, and what they make of it."""
+    """The open spans around an allocation, outermost first, and the allocation's attribution to them."""
 
     lines: AbstractSet[tuple[str, str]]
     phase: str = ""

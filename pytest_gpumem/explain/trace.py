@@ -1,4 +1,4 @@
-"""A recorded step: what happened, the marks in it, and what was known of blocks when somebody looked. Frozen values."""
+"""A recorded step: events, marks, and ownership snapshots of its blocks. Frozen values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What the block at an address is."""
+    """The owner of the block at an address."""
 
     address: int
     category: str
@@ -61,7 +61,7 @@ class Trace:
     """The tensors that each call returned, by the index of its mark: operators only tell those that they take."""
 
     def to_plain(self) -> dict[str, Any]:
-        """For JSON; `trace_from_plain` is the way back."""
+        """Return plain values for JSON; `trace_from_plain` is the inverse."""
         return {
             "tokens": tokens_to_plain(list(self.tokens)),
             "marks": [asdict(mark) for mark in self.marks],
@@ -75,7 +75,7 @@ class Trace:
 
 
 def trace_from_plain(plain: Mapping[str, Any]) -> Trace:
-    """The trace that `Trace.to_plain` turned into plain values."""
+    """Return the trace that `Trace.to_plain` turned into plain values."""
     return Trace(
         tuple(tokens_from_plain(plain["tokens"])),
         tuple(Mark(**mark) for mark in plain["marks"]),
@@ -93,10 +93,10 @@ def _seen(tokens: list[Token]) -> list[Seen]:
 
 
 def folded(path: str) -> str:
-    """A module's path without layer numbers: ``h.0.attn`` is ``h.*.attn``."""
+    """Return a module's path without layer numbers: ``h.0.attn`` is ``h.*.attn``."""
     return _NUMBER.sub("*", path)
 
 
 def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """``float32[8, 256]``."""
+    """Return dtype and shape as text: ``float32[8, 256]``."""
     return f"{dtype}{list(shape)}"

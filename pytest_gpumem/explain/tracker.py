@@ -1,4 +1,4 @@
-"""Puts marks into a recording while a step runs: which module, which line, which optimizer, and what blocks are.
+"""Marks of modules, lines and optimizers in a recording while a step runs, and ownership snapshots of blocks.
 
 Nothing here looks at what the device does; a source (`Device.recorded`) does, and finds the marks among its events. A mark
 is a span of its name. Operators are not intercepted: a dispatch mode would make autograd choose other
@@ -37,7 +37,7 @@ _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_
 
 
 class Tracker:
-    """Marks and looks of one recording. ``device``, ``creation_sites`` and ``blocks_of`` as in `Known`.
+    """Marks and ownership snapshots of one recording. ``device``, ``creation_sites`` and ``blocks_of`` as in `Known`.
 
     Without ``looks`` no tensor is looked at: for who only asks in which module it is.
     """
@@ -69,7 +69,7 @@ class Tracker:
 
     @property
     def module(self) -> str:
-        """The path of the innermost module that runs; empty for none."""
+        """Return the path of the innermost module that runs; empty for none."""
         return self._modules[-1][1] if self._modules else ""
 
     def know(
@@ -78,7 +78,7 @@ class Tracker:
         optimizer: torch.optim.Optimizer | None = None,
         inputs: object = None,
     ) -> None:
-        """Tell what there is; models and optimizers that run meanwhile are found by themselves."""
+        """Register owners; models and optimizers that run meanwhile are found by themselves."""
         if model is not None:
             self.known.model(model)
         if optimizer is not None:
@@ -88,7 +88,7 @@ class Tracker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, modules, optimizers and calls are marked, as closely as the level says."""
+        """Mark modules, optimizers and calls within the context, in the detail of the level."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -114,7 +114,7 @@ class Tracker:
 
     @contextmanager
     def mark(self, mark: Mark) -> Iterator[None]:
-        """A span of the recording."""
+        """Mark a span of the recording."""
         number = len(self.marks)
         started = self._begin(mark)
         try:
@@ -127,7 +127,7 @@ class Tracker:
             started.__exit__(None, None, None)
 
     def look(self) -> None:
-        """Label what can be found now: parameters, buffers, gradients, optimizer state and inputs."""
+        """Take an ownership snapshot: parameters, buffers, gradients, optimizer state and inputs."""
         if not self._looks:
             return
         was_busy, self._busy = self._busy, True
@@ -206,7 +206,7 @@ class Tracker:
             self._optimizing.pop().__exit__(None, None, None)
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is another thread of the user's: spans are a thread's own.
+        """Return whether this is another thread of the user's: spans are a thread's own.
 
         Autograd's threads are no Python threads, and run while the one that called backward waits.
         """
@@ -223,7 +223,7 @@ class Tracker:
 
 
 def _autograd_records() -> bool:
-    """Whether what runs now becomes part of a graph: neither under ``no_grad`` nor under ``inference_mode``."""
+    """Return whether autograd records: neither under ``no_grad`` nor under ``inference_mode``."""
     import torch
 
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -237,7 +237,7 @@ def _tensor_type() -> type[torch.Tensor]:
 
 @cache
 def _calls() -> Any:
-    """Made once: a class is a reference cycle, and would be among the garbage that is told."""
+    """Return the mode's class, made once: a class is a reference cycle, and would be among the garbage that is reported."""
     from torch.overrides import TorchFunctionMode
 
     class Calls(TorchFunctionMode):

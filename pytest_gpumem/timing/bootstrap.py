@@ -17,7 +17,7 @@ MOST_TABULATED = 100
 
 
 def resampled_medians(values: Sequence[float], count: int, chance: random.Random) -> list[float]:
-    """The medians of ``count`` samples, with replacement and as many in each, of ``values``."""
+    """Return the medians of ``count`` samples with replacement of ``values``, as many values in each."""
     size = len(values)
     if size > MOST_TABULATED:
         return [statistics.median(chance.choices(values, k=size)) for _ in range(count)]
@@ -28,7 +28,7 @@ def resampled_medians(values: Sequence[float], count: int, chance: random.Random
 
 @lru_cache(maxsize=MOST_TABULATED)
 def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]:
-    """Which two of ``size`` ordered values are in the middle of a sample of them, with the probabilities, added up.
+    """Return the pairs of ``size`` ordered values that may be in the middle of a sample, with cumulated probabilities.
 
     Of an odd number it is one value, twice. By the distribution of order statistics (David and Nagaraja, Order Statistics,
     2.1 and 2.3): that k values of a sample are among the first i of n has the probability of k hits in n trials with i/n.
@@ -52,7 +52,7 @@ def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]
 
 
 def _at_least(hits: int, trials: int, share: float) -> float:
-    """The probability of at least ``hits`` in ``trials``."""
+    """Return the probability of at least ``hits`` in ``trials``."""
     return sum(
         math.comb(trials, number) * share**number * (1 - share) ** (trials - number)
         for number in range(hits, trials + 1)

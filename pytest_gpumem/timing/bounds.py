@@ -1,4 +1,4 @@
-"""By what factor a disturbance can have made a stretch longer, at most. A slowdown beyond that is the code's. Pure.
+"""Bounds of interference: by what factor each kind can slow a step at most. The rest is the code's. Pure.
 
 Two kinds of factors. What *took time* from the step (another process on its core, say) is known stretch by stretch, and is
 divided out there. What *slowed* the step while it ran is known of a whole sample. What is shared with a neighbour (caches,
@@ -41,7 +41,7 @@ GPU_CLOCK = 2
 
 
 def taken(before: Conditions, after: Conditions) -> float:
-    """By what factor a stretch between two readings is longer, at most, for what took time from the step."""
+    """Return the largest factor by which interference that takes time from the step lengthens the time between two readings."""
     waited = _waited(before, after)
     events = SECONDS_A_RETRY * growth(before.retries, after.retries) + SECONDS_A_GRAPH * growth(
         before.graphs, after.graphs
@@ -55,7 +55,7 @@ def taken(before: Conditions, after: Conditions) -> float:
 
 
 def slowed(before: Conditions, after: Conditions) -> Slowed:
-    """By what factors the step ran slower at most, while it ran, by what the host's counters tell of a whole sample.
+    """Return the largest factors by which the step ran slower while it ran, from the host's counters over a sample.
 
     Stolen time is counted for all cores together, so all of it may have been taken from this step's.
     """
@@ -67,14 +67,14 @@ def slowed(before: Conditions, after: Conditions) -> Slowed:
 
 
 def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
-    """By what factor a GPU ran slower at most than it would with its usual clock."""
+    """Return the largest factor by which a GPU ran slower than with its usual clock."""
     throttled = THROTTLED if is_throttled(before, after) else 1.0
     clock = sm_clock_share(after)
     return max(throttled, 1.0 if clock is None else clock**-GPU_CLOCK)
 
 
 def crowded(now: Conditions) -> float:
-    """By what factor another measured test can have slowed a step that could not have the device to itself.
+    """Return the largest factor by which another measured test can slow a step that was not alone on the device.
 
     Where other processes' CPU time is read, that one shows there. On a GPU it is none of the strangers.
     """
@@ -82,7 +82,7 @@ def crowded(now: Conditions) -> float:
 
 
 def _waited(before: Conditions, after: Conditions) -> float:
-    """The share of the stretch in which the thread had no core. Where that is not counted, as much as others used."""
+    """Return the share of the time in which the thread had no core, or that others used where it is not counted."""
     waited = share(before, after, before.waited, after.waited)
     if waited is None:
         waited = share(before, after, before.others, after.others)

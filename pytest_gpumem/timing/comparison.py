@@ -1,4 +1,4 @@
-"""Whether a step has become slower: a sample against the runs that were accepted, or two revisions against each other. Pure.
+"""Comparison of step times: a sample with the runs accepted as a baseline, or two revisions with each other. Pure.
 
 Slower needs everything at once, in every sample that was taken: the ratio is beyond the tolerance in seconds and in cycles of
 the clock that the step ran by, with its whole interval in one of the two; the interval in cycles is above 1 in any case, since
@@ -71,7 +71,7 @@ class Runs:
         return [cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True)]
 
     def and_then(self, later: Runs) -> Runs:
-        """These runs and ``later`` ones, the last `MOST_RUNS` of them. Either all of them have cycles or none.
+        """Return these runs and ``later`` ones, the last `MOST_RUNS` of them. Either all of them have cycles or none.
 
         A run without cycles is not taken among those that have them, and one with cycles begins anew where they were not
         known: a single run would else leave all the others without the control that they are.
@@ -84,7 +84,7 @@ class Runs:
 
 
 def run_of(times: Times) -> Runs | None:
-    """This run as one to hold later ones against, without the time that was taken from it; ``None`` if it is no measure."""
+    """Return this run as one of a baseline, without the time that waiting took; ``None`` if it was too disturbed."""
     sample = times.best
     if not sample.is_a_measure:
         return None
@@ -94,7 +94,7 @@ def run_of(times: Times) -> Runs | None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is said of a step's speed. ``reason`` is a clause where it is uncertain."""
+    """The verdict on a step's speed. ``reason`` is a clause where it is uncertain."""
 
     outcome: SpeedOutcome
     seconds: Interval
@@ -115,7 +115,7 @@ class Comparison:
 
 
 def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
-    """The samples of this run against a baseline of earlier runs; ``tolerance`` is a ratio (0.05 is 5 %).
+    """Compare the samples of this run with a baseline of earlier runs; ``tolerance`` is a ratio (0.05 is 5 %).
 
     Several samples are a first one and its re-measurements: a slowdown is what two of them show and none contradicts, and
     faster is what each of them shows. What else is at work only adds time, so the one that speaks most against a slowdown is
@@ -134,13 +134,13 @@ def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparis
 
 
 def is_undecided(now: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
-    """Whether one of the samples shows a slowdown that another can neither confirm nor contradict: one more may tell."""
+    """Return whether a sample shows a slowdown that another neither confirms nor contradicts, so that one more may tell."""
     outcomes = {_compared(sample, baseline, tolerance).outcome for sample in now}
     return outcomes == {"slower", "uncertain"} and compare(now, baseline, tolerance).outcome == "uncertain"
 
 
 def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> Comparison:
-    """Two revisions that ran in turns, as pairs (base, head) of neighbouring runs; at least one pair.
+    """Compare two revisions that ran in turns, as at least one pair (base, head) of neighbouring runs.
 
     What drifts from pair to pair drops out of their ratios. A pair with an invalid sample does not count.
     Their number is small, so the interval is a bootstrap over pairs and over the rounds of each, widened by Student's t over
@@ -169,7 +169,7 @@ def _first_disturbance(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
 def _seconds_and_cycles(
     pairs: Sequence[tuple[Sequence[Round], Sequence[Round]]],
 ) -> tuple[Interval, Interval | None]:
-    """The ratios of rounds (base, head) in seconds, and in cycles where the clock was read in all of them."""
+    """Return the ratios of rounds (base, head) in seconds, and in cycles where the clock was read in all of them."""
     seconds = ratio_of_pairs([(_seconds(base), _seconds(head)) for base, head in pairs])
     read = [(_cycles(base), _cycles(head)) for base, head in pairs]
     known = [(base, head) for base, head in read if base is not None and head is not None]
@@ -177,7 +177,7 @@ def _seconds_and_cycles(
 
 
 def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
-    """That chance gave the slower moments of the machine to the head's runs, as a clause."""
+    """Say, as a clause, that the machine ran slower during the head's runs; ``None`` if it did not."""
     paces = [(_pace(head), _pace(base)) for base, head in pairs]
     change = statistics.median(now / then for now, then in paces if now is not None and then is not None) - 1
     return f"the machine ran {_percent(-change)} slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
@@ -210,14 +210,14 @@ def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
 
 
 def _beyond(found: Comparison, left: Comparison) -> Comparison:
-    """The verdict on a disturbed step: slower where what is ``left`` of its time is."""
+    """Return the verdict on a disturbed step: slower where what is ``left`` of its time is."""
     if left.outcome != "slower":
         return found
     return replace(found, outcome="slower", reason=f"{found.reason}, {_BEYOND}")
 
 
 def _left(sample: Sample, pace: float | None) -> tuple[Round, ...]:
-    """The rounds that count without what their disturbances can explain, at the ``pace`` of what they are compared with.
+    """Return the rounds that count, less what interference can explain, at the ``pace`` of the side compared with.
 
     Each is less what took time from it, and then less what slowed it or the pace.
     """

@@ -1,4 +1,4 @@
-"""How sure a ratio of times is: bootstraps over rounds and runs, widened where these are few. Pure."""
+"""Confidence intervals of ratios of times: bootstraps over rounds and runs, widened where these are few. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Interval:
 # A measurement is judged when its time is doubted, when it may be explained, and at the end: always by the same values.
 @lru_cache(maxsize=64)
 def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
-    """The ratio of this run's median to that of earlier runs: a bootstrap over rounds and runs.
+    """Return the ratio of this run's median to that of earlier runs, from a bootstrap over rounds and runs.
 
     Rounds of one run are more alike than runs are, so both sides also vary as runs do: as Student's t, since that spread is
     known from few of them.
@@ -56,7 +56,7 @@ def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interva
 
 
 def spread_of_runs(runs: Sequence[float]) -> float:
-    """The standard deviation of the logarithms of runs' medians, drawn towards `PRIOR_SPREAD` where there are few.
+    """Return the standard deviation of the logarithms of runs' medians, drawn towards `PRIOR_SPREAD` where there are few.
 
     A few say little of it, and are drawn towards more: `UNKNOWN_SPREAD` over their number.
     """
@@ -90,7 +90,7 @@ def _interval(ratio: float, resampled: Sequence[float]) -> Interval:
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t over that of the normal distribution (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+    """Return the 97.5 % quantile of Student's t over that of the normal distribution (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
     table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
     quantile = table[min(max(freedom, 1), len(table)) - 1]
     return quantile / statistics.NormalDist().inv_cdf(0.5 + LEVEL / 2)

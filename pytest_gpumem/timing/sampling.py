@@ -1,4 +1,4 @@
-"""Takes a sample of a step's time: rounds of several steps, until the median is known well enough or the time is spent."""
+"""Sampling of a step's time: rounds of several steps until the median is known well enough or the time is spent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHORTEST = 1e-9
 
 
 def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
-    """A sample of ``step``, for which about ``seconds`` may be spent; at least ``fewest`` rounds are taken.
+    """Take a sample of ``step`` in about ``seconds``, of at least ``fewest`` rounds.
 
     The first step of all finds out how many make a round, and counts only when it filled one by itself. When it was slow
     to start, so that the round after it is far too short, that one finds it out instead, and neither counts. A round that
@@ -83,21 +83,21 @@ class _Rounds:
         self._pace = self._device.pace()
 
     def begin(self) -> None:
-        """What was timed so far counts for nothing."""
+        """Discard what was timed so far."""
         self.kept.clear()
         self._read, self._slowed_on_gpu = 0, 1.0
         self._unread = 0.0
         self._before = self._device.conditions()
 
     def keep(self, seconds: float, steps: int = 1) -> None:
-        """A round of so many steps has ended, of so many seconds each."""
+        """Keep a round of so many steps, of so many seconds each."""
         self._unread += seconds * steps
         self.kept.append(Round(max(seconds, _SHORTEST)))
         if self._unread >= self._device.seconds_between_readings:
             self.end()
 
     def end(self) -> None:
-        """The rounds since the latest reading ran at the pace between then and now, and under what has changed since."""
+        """Read clock and interference, and assign them to the rounds since the last reading."""
         unread = self.kept[self._read :]
         if not unread:
             return
@@ -116,15 +116,15 @@ class _Rounds:
         self._before, self._unread = now, 0.0
 
     def are_enough(self) -> bool:
-        """Whether the median is known. Only asked behind a reading: between two rounds as little as possible is done."""
+        """Return whether the median is known. Only called after a reading: between two rounds as little as possible is done."""
         return self._read == len(self.kept) and _is_known(self.kept)
 
     def load(self) -> str | None:
-        """What kept the machine busy all the while, as a clause."""
+        """Return what kept the machine busy during the whole sample, as a clause."""
         return load(self._begun, self._before)
 
     def slowed(self, *, disturbed: bool) -> Slowed:
-        """By what factors, at most, the steps were slowed by what was at work; ``disturbed``: also in the rounds that count."""
+        """Return the largest factors by which interference slowed the steps; ``disturbed``: also in the rounds that count."""
         on_host = bounds.slowed(self._begun, self._before)
         return replace(on_host, shared=max(on_host.shared, self._slowed_on_gpu)) if disturbed else on_host
 
@@ -134,14 +134,14 @@ def _steps_a_round(seconds: float) -> int:
 
 
 def _needed(took: float) -> int:
-    """How many rounds there have to be, however little time is left, when the latest ``took`` so long."""
+    """Return the fewest rounds to take, whatever time is left, when the latest ``took`` so many seconds."""
     return FEWEST_ROUNDS if took < 2 * SECONDS_A_ROUND else 1
 
 
 def time_phases(
     phases: Sequence[tuple[str, Callable[[], object]]], device: Device, steps: int, time_budget: TimeBudget
 ) -> Mapping[str, float]:
-    """Median seconds of each phase of a step, from rounds of ``steps`` steps. Phases of one name are one.
+    """Return the median seconds of each phase of a step, from rounds of ``steps`` steps. Phases of one name are one.
 
     There are `ROUNDS_OF_PHASES`, or fewer when the share of the ``time_budget`` is spent. Nothing is run for a single phase.
     They are not taken from the rounds of a sample: reading the clock at every border would be in them.

@@ -1,4 +1,4 @@
-"""The seconds that timing may add to one test: first samples, and once more as many for second looks."""
+"""The time budget of one test: seconds for first samples, and once more as many for second samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ DEFAULT_SECONDS = 2.0
 
 
 class TimeBudget:
-    """What is left of a test's seconds for timing. A step may take half of it, so that there is some for the ones to come."""
+    """The seconds that a test has left for timing. A step may take half of it, so that there is some for the ones to come."""
 
     __slots__ = ("_left", "_left_to_look", "_seconds")
 
@@ -25,7 +25,7 @@ class TimeBudget:
 
     @property
     def may_look_again(self) -> bool:
-        """Whether second looks of this test that decide nothing have seconds left. What fails the test is always looked at."""
+        """Whether seconds are left for second samples that decide nothing. One that fails the test is always taken."""
         return self._left_to_look > 0
 
     def look(self, seconds: float) -> None:

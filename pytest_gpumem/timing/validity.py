@@ -1,4 +1,4 @@
-"""What disturbed a stretch that was timed, as a decision over the readings at its two ends."""
+"""Validity of times: interference between two readings, and whether it is too much."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ lower application clocks are somebody's wish, and the same in every run."""
 
 
 def disturbance(before: Conditions, after: Conditions) -> str | None:
-    """A clause that says what disturbed the stretch between two readings; ``None`` when nothing is known to have.
+    """Return, as a clause, what disturbed the time between two readings; ``None`` when nothing is known to have.
 
     Sound for stretches of any length: what is counted in ticks is claimed only as far as it is beyond their resolution,
     so that a round of 20 ms says nothing of them and a sample of a second does. The clock is judged as it was in the
@@ -55,7 +55,7 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
 
 
 def load(before: Conditions, after: Conditions) -> str | None:
-    """As `disturbance`, of only what is counted in ticks: for a whole sample, whose rounds were judged one by one."""
+    """Return the same as `disturbance` for what is counted in ticks: of a whole sample, whose rounds were judged singly."""
     return _clauses(_stolen(before, after), _others(before, after))
 
 
@@ -76,14 +76,14 @@ def _compiled(before: Conditions, after: Conditions) -> str | None:
 
 
 def growth(before: int | None, after: int | None) -> int:
-    """How far a counter of events has grown; one that is lower than before was set to 0 in between, and says what came then."""
+    """Return the growth of a counter of events; one that is lower than before was reset to 0 in between."""
     if before is None or after is None:
         return 0
     return after - before if after >= before else after
 
 
 def is_throttled(before: Conditions, after: Conditions) -> bool:
-    """Whether the GPU's clock was lowered to protect it, at either end of the stretch."""
+    """Return whether the GPU's clock was lowered to protect it, at either end of the stretch."""
     return not _SLOWDOWNS.keys().isdisjoint(_events(before, after))
 
 
@@ -101,7 +101,7 @@ def _throttled(before: Conditions, after: Conditions) -> str | None:
 
 
 def sm_clock_share(after: Conditions) -> float | None:
-    """The SM clock over its default, where it is too low and that is no doing of the step, nor anybody's wish."""
+    """Return the SM clock over its default where it is too low and neither the step's power nor a setting explains it."""
     if not after.sm_clock or not after.sm_clock_default:
         return None
     if after.clock_events is None or after.clock_events & _CLOCK_MEANS_NOTHING:
@@ -116,7 +116,7 @@ def _slow_clock(after: Conditions) -> str | None:
 
 
 def strangers(before: Conditions, after: Conditions) -> int:
-    """How many processes that are none of this session's were seen to use the GPU, at either end of the stretch."""
+    """Return the number of other sessions' processes that used the GPU at either of the two readings."""
     return max(len(before.stranger_pids | after.stranger_pids), before.strangers or 0, after.strangers or 0)
 
 
@@ -161,13 +161,13 @@ def _others(before: Conditions, after: Conditions) -> str | None:
 
 
 def share(before: Conditions, after: Conditions, then: float | None, now: float | None) -> float | None:
-    """By how much a count of seconds has grown, over the time that has passed."""
+    """Return the growth of a count of seconds over the time that has passed."""
     seconds = elapsed(before, after)
     return None if then is None or now is None or seconds <= 0 else (now - then) / seconds
 
 
 def elapsed(before: Conditions, after: Conditions) -> float:
-    """Seconds between two readings."""
+    """Return the seconds between two readings."""
     return after.seconds - before.seconds
 
 

@@ -1,1 +1,1 @@
-"""What is asked of torch and of Python's runtime: private names of torch, users' objects, frames, the cyclic collector."""
+"""Access to torch's and Python's internals: private names, users' objects, frames, the cyclic collector."""

@@ -1,4 +1,4 @@
-"""Python's cyclic collector: off where it would run at a moment of its own choosing, and quick where we run it."""
+"""Python's cyclic collector: switched off while measuring, and fast between tests by a frozen heap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 class _Allocator(Protocol):
-    """What a collection needs of a device (`pytest_gpumem.devices.contract.Device`)."""
+    """The part of a device that a collection needs (`pytest_gpumem.devices.contract.Device`)."""
 
     def quiesce(self) -> None: ...
 
@@ -27,7 +27,7 @@ class _Allocator(Protocol):
 
 @contextmanager
 def cyclic_collector_off() -> Iterator[None]:
-    """Within, no cycle is collected unless asked for: when it runs by itself depends on everything that ran before."""
+    """Switch the automatic collector off within the context: when it runs depends on everything that ran before."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -38,7 +38,7 @@ def cyclic_collector_off() -> Iterator[None]:
 
 
 class FrozenHeap:
-    """Objects that are put out of the collector's sight.
+    """Objects that are frozen, so that collections skip them.
 
     With torch loaded there are half a million of them, and each of a measurement's several collections would go through
     all, for a quarter of a second. `collect_everything` is for when one of them may have become garbage meanwhile.
@@ -49,11 +49,11 @@ class FrozenHeap:
 
     @property
     def frozen(self) -> bool:
-        """Whether objects are out of sight by this heap's doing."""
+        """Return whether this heap has frozen objects."""
         return self._froze
 
     def freeze(self) -> None:
-        """Put everything that is alive out of sight, unless somebody else has: their objects cannot be told from ours."""
+        """Freeze all live objects, unless other code has: its objects could not be told from ours."""
         if not gc.get_freeze_count():
             gc.freeze()
             self._froze = True
@@ -66,7 +66,7 @@ class FrozenHeap:
 
 
 class SessionHeap(FrozenHeap):
-    """The objects that were alive before a measured test and mostly are to the end of the session, frozen between tests, too.
+    """The frozen heap of a session: objects from before a measured test, most of which live until its end.
 
     Each measured test begins with a collection of everything younger. All objects are gone through, and frozen anew, only
     where garbage among the frozen ones could be in the test's figures: a shared fixture from before has been torn down, the
@@ -97,11 +97,11 @@ class SessionHeap(FrozenHeap):
             device.quiesce()
 
     def fixture_is_set_up(self, fixture: Hashable) -> None:
-        """A fixture that several tests may share has been set up."""
+        """Note that a fixture that several tests may share has been set up."""
         self._younger.add(fixture)
 
     def fixture_is_gone(self, fixture: Hashable) -> None:
-        """A fixture that several tests may share has been torn down. Young ones are garbage like any other."""
+        """Note that a fixture that several tests may share has been torn down. Young ones are garbage like any other."""
         if fixture in self._younger:
             self._younger.remove(fixture)
         else:
@@ -132,7 +132,7 @@ class SessionHeap(FrozenHeap):
 
 
 def _is_asked_for(caller: FrameType | None) -> bool:
-    """Whether a full collection that begins in the frame of ``caller`` is a call of ``gc.collect`` by other code than ours.
+    """Return whether a full collection that begins in the frame of ``caller`` is other code's call of ``gc.collect``.
 
     Python runs one by itself only after as many younger ones as its threshold says, in whatever code allocates then.
     """
@@ -146,7 +146,7 @@ def _is_asked_for(caller: FrameType | None) -> bool:
 
 @contextmanager
 def everything_in_sight() -> Iterator[None]:
-    """Within, Python knows all objects, frozen ones too; what was frozen is frozen again."""
+    """Thaw all objects within the context, and freeze again afterwards what was frozen."""
     frozen = gc.get_freeze_count()
     if frozen:
         gc.unfreeze()

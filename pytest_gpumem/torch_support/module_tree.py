@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of a model, each once and before those within it; the model itself has the path ``""``."""
+    """Return the modules of a model, each once and before those within it; the model itself has the path ``""``."""
     seen: set[int] = set()
     stack = [("", root)]
     while stack:
@@ -35,7 +35,7 @@ def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 def named_tensors(
     root: torch.nn.Module, kind: Literal["parameters", "buffers"]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The parameters or buffers of a model, each once: the path of its module, its name there, and the tensor."""
+    """Return the parameters or buffers of a model, each once: the path of its module, its name there, and the tensor."""
     seen: set[int] = set()
     for path, module in named_modules(root):
         for name, tensor in _own_parts(module, kind):
@@ -45,7 +45,7 @@ def named_tensors(
 
 
 def _own_parts(module: torch.nn.Module, kind: Kind) -> Iterator[tuple[str, Any]]:
-    """Those of ``module`` itself, by name."""
+    """Return the parameters, buffers or modules of ``module`` itself, by name."""
     import torch
 
     parts = attribute(module, MODULE_PARTS[kind])

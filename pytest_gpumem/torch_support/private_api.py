@@ -41,7 +41,7 @@ MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "
 
 
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:
-    """The allocations that a stopped profiler recorded with ``profile_memory=True``, in the order in which they happened.
+    """Return the allocations that a stopped profiler recorded with ``profile_memory=True``, in their order.
 
     The public views of a profile add allocations up by operator and lose their addresses; the event tree has both.
     """
@@ -50,7 +50,7 @@ def allocation_events(profiler: Profile) -> list[AllocationEvent]:
 
 
 def event_tree(profiler: Profile) -> list[Any]:
-    """What a stopped profiler recorded, as a tree: operators, what they called, and allocations within."""
+    """Return what a stopped profiler recorded, as a tree: operators, what they called, and allocations within."""
     tree: list[Any] = _results(profiler).experimental_event_tree()
     return tree
 
@@ -81,7 +81,7 @@ def clear_cublas_workspaces() -> None:
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
+    """Return indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
     import torch
 
     # The base class's methods: a subclass may have others of these names.
@@ -90,19 +90,19 @@ def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has compiled in this process; it grows with every recompilation."""
+    """Return how many graphs torch.compile has compiled in this process; it grows with every recompilation."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def compiled_graphs_so_far() -> int:
-    """`compiled_graphs`, without loading the compiler where nobody has."""
+    """Return `compiled_graphs` without loading the compiler: 0 where it is not loaded."""
     return compiled_graphs() if "torch._dynamo" in sys.modules else 0
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
-    """Within, torch.compile saves at most ``fraction`` (0 to 1) of the activations that it saves by default."""
+    """Limit what torch.compile saves to ``fraction`` (0 to 1) of the activations that it saves by default."""
     import torch._functorch.config
 
     return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
@@ -116,7 +116,7 @@ def load_compiler() -> None:
 
 
 def compiles_within_modes() -> bool:
-    """Whether torch.compile compiles within a dispatch mode that allows it: older releases (2.6) then run all as it is."""
+    """Return whether torch.compile compiles within a dispatch mode that allows it: older releases (2.6) run all eagerly."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return hasattr(TorchDispatchMode, "ignore_compile_internals")
@@ -150,7 +150,7 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A span of that name in a profile, which no mode sees.
+    """Open a span of that name in a profile, which no mode sees.
 
     `torch.profiler.record_function` is an operator itself: selective checkpointing counts it among those that it caches.
     """
@@ -162,7 +162,7 @@ def span(name: str) -> AbstractContextManager[object]:
 def watched_operators(
     told: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any],
 ) -> AbstractContextManager[object]:
-    """Within, ``told(operator, args, kwargs, run)`` takes the place of every operator below autograd, and ``run()`` is it.
+    """Call ``told(operator, args, kwargs, run)`` in the place of every operator below autograd, which ``run()`` runs.
 
     Private: the module of the mode, by which its own documentation tells people to do this.
     """
@@ -182,7 +182,7 @@ def watched_operators(
 
 
 def outside_torch_function() -> AbstractContextManager[object]:
-    """Within, torch functions are called straight: by no `TorchFunctionMode`, and by no subclass of a tensor."""
+    """Call torch functions within the context past every `TorchFunctionMode` and subclass of a tensor."""
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
@@ -190,7 +190,7 @@ def outside_torch_function() -> AbstractContextManager[object]:
 
 @contextmanager
 def beneath_modes() -> Iterator[None]:
-    """Within, no mode and no subclass of a tensor, of functions or of operators, sees what torch is told to do."""
+    """Run torch within the context beneath all modes and subclasses of a tensor, of functions and of operators."""
     import torch
 
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -199,7 +199,7 @@ def beneath_modes() -> Iterator[None]:
 
 @contextmanager
 def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Within, autograd's engine runs in ``around()``: what backward calls in Python is under a `TorchFunctionMode` again.
+    """Run autograd's engine in ``around()``: what backward calls in Python is then under a `TorchFunctionMode` again.
 
     ``backward`` and ``grad`` are overridable functions themselves, and while a mode handles one it is off. Where a release
     has no such name, backward runs without the mode.
@@ -225,14 +225,14 @@ def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> I
 
 
 def next_node_number() -> int:
-    """The number that autograd gives to the next node of the graph that this thread makes."""
+    """Return the number that autograd gives to the next node of the graph that this thread makes."""
     import torch
 
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def running_node_number() -> int | None:
-    """The number of the node of the graph that runs in this thread; ``None`` outside of backward."""
+    """Return the number of the node of the graph that runs in this thread; ``None`` outside of backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -241,7 +241,7 @@ def running_node_number() -> int | None:
 
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
-    """Within, it is as if no autocast were around: neither on, nor one whose end copies of weights would wait for.
+    """Run as outside of any autocast: neither switched on, nor one at whose end cached casts would be freed.
 
     torch frees the copies when the outermost autocast ends, so within another one they would outlive a forward pass.
     """
@@ -264,7 +264,7 @@ def outside_autocast(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def tf32_allowed(allowed: bool) -> Iterator[None]:
-    """Within, float32 matrix products and convolutions of a GPU may run in TF32, or may not.
+    """Allow or forbid TF32 in float32 matrix products and convolutions of a GPU, within the context.
 
     Since torch 2.9 each backend has a setting of its own, and asking for the older, common ones fails when they differ.
     """
@@ -291,7 +291,7 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def quiet_kineto() -> Iterator[None]:
-    """Kineto writes to stderr at every start and stop, unless this variable says otherwise when it is first used."""
+    """Keep Kineto from writing to stderr at every start and stop, by the variable that it reads when first used."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
@@ -303,7 +303,7 @@ def quiet_kineto() -> Iterator[None]:
 
 
 def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
-    """The threads of what a stopped profiler recorded, by the time (ns) at which it began.
+    """Return the threads of what a stopped profiler recorded, by the time (ns) at which it began.
 
     The event tree does not have the thread that made a node of the autograd graph.
     """
@@ -314,7 +314,7 @@ def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
 
 
 def cuda_history_is_on() -> bool:
-    """Whether somebody records the history of the CUDA caching allocator."""
+    """Return whether the history of the CUDA caching allocator is being recorded."""
     import torch
 
     return bool(torch._C._cuda_isHistoryEnabled())
@@ -339,7 +339,7 @@ def stop_cuda_history() -> None:
 
 
 def cuda_snapshot() -> dict[str, Any]:
-    """The state and the history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes it.
+    """Return the state and the history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes it.
 
     Taking it is an entry of the history, too.
     """
@@ -349,7 +349,7 @@ def cuda_snapshot() -> dict[str, Any]:
 
 
 def current_dispatch_mode() -> object | None:
-    """The innermost dispatch mode of this thread."""
+    """Return the innermost dispatch mode of this thread."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     mode: object | None = _get_current_dispatch_mode()
@@ -357,21 +357,21 @@ def current_dispatch_mode() -> object | None:
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is running a backward pass."""
+    """Return whether this thread is running a backward pass."""
     import torch
 
     return torch._C._current_graph_task_id() != -1
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
-    """Have ``call`` called when this process first uses CUDA, or now if it has: a process that forks must not have."""
+    """Call ``call`` when this process first uses CUDA, or now if it has: a process that forks must not have."""
     import torch
 
     torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
 
 
 def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
-    """Have ``call(device, wanted, total, free)`` (bytes) called each time that an allocation is about to fail for good.
+    """Call ``call(device, wanted, total, free)`` (bytes) each time that an allocation is about to fail for good.
 
     It runs in the thread that allocates, before the error is raised. CUDA must have begun, or be about to
     (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such thing: nobody calls it then.
@@ -383,7 +383,7 @@ def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
 
 
 def expandable_segments_are_on() -> bool:
-    """Whether the CUDA caching allocator now makes segments that can grow, by whatever means it was told to."""
+    """Return whether the CUDA caching allocator now uses expandable segments, however that was set."""
     import torch
 
     if torch.cuda.get_allocator_backend() != "native":
@@ -392,7 +392,7 @@ def expandable_segments_are_on() -> bool:
 
 
 def print_by_way_of_the_host() -> None:
-    """Have tensors of a GPU printed from a copy on the host.
+    """Print tensors of a GPU from a copy on the host.
 
     Printing switches dispatch modes off and selects elements on the GPU, and an emulated one does not count them.
     """

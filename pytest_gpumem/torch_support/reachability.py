@@ -1,4 +1,4 @@
-"""Which tensors can be reached from a value, by the ways in which Python code holds on to tensors."""
+"""Reachability of tensors from a value, by the ways in which Python code holds on to tensors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "loggi
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients."""
+    """Return every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients."""
     return (value for value, is_tensor in _walk(roots) if is_tensor)
 
 
 def reachable(roots: Iterable[object]) -> Iterator[Any]:
-    """Everything held by ``roots`` that can hold tensors.
+    """Return everything held by ``roots`` that can hold tensors.
 
     A function's globals, classes and modules are not followed: they belong to everybody. Neither is an autograd graph,
     since looking at what it saved would unpack it. No code of the objects is run, and one that cannot be read for
@@ -43,7 +43,7 @@ def reachable(roots: Iterable[object]) -> Iterator[Any]:
 
 
 def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
-    """What can be reached, each with whether it is a tensor."""
+    """Yield what can be reached, each with whether it is a tensor."""
     import torch
 
     # All are kept, classes as well: no id is used again.
@@ -76,7 +76,7 @@ def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
 
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, in order: of a tensor, or of tuples, lists and mappings in any nesting, each of them once."""
+    """Yield the tensors of a batch, in order and each once: a tensor, or tuples, lists and mappings in any nesting."""
     import torch
 
     seen: dict[int, object] = {}
@@ -93,7 +93,7 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
 
 
 def members_of(nest: object) -> dict[Any, Any] | None:
-    """What a mapping, tuple or list holds, by key or place; ``None`` for anything else, and for a mapping that raises."""
+    """Return the contents of a mapping, tuple or list by key or index; ``None`` for others, and a mapping that raises."""
     if is_a(nest, dict):
         return dict(dict.items(nest))
     if is_a(nest, list, tuple):
@@ -108,12 +108,12 @@ def members_of(nest: object) -> dict[Any, Any] | None:
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """The memory of ``tensors`` on ``device``, or anywhere: address of each storage -> its bytes. Views count once."""
+    """Return the storages of ``tensors`` on ``device``, or anywhere, as address -> bytes. Views count once."""
     return {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensors, device)}
 
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> Iterator[torch.UntypedStorage]:
-    """The storages of ``tensors`` on ``device`` that have memory behind them; one may come up more than once."""
+    """Yield the storages of ``tensors`` on ``device`` that have memory; one may come up more than once."""
     for tensor in tensors:
         own = _own_storage(tensor)
         # Subclasses made of other tensors (DTensor, quantized weights) have none, and these are reached by themselves.
@@ -123,12 +123,12 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = N
 
 
 def is_on(there: torch.device, wanted: torch.device) -> bool:
-    """Whether a device is ``wanted``: the same one, or one of its type where ``wanted`` has no index."""
+    """Return whether a device is ``wanted``: the same one, or one of its type where ``wanted`` has no index."""
     return there.type == wanted.type and wanted.index in (None, there.index)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a dense tensor if there is memory behind it.
+    """Return the storage of a dense tensor if there is memory behind it.
 
     There is none behind a tensor that is fake, on meta, empty, not initialised yet or within ``vmap``, nor behind one that is
     made of others.
@@ -148,7 +148,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether there is memory behind a storage, unlike behind those of fake tensors and empty ones."""
+    """Return whether there is memory behind a storage, unlike behind those of fake tensors and empty ones."""
     with warnings.catch_warnings():
         # Depending on the release, torch warns or raises when a fake tensor is asked.
         warnings.simplefilter("error")

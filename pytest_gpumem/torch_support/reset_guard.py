@@ -1,4 +1,4 @@
-"""Keeps a peak from being lost when measured code resets the process's peak statistics itself.
+"""Reset guard: reads peaks before measured code resets the process's peak statistics itself.
 
 Test suites of model libraries call ``torch.cuda.reset_peak_memory_stats()`` freely. There is one peak a process, so such a
 call in the middle of a measured test would hide everything before it.
@@ -26,7 +26,7 @@ _RESETS = (
 
 @contextmanager
 def before_each_reset(see: Callable[[], None]) -> Iterator[None]:
-    """Call ``see`` before any of torch's functions that reset peak statistics does so.
+    """Call ``see`` before each of torch's functions that reset peak statistics.
 
     A suite that kept a reference to the public function (a table of backends, say) is caught one level below it.
     """

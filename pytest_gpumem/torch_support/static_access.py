@@ -34,23 +34,23 @@ _mro, _namespace, _module_of, _qualname = (
 
 
 def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
-    """Whether the type of ``value`` is one of ``kinds`` or inherits from one."""
+    """Return whether the type of ``value`` is one of ``kinds`` or inherits from one."""
     return issubclass(type(value), kinds)
 
 
 def class_name(kind: type) -> str:
-    """The qualified name of a class, without the function that it was defined in."""
+    """Return the qualified name of a class, without the function that it was defined in."""
     return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
 
 
 def package_of(kind: type) -> str:
-    """The outermost package that a class says it was defined in; empty where it does not say."""
+    """Return the outermost package that a class says it was defined in; empty where it does not say."""
     module = _module_of.__get__(kind)
     return module.partition(".")[0] if type(module) is str else ""
 
 
 def class_attribute(kind: type, name: str) -> Any:
-    """What a class or one that it inherits from has under ``name``, descriptors as they are; ``None`` where none has."""
+    """Return what a class or one of its bases has under ``name``, descriptors as they are; ``None`` where none has."""
     for base in _mro.__get__(kind):
         namespace = _namespace.__get__(base)
         if name in namespace:
@@ -59,20 +59,20 @@ def class_attribute(kind: type, name: str) -> Any:
 
 
 def class_values(kind: type) -> Iterator[object]:
-    """The values of all attributes of a class and those that it inherits from."""
+    """Return the values of all attributes of a class and those that it inherits from."""
     for base in _mro.__get__(kind):
         yield from list(_namespace.__get__(base).values())
 
 
 def instance_dict(value: object) -> dict[str, Any] | None:
-    """The attributes that ``value`` keeps in its ``__dict__``, itself and not a copy; ``None`` where it has none to read."""
+    """Return the ``__dict__`` of ``value``, itself and not a copy; ``None`` where it has none to read."""
     dictionary = layout_of(type(value)).dictionary
     own = None if dictionary is None else dictionary.__get__(value)
     return own if is_a(own, dict) else None
 
 
 def attribute(value: object, name: str, default: Any = None) -> Any:
-    """The attribute of ``value``, of its own or a plain one of its class; ``default`` where only code could tell it."""
+    """Return an attribute of ``value`` or a plain one of its class; ``default`` where only its code could give it."""
     own = instance_dict(value) or {}
     if dict.__contains__(own, name):
         return dict.__getitem__(own, name)
@@ -86,19 +86,19 @@ def attribute(value: object, name: str, default: Any = None) -> Any:
 
 
 def attributes_of(value: object) -> list[object]:
-    """The values of all attributes of ``value``: those in its ``__dict__`` and in its slots."""
+    """Return the values of all attributes of ``value``: those in its ``__dict__`` and in its slots."""
     return layout_of(type(value)).attributes(value)
 
 
 def contents_of(value: object) -> Iterable[object]:
-    """What a container holds, a function, method or partial is bound to, or a generator has in its locals."""
+    """Return the contents of a container, what a function, method or partial is bound to, or a generator's locals."""
     contents = layout_of(type(value)).contents
     return () if contents is None else contents(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the objects of a class keep what they hold."""
+    """The way in which objects of a class keep what they hold."""
 
     package: str
     """As `package_of`."""
@@ -130,7 +130,7 @@ class Layout:
 
 
 def layout_of(kind: type) -> Layout:
-    """How the objects of a class keep what they hold."""
+    """Return the way in which objects of a class keep what they hold."""
     bases = [_namespace.__get__(base) for base in _mro.__get__(kind)]
     found = [base["__dict__"] for base in bases if "__dict__" in base]
     return Layout(
@@ -197,7 +197,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf; ``None`` for other tensors, which warn when they are asked."""
+    """Return the gradient of a leaf; ``None`` for other tensors, which warn when they are asked."""
     import torch
 
     anything = cast("Any", torch.Tensor)
@@ -206,7 +206,7 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def clear_gradient(tensor: torch.Tensor) -> None:
-    """Let a tensor have no gradient."""
+    """Set the gradient of a tensor to ``None``."""
     import torch
 
     with outside_torch_function():
@@ -214,7 +214,7 @@ def clear_gradient(tensor: torch.Tensor) -> None:
 
 
 def has_graph(tensor: torch.Tensor) -> bool:
-    """Whether a tensor leads to an autograd graph."""
+    """Return whether a tensor leads to an autograd graph."""
     import torch
 
     with outside_torch_function():
@@ -222,12 +222,12 @@ def has_graph(tensor: torch.Tensor) -> bool:
 
 
 def has_parts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of other tensors, as DTensor and quantized weights are, and has no memory of its own."""
+    """Return whether a tensor is made of others, as DTensor and quantized weights are, and has no memory of its own."""
     return class_attribute(type(tensor), "__tensor_flatten__") is not None
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a tensor is made of, itself for most: those among its attributes, each once."""
+    """Return the tensors that a tensor is made of, itself for most: those among its attributes, each once."""
     import torch
 
     stack, seen = [tensor], {id(tensor)}
@@ -242,7 +242,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def dense_bytes(tensor: torch.Tensor) -> int | None:
-    """The bytes of a tensor's elements; ``None`` for one that is sparse or made of others."""
+    """Return the bytes of a tensor's elements; ``None`` for one that is sparse or made of others."""
     import torch
 
     if has_parts(tensor):
@@ -253,12 +253,12 @@ def dense_bytes(tensor: torch.Tensor) -> int | None:
 
 
 def elements_of(tensor: torch.Tensor) -> int:
-    """The number of a tensor's elements: 0 for a parameter of a lazy module that has not been called."""
+    """Return the number of a tensor's elements: 0 for a parameter of a lazy module that has not been called."""
     return math.prod(dtype_and_shape(tensor)[1])
 
 
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """``("float32", (8, 256))``."""
+    """Return dtype and shape: ``("float32", (8, 256))``."""
     import torch
 
     anything = cast("Any", torch.Tensor)

@@ -1,4 +1,4 @@
-"""What comes out of a step that is run once more, and how to let go of what its traceback keeps alive."""
+"""Exceptions of a step that is run once more, and the release of what their tracebacks keep alive."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exce
 
 
 def clear_frames(error: BaseException) -> None:
-    """Drop the locals of the frames that ``error``, what it came from, and what it is a group of, went through."""
+    """Clear the frames of ``error``, its cause and context, and the members of an exception group."""
     for one in _chain(error):
         _clear(one.__traceback__)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """``error``, what it came from, and what it is a group of."""
+    """Yield ``error``, its cause and context, and the members of an exception group."""
     chain: list[BaseException] = []
     stack: list[BaseException | None] = [error]
     while stack:

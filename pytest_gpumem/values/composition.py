@@ -1,4 +1,4 @@
-"""What the bytes live at a peak are: category x module x source line x dtype and shape. Frozen values, and their text."""
+"""Composition of the bytes live at a peak: category x module x line x dtype and shape. Frozen values, and their text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CompositionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Blocks that are alike: what they are for, who made them, where, and of which dtype and shape."""
+    """Blocks that are alike in category, module, line, operator, dtype and shape."""
 
     category: str
     nbytes: int
@@ -94,7 +94,7 @@ class Row:
         return f"{self.count} x {self.tensor or 'block'}"
 
     def text(self) -> str:
-        """One line, for the store; `row_from_text` is the way back."""
+        """One line, for the store; `row_from_text` is the inverse."""
         parts = (self.category, self.module, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
 
@@ -107,7 +107,7 @@ def line_of(site: str, library: str) -> str:
 
 
 def row_from_text(text: str) -> Row:
-    """The row that `Row.text` wrote. Raises `CompositionError`."""
+    """Return the row that `Row.text` wrote. Raises `CompositionError`."""
     parts = text.split(_SEPARATOR)
     if len(parts) != 7:
         raise CompositionError(
@@ -129,7 +129,7 @@ def row_from_text(text: str) -> Row:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition:
-    """What the bytes live at one moment are. ``rows`` come largest first, and with ``rest`` add up to ``total`` exactly."""
+    """Composition of the bytes live at one moment. ``rows``, largest first, and ``rest`` add up to ``total`` exactly."""
 
     total: int
     rows: tuple[Row, ...]
@@ -160,7 +160,7 @@ class Composition:
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
-        """Bytes of a category, of the modules that match a pattern (``"blocks.*.attn"``) and what is within them.
+        """Return the bytes of a category, of the modules that match a pattern (``"blocks.*.attn"``) and what is within them.
 
         Raises ``ValueError`` for a category that there is not.
         """
@@ -169,7 +169,7 @@ class Composition:
         return sum(row.nbytes for row in self.rows if row.category == category and _within(row.module, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
-        """The dtypes of the tensors in modules that match a pattern (``"*.attn"``) and in what is within them."""
+        """Return the dtypes of the tensors in modules that match a pattern (``"*.attn"``) and in what is within them."""
         return frozenset(
             row.dtype
             for row in self.rows
@@ -198,7 +198,7 @@ class Composition:
         return replace(self, rows=tuple(kept), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward))
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `composition_from_plain` is the way back."""
+        """Return dicts, lists, strings and numbers only; `composition_from_plain` is the inverse."""
         return {
             "total": self.total,
             "rows": [row.text() for row in self.rows],
@@ -210,7 +210,7 @@ class Composition:
 
 
 def composition_from_plain(plain: Mapping[str, Any]) -> Composition:
-    """The composition that `Composition.to_plain` turned into plain values."""
+    """Return the composition that `Composition.to_plain` turned into plain values."""
     return Composition(
         plain["total"],
         tuple(map(row_from_text, plain["rows"])),
@@ -222,7 +222,7 @@ def composition_from_plain(plain: Mapping[str, Any]) -> Composition:
 
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows that differ in nothing but count and bytes made one."""
+    """Return rows with those joined that differ in nothing but count and bytes."""
     found: dict[Row, tuple[int, int]] = {}
     for row in rows:
         key = replace(row, nbytes=0, count=0)
@@ -232,7 +232,7 @@ def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def item_bits(dtype: str) -> int:
-    """The bits of an element of a dtype by its name: 32 of ``float32``, 8 of ``bool`` and ``float8_e5m2``; 0 where unknown."""
+    """Return the bits of an element of a dtype: 32 of ``float32``, 8 of ``bool`` and ``float8_e5m2``; 0 where unknown."""
     found = _DIGITS.search(dtype)
     return 8 if dtype == "bool" else int(found.group()) if found else 0
 
@@ -242,14 +242,14 @@ def _order(row: Row) -> tuple[int, str]:
 
 
 def _within(path: str, pattern: str) -> bool:
-    """Whether a module's path, or that of a module that it is in, matches the pattern."""
+    """Return whether a module's path, or that of a module that it is in, matches the pattern."""
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a recorded run of a step showed."""
+    """Result of a recorded run of a step."""
 
     peak: Composition
     """What is live at the peak; where the run ended with an out-of-memory error, at that moment."""
@@ -267,11 +267,11 @@ class Explanation:
     """What keeps the tensors in ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
 
     def kept(self) -> Explanation:
-        """With the largest rows only, for the way out of this process."""
+        """Return it with the largest rows only, for the way out of this process."""
         return replace(self, peak=self.peak.kept(), retained=self.retained.kept(), garbage=self.garbage.kept())
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `explanation_from_plain` is the way back."""
+        """Return dicts, lists, strings and numbers only; `explanation_from_plain` is the inverse."""
         return {
             "peak": self.peak.to_plain(),
             "retained": self.retained.to_plain(),
@@ -284,7 +284,7 @@ class Explanation:
 
 
 def explanation_from_plain(plain: Mapping[str, Any]) -> Explanation:
-    """The explanation that `Explanation.to_plain` turned into plain values."""
+    """Return the explanation that `Explanation.to_plain` turned into plain values."""
     return Explanation(
         composition_from_plain(plain["peak"]),
         composition_from_plain(plain["retained"]),

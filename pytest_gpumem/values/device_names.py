@@ -13,12 +13,12 @@ EMULATED_SLUG = "emulated-"
 
 
 def memory_title(slug: str) -> str:
-    """What a failure calls the memory of the device with this slug: ``"GPU memory"``, or ``"Memory"`` of the CPU."""
+    """Return the title of the memory of the device with this slug: ``"GPU memory"``, or ``"Memory"`` of the CPU."""
     if slug.startswith(EMULATED_SLUG):
         return "Emulated GPU memory"
     return "Memory" if slug.startswith(CPU_SLUG) else "GPU memory"
 
 
 def nearest_device(word: str, valid: list[str]) -> str:
-    """`nearest`, of devices: ``gpu`` is closer to ``cuda`` than its letters say."""
+    """Return the name nearest to that of a device: ``gpu`` is closer to ``cuda`` than its letters say."""
     return nearest("cuda" if word.lower() == "gpu" else word, valid)

@@ -1,4 +1,4 @@
-"""What a recording of a step tells: allocations and frees, among the operators and marks around them.
+"""Events of a recorded step: allocations and frees, among the operators and marks around them.
 
 One contract for every source (the CPU's profiler, CUDA's allocator history, fake tensors). Tokens stand in the order in
 which things happened, spans nest, and nothing here knows torch, so that a recording can be kept and read anywhere.
@@ -70,12 +70,12 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def tokens_to_plain(tokens: list[Token]) -> list[list[object]]:
-    """Lists of strings and numbers, for JSON; `tokens_from_plain` is the way back."""
+    """Return lists of strings and numbers, for JSON; `tokens_from_plain` is the inverse."""
     return [[_NAMES[type(token)], *(list(v) if isinstance(v, tuple) else v for v in token)] for token in tokens]
 
 
 def tokens_from_plain(plain: list[list[object]]) -> list[Token]:
-    """The tokens that `tokens_to_plain` turned into lists. Raises ``ValueError`` for what are none."""
+    """Return the tokens that `tokens_to_plain` turned into lists. Raises ``ValueError`` for other values."""
     tokens: list[Token] = []
     for entry in plain:
         if not entry or entry[0] not in _KINDS:

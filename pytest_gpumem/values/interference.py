@@ -1,4 +1,4 @@
-"""What may disturb a timed step, read at one moment: counters that only grow, and gauges."""
+"""Interference with a timed step, as read at one moment: counters that only grow, and gauges."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """By what factors a sample was slowed at most: ``shared`` shows in the pace, too, and ``refilled`` does not."""
+    """The largest factors by which a sample was slowed: ``shared`` shows in the pace, too, and ``refilled`` does not."""
 
     shared: float = 1.0
     refilled: float = 1.0
 
     def by(self, lost: float) -> float:
-        """The factor where the pace is lower by ``lost``, a ratio of at least 1."""
+        """Return the factor where the pace is lower by ``lost``, a ratio of at least 1."""
         return max(self.shared, self.refilled * math.pow(lost, PACE))
 
     @property

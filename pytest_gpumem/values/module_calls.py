@@ -1,4 +1,4 @@
-"""Of how many of its calls something holds, module by module: grad mode was off, backward did not come there. Pure."""
+"""Counts of a module's calls for which something holds: grad mode was off, backward did not come there. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Calls(NamedTuple):
 
     @property
     def others(self) -> int:
-        """Those for which it does not hold."""
+        """Number of calls for which it does not hold."""
         return self.total - self.these
 
     def text(self, path: str) -> str:
-        """``"6 of 12 x blocks.*"``, for the store; `calls_from_text` is the way back."""
+        """``"6 of 12 x blocks.*"``, for the store; `calls_from_text` is the inverse."""
         return f"{self.these} of {self.total} x {path}"
 
 
@@ -35,7 +35,7 @@ ModuleCalls = dict[str, Calls]
 
 
 def calls_from_text(text: str) -> tuple[str, Calls]:
-    """The path and the calls that `Calls.text` wrote. Raises ``ValueError``."""
+    """Return the path and the calls that `Calls.text` wrote. Raises ``ValueError``."""
     found = _TEXT.fullmatch(text)
     if found is None or int(found.group(1)) > int(found.group(2)):
         raise ValueError(f"{text!r} is no share of a module's calls, like '6 of 12 x blocks.*'")
@@ -43,7 +43,7 @@ def calls_from_text(text: str) -> tuple[str, Calls]:
 
 
 def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
-    """Single calls, each with its module's path and whether something holds for it, added up by path."""
+    """Count single calls by path, each given as its module's path and whether something holds for it."""
     found: ModuleCalls = {}
     for path, holds in calls:
         these, total = found.get(path, (0, 0))
@@ -52,7 +52,7 @@ def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
 
 
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
-    """The fewest entries that say it of every module: what is within a module is as that, unless it has an entry itself.
+    """Return the fewest entries that imply all: a module without an entry is like the one around it.
 
     One of all modules together is among them, and alone where all are alike. What was left before is left as it is.
     """
@@ -72,7 +72,7 @@ def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
 
 
 def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str) -> Calls | None:
-    """The calls for which it held around ``module`` in ``before``, if it holds for fewer of them now; else ``None``.
+    """Return the calls for which it held around ``module`` in ``before``, if it holds for fewer of them now; else ``None``.
 
     ``before`` may be what `outermost` left; ``now`` has every module that was called. Calls that are gone are no change:
     others must have come for which it does not hold.
@@ -92,7 +92,7 @@ def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str
 
 
 def _around(path: str) -> Iterator[str]:
-    """The paths of the modules that a module is in, from the innermost to the outermost."""
+    """Return the paths of the modules that a module is in, from the innermost to the outermost."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path

@@ -1,4 +1,4 @@
-"""What a step's counts are made of: operator by operator, and at which line of which module. Frozen values, and their text."""
+"""Counts of a step by operator, and by line and module. Frozen values, and their text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEPARATOR = " | "
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an operator is called. In backward that is where forward called what made its node; empty where unknown."""
+    """Place of an operator's call; in backward that of the forward call that made its node; empty where unknown."""
 
     module: str = ""
     """The path of the innermost module with layer numbers folded (``blocks.*.attn``)."""
@@ -41,7 +41,7 @@ NOWHERE = Place()
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How much of a count an operator makes up at one place: calls, FLOPs, syncs, or launches of a kernel."""
+    """The part of a count that an operator makes up at one place: calls, FLOPs, syncs, or launches of a kernel."""
 
     operator: str
     """``addmm`` for ATen's, ``library::name`` for others; the function's or the kernel's name where that is counted."""
@@ -50,7 +50,7 @@ class Tally:
 
 
 def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Tallies of the same operator at the same place made one, without those of nothing; in a fixed order."""
+    """Return tallies with those of the same operator and place added up, without empty ones, in a fixed order."""
     found: dict[tuple[Place, str], int] = {}
     for tally in tallies:
         key = tally.place, tally.operator
@@ -60,7 +60,7 @@ def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
 
 
 def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]:
-    """Those of the places with the largest amounts; of the other places the operators alone."""
+    """Return the tallies of the places with the largest amounts, and of the other places by operator only."""
     amounts: dict[Place, int] = {}
     for tally in tallies:
         amounts[tally.place] = amounts.get(tally.place, 0) + abs(tally.amount)
@@ -70,17 +70,17 @@ def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]
 
 
 def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """The operators alone, wherever they were."""
+    """Return the tallies by operator only."""
     return summed(replace(tally, place=NOWHERE) for tally in tallies)
 
 
 def total(tallies: Iterable[Tally]) -> int:
-    """The value of the metric that they make up."""
+    """Return the value of the metric that they add up to."""
     return sum(tally.amount for tally in tallies)
 
 
 def to_texts(tallies: Iterable[Tally]) -> list[str]:
-    """A line each place, for the store: ``module | line | library's line | 4 addmm, 8 mm``; `from_texts` is the way back.
+    """Return a line for each place: ``module | line | library's line | 4 addmm, 8 mm``; `from_texts` is the inverse.
 
     Where the place is not known, a line each operator.
     """
@@ -93,7 +93,7 @@ def to_texts(tallies: Iterable[Tally]) -> list[str]:
 
 
 def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
-    """The tallies that `to_texts` wrote. Raises ``ValueError`` for what are none."""
+    """Return the tallies that `to_texts` wrote. Raises ``ValueError`` for other texts."""
     return summed(tally for text in texts for tally in _from_text(text))
 
 
@@ -117,7 +117,7 @@ def _plain(text: str) -> str:
 
 
 def _order(place: Place) -> tuple[bool, str, int, str, str]:
-    """By file and line; what has no place comes last."""
+    """Return the sort key, by file and line; tallies without a place come last."""
     file, _, line = place.site.rpartition(":")
     number = int(line) if line.isascii() and line.isdecimal() and len(line) <= 18 else 0
     return place == NOWHERE, file, number, place.library, place.module

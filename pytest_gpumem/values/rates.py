@@ -1,4 +1,4 @@
-"""What one step saves against another, what that costs, and whether it is worth it. Pure functions."""
+"""Rates of one step against another: memory saving, time increase, and the return on it. Pure functions."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _comparable(mine: Measured, other: Measured) -> None:
 
 
 def _why(mine: Measured, other: Measured) -> str:
-    """What else speaks for or against recomputation having happened."""
+    """Return further evidence for or against recomputation."""
     if mine.recomputed is None or other.recomputed is None:
         return ""
     if mine.recomputed == 0 and mine.peak_allocated >= other.peak_allocated:

@@ -1,4 +1,4 @@
-"""Which tests a session selected to measure. Frozen, to and from plain values."""
+"""Selection of the tests that a session measures. Frozen, to and from plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a process that collects tests knows and the one that reports needs.
+    """The selected tests, as a process that collects them passes them to the one that reports.
 
     ``measured`` are the (file, test) that were selected to run, ``files`` the test files of which all tests were.
     ``idle_budgets`` are patterns of ``[tool.gpumem]`` that hold or mark nothing, each as a sentence. ``error`` is a usage error

@@ -25,7 +25,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """What a step held at each moment: the categories' bytes add up to ``total``.
+    """Bytes that a step held at each moment: the categories' bytes add up to ``total``.
 
     ``time_ns`` counts from the first event; each value holds until the next moment. ``peak`` is an index.
     """
@@ -43,7 +43,7 @@ class OverTime:
         return over_time_from_plain, (self.to_plain(),)
 
     def thinned(self, most: int = MOST_MOMENTS) -> OverTime:
-        """At most about ``most`` of its moments: the first, the last, the peak, and the highest and lowest in between."""
+        """Return it with about ``most`` moments: the first, the last, the peak, and the highest and lowest in between."""
         count = len(self.time_ns)
         if count <= most:
             return self
@@ -63,7 +63,7 @@ class OverTime:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `over_time_from_plain` is the way back."""
+        """Return dicts, lists, strings and numbers only; `over_time_from_plain` is the inverse."""
         return {
             "time_ns": list(self.time_ns),
             "total": list(self.total),
@@ -74,7 +74,7 @@ class OverTime:
 
 
 def over_time_from_plain(plain: Mapping[str, Any]) -> OverTime:
-    """What `OverTime.to_plain` turned into plain values."""
+    """Return the timeline that `OverTime.to_plain` turned into plain values."""
     return OverTime(
         tuple(plain["time_ns"]),
         tuple(plain["total"]),

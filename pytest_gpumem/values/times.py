@@ -1,4 +1,4 @@
-"""What timing a step gave: rounds, a sample of them, and the times of a measurement. Frozen values."""
+"""Times of a step: rounds, a sample of them, and the times of a measurement. Frozen values."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Sample:
 
     @property
     def counted(self) -> tuple[Round, ...]:
-        """The rounds that count: those that nothing disturbed, if there are enough of them, or else all."""
+        """Rounds that count: those that nothing disturbed, if there are enough of them, or else all."""
         quiet = tuple(one for one in self.rounds if one.disturbed is None)
         return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
 
@@ -83,12 +83,12 @@ class Sample:
 
     @property
     def at_least(self) -> float:
-        """Seconds a step that it takes at the least with nothing else at work, by what is known of this sample alone."""
+        """Fewest seconds a step takes with nothing else at work, from this sample alone."""
         return self.own / (self.slowed or Slowed()).alone
 
     @property
     def is_a_measure(self) -> bool:
-        """Whether later runs may be held against this one: nothing was at work, or little that is not known exactly."""
+        """Return whether later runs may be held against this one: undisturbed, or little by what is not known exactly."""
         taken = statistics.median(one.taken for one in self.counted)
         return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
 
@@ -109,22 +109,22 @@ class Sample:
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 
     def percentile(self, percent: float) -> float:
-        """Seconds a step that ``percent`` of all rounds do not exceed (nearest rank), disturbed ones included."""
+        """Return the seconds a step that ``percent`` of all rounds do not exceed (nearest rank), disturbed ones included."""
         ordered = sorted(one.seconds for one in self.rounds)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """A confidence interval of the median, in seconds; see `interval_of_median`."""
+        """Return a confidence interval of the median, in seconds; see `interval_of_median`."""
         return interval_of_median(self.seconds, level)
 
     @property
     def most_disturbed_by(self) -> str | None:
-        """What disturbed most of the rounds."""
+        """Return the interference that disturbed most of the rounds."""
         counts = Counter(one.disturbed for one in self.rounds if one.disturbed is not None)
         return counts.most_common(1)[0][0] if counts else None
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `sample_from_plain` is the way back."""
+        """Return dicts, lists, strings and numbers only; `sample_from_plain` is the inverse."""
         return {
             "seconds": [one.seconds for one in self.rounds],
             "pace": [one.pace for one in self.rounds],
@@ -137,7 +137,7 @@ class Sample:
 
 
 def sample_from_plain(plain: Mapping[str, Any]) -> Sample:
-    """The sample that `Sample.to_plain` turned into plain values."""
+    """Return the sample that `Sample.to_plain` turned into plain values."""
     disturbed, taken = plain["disturbed"], plain["taken"]
     rounds = tuple(
         Round(seconds, pace, disturbed.get(str(number)), taken.get(str(number), 1.0))
@@ -162,7 +162,7 @@ class Times:
 
     @property
     def best(self) -> Sample:
-        """The sample to go by: whatever else is at work only adds time, so the fastest.
+        """The fastest sample, which counts, since interference only adds time.
 
         Also one that is not valid: what it took is no less true, and it is what a comparison believes. Whoever keeps it for
         later runs has to ask whether it `is_a_measure`.
@@ -180,21 +180,21 @@ class Times:
         return tuple(one.seconds for one in self.best.rounds)
 
     def percentile(self, percent: float) -> float:
-        """Seconds a step that ``percent`` of the rounds do not exceed."""
+        """Return the seconds a step that ``percent`` of the rounds do not exceed."""
         return self.best.percentile(percent)
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `times_from_plain` is the way back."""
+        """Return dicts, lists, strings and numbers only; `times_from_plain` is the inverse."""
         return {"samples": [sample.to_plain() for sample in self.samples], "phases": dict(self.phases)}
 
 
 def times_from_plain(plain: Mapping[str, Any]) -> Times:
-    """The times that `Times.to_plain` turned into plain values."""
+    """Return the times that `Times.to_plain` turned into plain values."""
     return Times(tuple(sample_from_plain(sample) for sample in plain["samples"]), plain["phases"])
 
 
 def interval_of_median(values: Sequence[float], level: float) -> tuple[float, float]:
-    """An interval that encloses the median of what ``values`` were drawn from with a probability of at least ``level``.
+    """Return a confidence interval of the median of what ``values`` were drawn from, of at least ``level``.
 
     By ranks, for any distribution: the number of values below the median is binomial with p = 1/2. With too few values
     for ``level``, the smallest and the largest.

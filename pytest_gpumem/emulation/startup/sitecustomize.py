@@ -1,4 +1,4 @@
-"""Imported by every Python that a session with an emulated GPU starts: this folder is on its ``PYTHONPATH``."""
+"""Start-up module of every Python that a session with an emulated GPU starts, by its ``PYTHONPATH``."""
 
 import importlib.machinery
 import importlib.util
