@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from time_replay import Timed
 
-from pytest_gpumem.ab.experiment import Experiment
-from pytest_gpumem.ab.report import Report, Revision
+from pytest_gpumem.ab.experiment import Experiment, order_of_pair
+from pytest_gpumem.ab.runs import BASE
 from pytest_gpumem.ab.runs import Run as AbRun
-from pytest_gpumem.ab.schedule import BASE, order_of_pair
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.git import Revision
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.timing.comparison import SLOWER_RUN, Comparison, Runs, compare, is_undecided, run_of, slower_machine
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from time_file import Series
 
-    from pytest_gpumem.ab.schedule import Side
+    from pytest_gpumem.ab.runs import Side
+    from pytest_gpumem.reports.comparison import Compared
     from pytest_gpumem.values.times import Sample
 
 Outcome = Literal["fails", "passes", "uncertain"]
@@ -128,14 +129,14 @@ def ours_in_turns(trial: PairedTrial, tolerated: float) -> Outcome:
     return _OUTCOMES[figure.word]
 
 
-def compared_in_turns(trial: PairedTrial, tolerated: float) -> Report:
+def compared_in_turns(trial: PairedTrial, tolerated: float) -> Compared:
     """The report with which `gpumem ab` ends, of at most the trial's pairs."""
 
     def take(side: Side, number: int) -> AbRun:
         base, head = trial.pairs[(number - 1) // 2]
         return _run_of_pytest(side, _first(base if side == BASE else head, trial.cores).first)
 
-    def compare_so_far(pairs: Sequence[tuple[AbRun, AbRun]]) -> Report:
+    def compare_so_far(pairs: Sequence[tuple[AbRun, AbRun]]) -> Compared:
         return compare_runs(pairs, _NOWHERE, _NOWHERE, tolerated, {})
 
     experiment = Experiment(take, compare_so_far, len(trial.pairs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,21 @@ _SET_BY_HOOKS = frozenset(
 
 class GitError(Exception):
     """git could not do what it was asked for; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A revision as it was named, and the full hash of its commit."""
+
+    name: str
+    commit: str
+
+    @property
+    def short(self) -> str:
+        return self.commit[:7]
+
+    def __str__(self) -> str:
+        return self.short if self.commit.startswith(self.name) else f"{self.name} ({self.short})"
 
 
 def plain_environment() -> dict[str, str]:

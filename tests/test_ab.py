@@ -18,9 +18,9 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.ab.processes import Stop
 from pytest_gpumem.ab.running import Runner
 from pytest_gpumem.ab.runs import RunFailed
-from pytest_gpumem.ab.stopping import Stop
 from pytest_gpumem.cli.main import main
 from tests.ab.values import measured, measurement, run, unmeasured
 
@@ -455,7 +455,7 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
 
 
 def test_the_command_does_not_load_torch():
-    code = "import sys, pytest_gpumem.cli.main, pytest_gpumem.ab.compare_revisions, pytest_gpumem.ab.rendering; "
+    code = "import sys, pytest_gpumem.cli.main, pytest_gpumem.ab.compare_revisions, pytest_gpumem.reports.comparison_formats; "
     loaded = subprocess.run(
         [sys.executable, "-c", f"{code}print('torch' in sys.modules)"], capture_output=True, text=True, check=True
     )

@@ -17,9 +17,10 @@ from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.reports.comparing import Failure, compared, side_of_report, side_of_store
-from pytest_gpumem.reports.comparison import accounting, markdown, remarks
-from pytest_gpumem.reports.comparison import to_json as comparison_json
+from pytest_gpumem.reports.comparing import compared, side_of_report, side_of_store
+from pytest_gpumem.reports.comparison import NOTHING_COMPARED, WORSE, Failure
+from pytest_gpumem.reports.comparison_formats import accounting, markdown, remarks
+from pytest_gpumem.reports.comparison_formats import to_json as comparison_json
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.results import TestResult
@@ -47,6 +48,11 @@ def outcomes(found):
     return {row.key.test: row.outcome for row in found.rows}
 
 
+def on_one_side(found):
+    """The measurements that one side has only: what is said of them, their tests and devices."""
+    return [(one.word, one.measured.key.test, one.measured.slug) for one in found.left_out if one.measured is not None]
+
+
 # Judging
 
 
@@ -60,31 +66,30 @@ def test_two_stores_are_judged_by_the_tolerances_of_the_gate():
         "test_c": Outcome.IMPROVED,
         "test_d": Outcome.OK,
     }
-    assert found.worse
-    assert not judged(new, new).worse
+    assert found.exit_status == WORSE
+    assert judged(new, new).exit_status == 0
 
 
 def test_another_workload_that_did_not_grow_is_stale_and_compares_nothing():
     found = judged(stored(test_a=entry()), stored(test_a=entry(workload=Workload("call", batch="int64[8]"))))
-    assert (outcomes(found), found.worse, found.anything) == ({"test_a": Outcome.STALE}, False, False)
+    assert (outcomes(found), found.exit_status) == ({"test_a": Outcome.STALE}, NOTHING_COMPARED)
 
 
 def test_another_workload_that_grew_is_worse():
     found = judged(stored(test_a=entry()), stored(test_a=entry(99 * MB, workload=Workload("call", batch="int64[8]"))))
-    assert (outcomes(found), found.worse) == ({"test_a": Outcome.REGRESSED}, True)
+    assert (outcomes(found), found.exit_status) == ({"test_a": Outcome.REGRESSED}, WORSE)
     assert found.rows[0].reason == "batch int64[8], was none"
 
 
 def test_a_store_of_before_growth_was_measured_had_none():
     found = judged(stored(test_a=entry()), stored(test_a=entry(metrics={"growth": 10**6})))
-    assert (outcomes(found), found.worse) == ({"test_a": Outcome.REGRESSED}, True)
+    assert (outcomes(found), found.exit_status) == ({"test_a": Outcome.REGRESSED}, WORSE)
 
 
 def test_what_one_side_has_only_is_new_or_gone_and_not_worse():
     found = judged(stored(test_a=entry(), test_b=entry()), stored(test_b=entry(), test_c=entry()))
-    assert [one.key.test for one in found.gone] == ["test_a"]
-    assert [one.key.test for one in found.added] == ["test_c"]
-    assert not found.worse
+    assert on_one_side(found) == [("new", "test_c", "h100"), ("gone", "test_a", "h100")]
+    assert found.exit_status == 0
 
 
 def test_a_device_is_compared_with_itself_only():
@@ -92,7 +97,7 @@ def test_a_device_is_compared_with_itself_only():
     there = side_of_store("there", [("a100", KEY, entry(99 * MB, device=A100))])
     report = side_of_report("report", shard(measured(peak=99 * MB, device=A100)))
     for found in (judged(here, there), judged(here, report)):
-        assert (found.rows, found.anything) == ((), False)
+        assert (found.rows, found.exit_status) == ((), NOTHING_COMPARED)
 
 
 def test_an_emulated_gpu_is_compared_with_a_real_one_by_what_emulation_can_be_held_to():
@@ -108,11 +113,11 @@ def test_an_emulated_gpu_is_compared_with_a_real_one_by_what_emulation_can_be_he
     assert (outcomes(within), outcomes(beyond)) == ({"test_a": Outcome.OK}, {"test_a": Outcome.REGRESSED})
     assert (within.rows[0].old_slug, within.rows[0].slug) == ("h100", "emulated-h100-80gb")
     assert remarks(within)[0] == "devices: h100 and emulated-h100-80gb, of which one is emulated"
-    assert json.loads(comparison_json(within, 0))["tests"][0]["old_slug"] == "h100"
+    assert json.loads(comparison_json(within))["tests"][0]["old_slug"] == "h100"
     # What the new side has of the real one is nearer.
     both = against(100 * MB, ("h100", KEY, entry(100 * MB)))
     assert [(row.old_slug, row.slug) for row in both.rows] == [(None, "h100")]
-    assert [one.slug for one in both.added] == ["emulated-h100-80gb"]
+    assert on_one_side(both) == [("new", "test_a", "emulated-h100-80gb")]
 
 
 def test_a_report_is_judged_against_a_store_and_against_a_report():
@@ -123,19 +128,19 @@ def test_a_report_is_judged_against_a_store_and_against_a_report():
 
 
 @pytest.mark.parametrize(
-    ("result", "not_run", "worse"),
+    ("result", "not_run", "word", "status"),
     [
-        (skipped(why="it failed by itself", failed=True), (), True),
-        (skipped(), (), False),
-        (None, (("a.py", "test_a"),), True),
+        (skipped(why="it failed by itself", failed=True), (), "failed", WORSE),
+        (skipped(), (), "unmeasured", 0),
+        (None, (("a.py", "test_a"),), "failed", WORSE),
     ],
 )
-def test_a_test_that_gave_no_figures_is_gone_with_the_reason_and_worse_if_it_failed(result, not_run, worse):
+def test_a_test_that_gave_no_figures_is_gone_with_the_reason_and_worse_if_it_failed(result, not_run, word, status):
     new = side_of_report("new", shard(*([result] if result else []), not_run=not_run))
     found = judged(stored(test_a=entry(), test_b=entry()), replace(new, figures=stored(test_b=entry()).figures))
-    (gone,) = found.gone
-    assert gone.missing is not None
-    assert (gone.missing.failed, found.worse) == (worse, worse)
+    (gone,) = found.left_out
+    assert gone.reason is not None
+    assert (gone.word, found.exit_status) == (word, status)
 
 
 OVER_BUDGET = measured(Outcome.OVER_BUDGET, failed=True)
@@ -165,34 +170,35 @@ def after(*results, **changes):
     ids=["not run", "over budget", "tear-down", "by itself", "relations"],
 )
 def test_a_test_that_failed_in_the_new_report_only_is_worse_whatever_its_figures_say(found, told):
-    assert found.worse
+    assert found.exit_status == WORSE
     assert [(one.file, one.test, one.why) for one in found.failed] == [told]
     id_ = f"{told[0]}::{told[1]}"
     assert [said for said in remarks(found) if id_ in said and said.startswith("failed: ") and told[2] in said]
     assert ", 1 failed;" in accounting(found)
     page = read(markdown(found, "si"))
     assert [row[-1] for row in page.rows if row[0].startswith(id_)] == ["failed"]
-    plain = json.loads(comparison_json(found, 1))
+    plain = json.loads(comparison_json(found))
     assert plain["failed"] == [{"file": told[0], "test": told[1], "reason": told[2]}]
 
 
 def test_what_failed_on_both_sides_is_not_worse():
     old = shard(OVER_BUDGET, RELATIONS, not_run=(("a.py", "test_n"),))
     found = judged(side_of_report("old", old), side_of_report("new", old))
-    assert (found.failed, found.worse, remarks(found)) == ((), False, [])
+    assert (found.failed, found.exit_status, remarks(found)) == ((), 0, [])
 
 
 def test_what_failed_on_another_device_before_has_failed_on_this_one_only_now():
     both = [measured(device=H100), measured(device=A100)]
     failed = [measured(failed=True, device=H100), measured(failed=True, device=A100)]
     old = side_of_report("old", shard(failed[0], both[1]))
-    assert judged(old, side_of_report("new", shard(*failed))).worse
-    assert not judged(old, side_of_report("new", shard(failed[0], both[1]))).worse
+    assert judged(old, side_of_report("new", shard(*failed))).exit_status == WORSE
+    assert judged(old, side_of_report("new", shard(failed[0], both[1]))).exit_status == 0
 
 
 def test_a_test_whose_file_could_not_be_collected_is_gone_for_that_and_worse():
     found = after(not_collected=("a.py",))
-    assert (found.gone[0].missing.why, found.worse) == ("its file could not be collected", True)
+    assert {(one.word, one.reason) for one in found.left_out} == {("failed", "its file could not be collected")}
+    assert found.exit_status == WORSE
 
 
 def test_a_regression_is_told_once():

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.processes import run
-from pytest_gpumem.ab.report import Revision
-from pytest_gpumem.git import GitError, git, git_environment, is_shallow
+from pytest_gpumem.git import GitError, Revision, git, git_environment, is_shallow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_gpumem.ab.schedule import Side
-    from pytest_gpumem.ab.stopping import Stop
+    from pytest_gpumem.ab.processes import Stop
+    from pytest_gpumem.ab.runs import Side
 
 _PREFIX, _LOCK = "gpumem-ab-", "running.lock"
 _HOOKS_OFF = ("-c", f"core.hooksPath={os.devnull}")

@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.checkout import clear_leftovers, temporary_folder, worktrees
 from pytest_gpumem.ab.experiment import Experiment
-from pytest_gpumem.ab.report import NOTHING_COMPARED
+from pytest_gpumem.ab.processes import Stopped
 from pytest_gpumem.ab.running import Runner
-from pytest_gpumem.ab.runs import RunFailed
-from pytest_gpumem.ab.schedule import BASE, HEAD
-from pytest_gpumem.ab.stopping import Stopped
+from pytest_gpumem.ab.runs import BASE, HEAD, RunFailed
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.git import GitError
+from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.ab.processes import Stop
     from pytest_gpumem.ab.progress import Progress
-    from pytest_gpumem.ab.report import Report, Revision
-    from pytest_gpumem.ab.runs import Run
-    from pytest_gpumem.ab.schedule import Side
-    from pytest_gpumem.ab.stopping import Stop
+    from pytest_gpumem.ab.runs import Run, Side
+    from pytest_gpumem.git import Revision
+    from pytest_gpumem.reports.comparison import Compared
     from pytest_gpumem.units import UnitSystem
 
 SIGNALLED = 128
@@ -53,7 +52,7 @@ class Plan:
 class Ended:
     """What is known at the end. ``why`` says why it ended early, and ``exit_status`` is that of the command."""
 
-    report: Report | None
+    report: Compared | None
     units: UnitSystem
     exit_status: int
     why: str | None = None
@@ -97,7 +96,7 @@ def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
         progress.end(run)
         return run
 
-    def compare(pairs: Sequence[tuple[Run, Run]]) -> Report:
+    def compare(pairs: Sequence[tuple[Run, Run]]) -> Compared:
         settings = project.settings(Path(pairs[-1][1].root))
         return compare_runs(pairs, plan.base, plan.head, plan.tolerance, {**DEFAULT_TOLERANCES, **settings.tolerances})
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from pytest_gpumem.ab.report import Revision
-    from pytest_gpumem.ab.runs import Run
-    from pytest_gpumem.ab.schedule import Side
+    from pytest_gpumem.ab.runs import Run, Side
+    from pytest_gpumem.git import Revision
 
 _START_OF_LINE = "\r\x1b[K"
 

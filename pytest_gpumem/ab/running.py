@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.ab.checkout import Checkout
-    from pytest_gpumem.ab.schedule import Side
-    from pytest_gpumem.ab.stopping import Stop
+    from pytest_gpumem.ab.processes import Stop
+    from pytest_gpumem.ab.runs import Side
 
 ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--gpumem-strict")
 PLUGIN = "gpumem_ab_collector"

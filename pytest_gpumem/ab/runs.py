@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
@@ -14,9 +14,11 @@ from pytest_gpumem.reports.results import PROPERTY, Results
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pytest_gpumem.ab.schedule import Side
     from pytest_gpumem.gate.verdict import TestVerdict
 
+Side = Literal["base", "head"]
+BASE: Side = "base"
+HEAD: Side = "head"
 Key = tuple[str, str]
 """A test: its file and its id in it."""
 

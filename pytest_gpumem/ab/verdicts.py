@@ -1,39 +1,30 @@
-"""From pairs of runs to a report: times by pairs, bytes and counts by the judge. Pure."""
+"""From pairs of runs to a comparison: times by pairs, bytes and counts by the judge. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.report import STEP_TIME, Figure, LeftOut, Report, Row
-from pytest_gpumem.gate.baseline import baseline_of
-from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.gate.judge import judge
-from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.reports.comparing import changes_of
+from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.timing.comparison import compare_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_gpumem.ab.report import Revision
-    from pytest_gpumem.ab.runs import Key, Run
+    from pytest_gpumem.ab.runs import Run
     from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.git import Revision
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Tolerance
-    from pytest_gpumem.timing.comparison import Comparison
 
 CHANCE = frozenset({"peak_reserved"})
 """Metrics that differ from run to run without anybody's doing, within their tolerance."""
-
-_SPEED: dict[str, Outcome] = {
-    "slower": Outcome.REGRESSED,
-    "faster": Outcome.IMPROVED,
-    "uncertain": Outcome.UNCERTAIN,
-    "not slower": Outcome.OK,
-}
 
 
 def compare_runs(
@@ -42,22 +33,30 @@ def compare_runs(
     head: Revision,
     tolerance: float,
     tolerances: Mapping[str, Tolerance],
-) -> Report:
-    """The report on ``pairs`` of runs (base, head). ``tolerance`` is for times, ``tolerances`` for everything else."""
+) -> Compared:
+    """Compare ``pairs`` of runs (base, head). ``tolerance`` is for times, ``tolerances`` for everything else."""
     rows: list[Row] = []
     left_out: list[LeftOut] = []
-    for key in sorted({key for pair in pairs for run in pair for key in run.tests}):
-        bases = [one.tests.get(key) for one, _ in pairs]
-        heads = [one.tests.get(key) for _, one in pairs]
+    for file, test in sorted({key for pair in pairs for run in pair for key in run.tests}):
+        bases, heads = ([run.tests.get((file, test)) for run in side] for side in zip(*pairs, strict=True))
         reason = _why_not(bases, heads)
         if reason is not None:
-            title = "::".join(key)
-            left_out.append(LeftOut(title, reason, broke=_is_measured(bases) and _fails(heads) and not _fails(bases)))
+            broke = _is_measured(bases) and _fails(heads) and not _fails(bases)
+            left_out.append(LeftOut(f"{file}::{test}", "broken" if broke else "not compared", reason))
             continue
-        compared, others = _compare_test(key, bases, heads, tolerance, tolerances)
-        rows += compared
-        left_out += others
-    return Report(base, head, len(pairs), tolerance, tuple(rows), tuple(left_out))
+        runs = [(_figures(base), _figures(head)) for base, head in zip(bases, heads, strict=True)]
+        names = list(dict.fromkeys(name for pair in runs for side in pair for name in side))
+        for name in names:
+            key = Key(file, test, name)
+            title = str(key) if len(names) > 1 else f"{file}::{test}"
+            taken = _Taken(tuple((base.get(name), head.get(name)) for base, head in runs))
+            found = _compare(taken, tolerance, tolerances)
+            if isinstance(found, str):
+                left_out.append(LeftOut(title, "not compared", found))
+            else:
+                changes, notes = found
+                rows.append(Row(key, taken.heads[-1].environment.slug, title, changes, notes=notes))
+    return Compared(base, head, tuple(rows), tuple(left_out), pairs=len(pairs), tolerance=tolerance)
 
 
 def _is_measured(verdicts: Sequence[TestVerdict | None]) -> bool:
@@ -100,133 +99,104 @@ def _unmeasured(verdicts: Sequence[TestVerdict | None]) -> str | None:
     return last.unmeasured or "it asserts relations only"
 
 
-def _compare_test(
-    key: Key,
-    bases: Sequence[TestVerdict | None],
-    heads: Sequence[TestVerdict | None],
-    tolerance: float,
-    tolerances: Mapping[str, Tolerance],
-) -> tuple[list[Row], list[LeftOut]]:
-    runs = [(_figures(base), _figures(head)) for base, head in zip(bases, heads, strict=True)]
-    names = list(dict.fromkeys(name for pair in runs for side in pair for name in side))
-    rows, left_out = [], []
-    for name in names:
-        title = f"{'::'.join(key)} ({name})"
-        mine = [base[name] for base, _ in runs if name in base]
-        theirs = [head[name] for _, head in runs if name in head]
-        pairs = [(base[name], head[name]) for base, head in runs if name in base and name in head]
-        reason = _not_comparable(mine, theirs)
-        if reason is None and not pairs:
-            reason = "no pair of neighbouring runs measured it"
-        if reason is not None:
-            left_out.append(LeftOut(title if len(names) > 1 else "::".join(key), reason))
-            continue
-        another = _another_workload(mine, theirs)
-        if another is None:
-            figures, notes = _compare_measurement(mine, theirs, pairs, tolerance, tolerances)
-        else:
-            # The judge lets nothing in bytes grow with the workload; what else another one does cannot be compared.
-            figures, notes = _exact_figures(mine, theirs, tolerances)
-            notes.insert(0, another)
-        if not figures and another is not None:
-            left_out.append(LeftOut(title if len(names) > 1 else "::".join(key), another))
-            continue
-        notes += [
-            f"measured in {len(there)} of {len(runs)} runs of {side}"
-            for side, there in (("base", mine), ("head", theirs))
-            if len(there) < len(runs)
-        ]
-        rows.append(Row(*key, name, tuple(figures), tuple(notes), only_one=len(names) == 1))
-    return rows, left_out
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """One measurement of a test in each pair of runs (base, head); ``None`` where a run did not take it."""
+
+    runs: tuple[tuple[Measurement | None, Measurement | None], ...]
+
+    @property
+    def bases(self) -> list[Measurement]:
+        return [base for base, _ in self.runs if base is not None]
+
+    @property
+    def heads(self) -> list[Measurement]:
+        return [head for _, head in self.runs if head is not None]
+
+    @property
+    def pairs(self) -> list[tuple[Measurement, Measurement]]:
+        return [(base, head) for base, head in self.runs if base is not None and head is not None]
+
+    def values(self, metric: str) -> dict[str, list[float]]:
+        """What the runs of each side took of a metric."""
+        sides = {"base": self.bases, "head": self.heads}
+        return {side: [one.metrics[metric] for one in ran if metric in one.metrics] for side, ran in sides.items()}
 
 
-def _not_comparable(bases: Sequence[Measurement], heads: Sequence[Measurement]) -> str | None:
-    if not heads:
+def _compare(
+    taken: _Taken, tolerance: float, tolerances: Mapping[str, Tolerance]
+) -> tuple[tuple[Change, ...], tuple[str, ...]] | str:
+    """The changes of a measurement and notes on it, or why it cannot be compared, as a clause."""
+    reason = _not_comparable(taken)
+    if reason is not None:
+        return reason
+    exact = _exact_changes(taken, tolerances)
+    differences = taken.heads[-1].workload.differences(taken.bases[-1].workload)
+    if differences:
+        # The judge lets nothing in bytes grow with the workload; what else another one does cannot be compared.
+        another = f"another workload: {'; '.join(differences)}"
+        return (exact, (another, *_notes(taken))) if exact else another
+    speed = _speed(taken, tolerance)
+    if speed is not None:
+        return (speed, *exact), tuple(_notes(taken))
+    timed = [one.times is not None for one in (*taken.bases, *taken.heads)]
+    once = f"timed in {'base' if taken.bases[-1].times else 'head'} only"
+    return exact, (*([once] if any(timed) else []), *_notes(taken))
+
+
+def _not_comparable(taken: _Taken) -> str | None:
+    if not taken.heads:
         return "it is measured in base only"
-    if not bases:
+    if not taken.bases:
         return "it is measured in head only"
-    base, head = bases[-1], heads[-1]
-    if base.environment.slug != head.environment.slug:
-        return f"it was measured on {base.environment.device} in base, on {head.environment.device} in head"
-    return None
+    base, head = taken.bases[-1].environment, taken.heads[-1].environment
+    if base.slug != head.slug:
+        return f"it was measured on {base.device} in base, on {head.device} in head"
+    return None if taken.pairs else "no pair of neighbouring runs measured it"
 
 
-def _another_workload(bases: Sequence[Measurement], heads: Sequence[Measurement]) -> str | None:
-    differences = heads[-1].workload.differences(bases[-1].workload)
-    return f"another workload: {'; '.join(differences)}" if differences else None
+def _speed(taken: _Taken, tolerance: float) -> Change | None:
+    """The change of the step time; ``None`` where no pair of runs took times on both sides."""
+    samples = [(base.times.best, head.times.best) for base, head in taken.pairs if base.times and head.times]
+    if not samples:
+        return None
+    found = compare_pairs(samples, tolerance)
+    base, head = (statistics.median(sample.median for sample in side) for side in zip(*samples, strict=True))
+    reason = found.reason if found.outcome == "uncertain" else None
+    return Change("step_time", base, head, OUTCOMES[found.outcome], tolerance * base, reason, found.seconds)
 
 
-def _compare_measurement(
-    bases: Sequence[Measurement],
-    heads: Sequence[Measurement],
-    pairs: Sequence[tuple[Measurement, Measurement]],
-    tolerance: float,
-    tolerances: Mapping[str, Tolerance],
-) -> tuple[list[Figure], list[str]]:
-    figures: list[Figure] = []
-    notes: list[str] = []
-    samples = [(base.times.best, head.times.best) for base, head in pairs if base.times and head.times]
-    if samples:
-        speed = compare_pairs(samples, tolerance)
-        base, head = (statistics.median(sample.median for sample in side) for side in zip(*samples, strict=True))
-        figures.append(_time(speed, base, head, tolerance))
-    elif any(one.times for one in (*bases, *heads)):
-        notes.append(f"timed in {'base' if bases[-1].times else 'head'} only")
-    exact, said = _exact_figures(bases, heads, tolerances)
-    return [*figures, *exact], [*notes, *said]
-
-
-def _time(speed: Comparison, base: float, head: float, tolerance: float) -> Figure:
-    return Figure(
-        STEP_TIME,
-        _SPEED[speed.outcome],
-        speed.outcome,
-        base,
-        head,
-        interval=speed.seconds,
-        allowed=tolerance * base,
-        reason=speed.reason if speed.outcome == "uncertain" else None,
-    )
-
-
-def _exact_figures(
-    bases: Sequence[Measurement], heads: Sequence[Measurement], tolerances: Mapping[str, Tolerance]
-) -> tuple[list[Figure], list[str]]:
-    """Bytes and counts. Where the runs of one side differ, those two figures count that are closest to one another."""
-    notes: list[str] = []
-    base_values: dict[str, float] = {}
-    head_values: dict[str, float] = {}
-    for name, metric in METRICS.items():
-        if metric.unit not in WHOLE:
-            continue
-        mine = [one.metrics[name] for one in bases if name in one.metrics]
-        theirs = [one.metrics[name] for one in heads if name in one.metrics]
-        if mine and theirs:
-            base_values[name], head_values[name] = closest(mine, theirs)
-        elif mine or theirs:
-            notes.append(f"{metric.title} in {'base' if mine else 'head'} only")
-        for side, values in (("base", mine), ("head", theirs)):
-            if len(set(values)) > 1 and name not in CHANCE:
-                least, most = (shown(name, value, "si") for value in (min(values), max(values)))
-                spread = f"{least} to {most}" if least != most else f"by {max(values) - min(values):.0f}"
-                notes.append(f"{metric.title} differs between the runs of {side}: {spread}")
+def _exact_changes(taken: _Taken, tolerances: Mapping[str, Tolerance]) -> tuple[Change, ...]:
+    """Bytes and counts that both sides have: of runs of one side that differ, the figures count that are closest."""
+    metrics = [name for name, metric in METRICS.items() if metric.unit in WHOLE]
+    values = {name: closest(*sides) for name in metrics if all(sides := taken.values(name).values())}
     # Times are judged by pairs; whatever else a measurement holds is none of the judge's business here.
-    earlier = baseline_of(replace(bases[-1], metrics=base_values, times=None, explanation=None), "", None)
-    now = replace(heads[-1], metrics=head_values, times=None, explanation=None)
-    verdict = judge(now, Budget(), earlier, {name: one for name, one in tolerances.items() if name in base_values})
-    return [
-        Figure(
-            one.metric,
-            one.outcome,
-            one.outcome.words,
-            one.baseline,
-            one.value,
-            allowed=one.allowed,
-            reason=one.reason,
-        )
-        for one in verdict.metrics
-        if one.allowed is not None and one.baseline is not None
-    ], notes
+    base, head = (
+        replace(side[-1], metrics={name: pair[which] for name, pair in values.items()}, times=None, explanation=None)
+        for which, side in enumerate((taken.bases, taken.heads))
+    )
+    changes, _ = changes_of(base, head, tolerances)
+    return tuple(change for change in changes if change.allowed is not None)
+
+
+def _notes(taken: _Taken) -> Iterator[str]:
+    """What else is to be said of a measurement: what one side lacks, and where runs of one side differ."""
+    for name, metric in METRICS.items():
+        sides = taken.values(name) if metric.unit in WHOLE else {}
+        have = [side for side, values in sides.items() if values]
+        if len(have) == 1:
+            yield f"{metric.title} in {have[0]} only"
+        for side, values in sides.items():
+            if len(set(values)) > 1 and name not in CHANCE:
+                yield f"{metric.title} differs between the runs of {side}: {_spread(name, values)}"
+    for side, ran in (("base", taken.bases), ("head", taken.heads)):
+        if len(ran) < len(taken.runs):
+            yield f"measured in {len(ran)} of {len(taken.runs)} runs of {side}"
+
+
+def _spread(metric: str, values: Sequence[float]) -> str:
+    least, most = (shown(metric, value, "si") for value in (min(values), max(values)))
+    return f"{least} to {most}" if least != most else f"by {max(values) - min(values):.0f}"
 
 
 def closest(base: Sequence[float], head: Sequence[float]) -> tuple[float, float]:

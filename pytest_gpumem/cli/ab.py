@@ -113,9 +113,9 @@ def ab(
     """
     from pytest_gpumem.ab.checkout import Checkout
     from pytest_gpumem.ab.compare_revisions import Plan, compare_revisions
+    from pytest_gpumem.ab.processes import noted_signals
     from pytest_gpumem.ab.progress import Progress
     from pytest_gpumem.ab.running import refused
-    from pytest_gpumem.ab.stopping import noted_signals
     from pytest_gpumem.git import GitError
 
     arguments: list[str] = context.meta[_PYTEST_ARGUMENTS]
@@ -145,12 +145,12 @@ def ab(
 
 
 def _tell(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
-    from pytest_gpumem.ab.rendering import markdown, table, to_json
+    from pytest_gpumem.cli.output import screen, tell
+    from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 
     assert ended.report is not None, "there is something to tell"
     finished = ended.why is None
-    for line in table(ended.report, ended.units):
-        click.echo(line)
+    tell(lines(ended.report, ended.units, screen()))
     try:
         if json_file is not None:
             json_file.write_text(to_json(ended.report, finished=finished), encoding="utf-8")

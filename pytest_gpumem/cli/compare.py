@@ -44,26 +44,21 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
     from pytest_gpumem.cli.output import screen, tell
     from pytest_gpumem.cli.project import project_settings
     from pytest_gpumem.reports.comparing import compared
-    from pytest_gpumem.reports.comparison import accounting, markdown, remarks, table, to_json
-    from pytest_gpumem.reports.layout import laid_out
+    from pytest_gpumem.reports.comparison import NOTHING_COMPARED
+    from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
     from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 
     settings = project_settings(store)
-    sides = _side(old, settings), _side(new, settings)
-    found = compared(*sides, {**DEFAULT_TOLERANCES, **settings.tolerances})
-    status = 2 if not found.anything else 1 if found.worse else 0
+    found = compared(_side(old, settings), _side(new, settings), {**DEFAULT_TOLERANCES, **settings.tolerances})
     if form == "json":
-        click.echo(to_json(found, status), nl=False)
+        click.echo(to_json(found), nl=False)
     elif form == "markdown":
         click.echo(markdown(found, settings.units), nl=False)
     else:
-        shown = table(found, settings.units)
-        tell([*laid_out(shown, screen()), ""] if shown is not None else [])
-        tell(remarks(found))
-        tell([f"gpumem compare: {accounting(found)}"])
-    if status == 2:
+        tell(lines(found, settings.units, screen()))
+    if found.exit_status == NOTHING_COMPARED:
         click.echo("Error: nothing could be compared", err=True)
-    sys.exit(status)
+    sys.exit(found.exit_status)
 
 
 def _side(name: str | None, settings: Settings) -> Side:

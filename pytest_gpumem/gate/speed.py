@@ -21,7 +21,7 @@ MACHINE = "machine"
 
 NO_TIMES = "time is not compared: the baseline has no times"
 
-_OUTCOMES: dict[SpeedOutcome, Outcome] = {
+OUTCOMES: dict[SpeedOutcome, Outcome] = {
     "slower": Outcome.REGRESSED,
     "not slower": Outcome.OK,
     "faster": Outcome.IMPROVED,
@@ -55,7 +55,7 @@ def judge_step_time(
     comparison = compare(times.samples, baseline.runs, allowed / earlier)
     return MetricVerdict(
         "step_time",
-        _OUTCOMES[comparison.outcome],
+        OUTCOMES[comparison.outcome],
         value,
         earlier,
         allowed=allowed,

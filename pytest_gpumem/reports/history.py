@@ -9,8 +9,7 @@ from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
 from pytest_gpumem.reports.plot import plot
-from pytest_gpumem.reports.values import difference, shown
-from pytest_gpumem.units import format_ratio
+from pytest_gpumem.reports.values import moved, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,8 +96,8 @@ def _change(event: Event, metric: str, units: UnitSystem, *, is_first: bool) -> 
     old, new = before.metrics.get(metric), after.metrics.get(metric)
     if old is None or new is None or old == new:
         return ("other work" if before.workload != after.workload else ""), None
-    moved = format_ratio(new / old - 1) if old else difference(metric, new - old, units)
+    text = moved(metric, old, new, units)
     if before.workload != after.workload:
-        return f"{moved} (other work)", None
+        return f"{text} (other work)", None
     better = new > old if METRICS[metric].larger_is_better else new < old
-    return moved, "good" if better else "bad"
+    return text, "good" if better else "bad"

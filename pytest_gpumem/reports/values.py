@@ -45,19 +45,27 @@ def difference(metric: str, change: float, units: UnitSystem) -> str:
     return ("+" if change >= 0 else "") + shown(metric, change, units)
 
 
+def moved(metric: str, old: float, new: float, units: UnitSystem) -> str:
+    """The change from ``old`` to ``new``: ``"+14.7 %"``, or as it is where the old value is 0."""
+    return format_ratio(new / old - 1) if old else difference(metric, new, units)
+
+
 def change(verdict: MetricVerdict, units: UnitSystem) -> str:
     """The change against the baseline: ``"+14.7 %"``, as it is where the baseline is 0, empty where there is none."""
     if verdict.baseline is None:
         return ""
-    if verdict.baseline:
-        return format_ratio(verdict.value / verdict.baseline - 1)
-    return difference(verdict.metric, verdict.value, units) if verdict.value else format_ratio(0)
+    if not verdict.baseline and not verdict.value:
+        return format_ratio(0)
+    return moved(verdict.metric, verdict.baseline, verdict.value, units)
 
 
 def allowance(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """The change that is tolerated: ``"+0.5 %"``, as it is where the baseline is 0."""
-    if verdict.allowed is None or verdict.baseline is None:
+    """The change that is tolerated of a baseline; empty where there is none."""
+    return tolerated(verdict.metric, verdict.allowed, verdict.baseline, units)
+
+
+def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:
+    """A change of ``old`` that is tolerated: ``"+0.5 %"``, or as it is where the old value is 0; empty where there is none."""
+    if allowed is None or old is None:
         return ""
-    if verdict.baseline:
-        return format_ratio(verdict.allowed / verdict.baseline)
-    return difference(verdict.metric, verdict.allowed, units)
+    return format_ratio(allowed / old) if old else difference(metric, allowed, units)

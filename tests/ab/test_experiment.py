@@ -7,7 +7,10 @@ import pytest
 from pytest_gpumem.ab.experiment import Experiment
 from pytest_gpumem.ab.runs import RunFailed
 from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.gate.baseline import Key
 from tests.ab.values import BASE, HEAD, measured, measurement, run
+
+KEY = Key("test_it.py", "test_a", "train_step")
 
 
 def experiment(base, head, most=8, failing_at=None):
@@ -28,7 +31,7 @@ def test_equal_revisions_are_run_four_times_each():
     trial, ran = experiment(lambda _: 0.1, lambda _: 0.1)
     trial.run()
     assert ran == ["base", "head", "head", "base"] * 2
-    assert trial.report.speeds["test_it.py", "test_a", "train_step"].word == "not slower"
+    assert trial.report.speeds[KEY].word == "not slower"
 
 
 def test_a_clear_slowdown_is_confirmed_by_one_more_pair():
@@ -49,7 +52,7 @@ def test_base_and_head_are_not_confused_in_mirrored_pairs():
     trial, _ = experiment(lambda number: 0.1 + number / 1000, lambda number: 0.1 + number / 1000)
     trial.run()
     # What only drifts upwards is on either side in turn.
-    assert trial.report.speeds["test_it.py", "test_a", "train_step"].interval.ratio == pytest.approx(1, abs=0.01)
+    assert trial.report.speeds[KEY].interval.ratio == pytest.approx(1, abs=0.01)
 
 
 def test_when_a_run_fails_what_was_known_before_it_is_kept():

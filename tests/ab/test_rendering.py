@@ -6,29 +6,39 @@ import json
 
 import pytest
 
-from pytest_gpumem.ab.rendering import markdown, table, to_json
-from pytest_gpumem.ab.report import Figure, LeftOut, Report, Revision, Row
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.git import Revision
+from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row
+from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
+from pytest_gpumem.reports.layout import text_of
+from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 
 RUNS = "5 pairs of runs, base main (1f3c9ab), head HEAD (2b4d8ce), slowdown tolerated 2.0 %"
-SLOWER = Figure("step_time", Outcome.REGRESSED, "slower", 0.1, 0.105, Interval(1.05, 1.045, 1.056), allowed=0.002)
-SAME = Figure("step_time", Outcome.OK, "not slower", 0.1, 0.1, Interval(1.0, 0.996, 1.004), allowed=0.002)
-UNSURE = Figure(
-    "step_time", Outcome.UNCERTAIN, "uncertain", 0.1, 0.11, Interval(1.1, 0.9, 1.2), reason="another process was there"
+SLOWER = Change("step_time", 0.1, 0.105, Outcome.REGRESSED, 0.002, interval=Interval(1.05, 1.045, 1.056))
+SAME = Change("step_time", 0.1, 0.1, Outcome.OK, 0.002, interval=Interval(1.0, 0.996, 1.004))
+UNSURE = Change(
+    "step_time", 0.1, 0.11, Outcome.UNCERTAIN, reason="another process was there", interval=Interval(1.1, 0.9, 1.2)
 )
-PEAK = Figure("peak_allocated", Outcome.OK, "ok", 10_000_000, 10_000_000, allowed=1_000_000)
-GROWN = Figure("peak_allocated", Outcome.REGRESSED, "regressed", 8_120_000_000, 9_310_000_000, allowed=1e6)
-LEAK = Figure("retained", Outcome.REGRESSED, "regressed", 0, 4_000_000, allowed=1e6)
+PEAK = Change("peak_allocated", 10_000_000, 10_000_000, Outcome.OK, 1_000_000)
+GROWN = Change("peak_allocated", 8_120_000_000, 9_310_000_000, Outcome.REGRESSED, 1e6)
+LEAK = Change("retained", 0, 4_000_000, Outcome.REGRESSED, 1e6)
 
 
 def report(*rows, left_out=(), pairs=5):
-    return Report(BASE, HEAD, pairs, 0.02, tuple(rows), tuple(left_out))
+    return Compared(BASE, HEAD, tuple(rows), tuple(left_out), pairs=pairs, tolerance=0.02)
 
 
-def row(test, *figures, notes=(), only_one=True):
-    return Row("test_it.py", test, "call", figures, notes, only_one)
+def row(test, *changes, notes=(), only_one=True):
+    key = Key("test_it.py", test, "call")
+    return Row(key, "toy", f"test_it.py::{test}" if only_one else str(key), changes, notes=notes)
+
+
+def table(report, units):
+    """What a terminal of any width shows."""
+    return [line if isinstance(line, str) else text_of(line) for line in lines(report, units, Screen())]
 
 
 def test_the_table_shows_times_with_their_intervals_and_of_bytes_what_changed():
@@ -53,8 +63,8 @@ def test_what_is_not_compared_is_told_with_its_reason_and_everything_is_accounte
         report(
             row("test_a", UNSURE, notes=("measured in 4 of 5 runs of head",), only_one=False),
             left_out=[
-                LeftOut("test_it.py::test_b", "it ran in head only"),
-                LeftOut("test_it.py::test_c", "it failed by itself, in head", broke=True),
+                LeftOut("test_it.py::test_b", "not compared", "it ran in head only"),
+                LeftOut("test_it.py::test_c", "broken", "it failed by itself, in head"),
             ],
         ),
         "si",
@@ -99,9 +109,8 @@ def test_a_test_id_is_a_code_span_within_its_cell_whatever_it_has(test, code):
 
 
 def test_no_reason_or_revision_becomes_markup():
-    named = Report(
-        Revision("a_*b*_`c`", "1f3c9ab0"), HEAD, 4, 0.02, (), (LeftOut("test[<b>]", "see @me\n# and [x](y)"),)
-    )
+    left_out = LeftOut("test[<b>]", "not compared", "see @me\n# and [x](y)")
+    named = Compared(Revision("a_*b*_`c`", "1f3c9ab0"), HEAD, (), (left_out,), pairs=4, tolerance=0.02)
     text = markdown(named, "si", finished=True)
     assert "### gpumem ab: a\\_\\*b\\*\\_\\`c\\` (1f3c9ab) and HEAD" in text
     assert "- not compared: test\\[&lt;b&gt;\\]: see <span>@</span>me <span>#</span> and \\[x\\](y)" in text
@@ -117,7 +126,7 @@ def test_markdown_says_when_it_was_not_finished():
 def test_json_has_every_figure_and_everything_that_was_left_out():
     plain = json.loads(
         to_json(
-            report(row("test_a", SLOWER, PEAK), row("test_b", LEAK), left_out=[LeftOut("test_c", "gone", broke=True)]),
+            report(row("test_a", SLOWER, PEAK), row("test_b", LEAK), left_out=[LeftOut("test_c", "broken", "gone")]),
             finished=True,
         )
     )

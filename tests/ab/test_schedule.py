@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.ab.report import STEP_TIME, Figure, Report, Row
-from pytest_gpumem.ab.schedule import is_settled, order_of_pair
+from pytest_gpumem.ab.experiment import is_settled, order_of_pair
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.reports.comparison import Change, Compared, Row
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 
@@ -18,18 +19,18 @@ OUTCOMES = {
 }
 
 
-def report(pairs: int, *speeds: tuple[str, float]) -> Report:
+def row(number: int, change: Change) -> Row:
+    return Row(Key("test_it.py", f"test_{number}", "call"), "toy", f"test_it.py::test_{number}", (change,))
+
+
+def report(pairs: int, *speeds: tuple[str, float]) -> Compared:
     """A report on tests whose times were judged so; each has the upper end of its interval."""
     rows = tuple(
-        Row(
-            "test_it.py",
-            f"test_{number}",
-            "call",
-            (Figure(STEP_TIME, OUTCOMES[word], word, 1.0, 1.0, Interval(1.0, 0.99, high)),),
-        )
+        row(number, Change("step_time", 1.0, 1.0, OUTCOMES[word], interval=Interval(1.0, 0.99, high)))
         for number, (word, high) in enumerate(speeds)
     )
-    return Report(BASE, HEAD, pairs, 0.02, rows)
+    assert [one.changes[0].word for one in rows] == [word for word, _ in speeds]
+    return Compared(BASE, HEAD, rows, pairs=pairs, tolerance=0.02)
 
 
 def test_runs_are_mirrored_from_pair_to_pair():
@@ -63,8 +64,9 @@ def test_what_differs_has_to_be_seen_twice(word):
 
 
 def test_without_times_two_pairs_show_that_bytes_repeat():
-    row = Row("test_it.py", "test_a", "call", (Figure("peak_allocated", Outcome.OK, "ok", 1, 1),))
-    assert [is_settled(Report(BASE, HEAD, pairs, 0.02, (row,)), None) for pairs in (1, 2)] == [False, True]
+    rows = (row(0, Change("peak_allocated", 1, 1, Outcome.OK)),)
+    reports = [Compared(BASE, HEAD, rows, pairs=pairs, tolerance=0.02) for pairs in (1, 2)]
+    assert [is_settled(one, None) for one in reports] == [False, True]
 
 
 def test_where_nothing_can_be_compared_one_pair_is_enough():

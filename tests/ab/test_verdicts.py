@@ -33,7 +33,7 @@ def timed(base, head, **others):
 
 def only_figure(report, metric):
     (row,) = report.rows
-    return next(figure for figure in row.figures if figure.metric == metric)
+    return next(change for change in row.changes if change.metric == metric)
 
 
 def test_a_step_that_takes_five_percent_longer_is_slower_though_the_machine_drifts():
@@ -41,7 +41,7 @@ def test_a_step_that_takes_five_percent_longer_is_slower_though_the_machine_drif
     figure = only_figure(report, "step_time")
     assert (figure.word, figure.outcome) == ("slower", Outcome.REGRESSED)
     assert figure.interval.ratio == pytest.approx(1.05, abs=0.002)
-    assert (figure.base, figure.head) == (pytest.approx(0.101, rel=0.01), pytest.approx(0.106, rel=0.01))
+    assert (figure.old, figure.new) == (pytest.approx(0.101, rel=0.01), pytest.approx(0.106, rel=0.01))
     assert report.exit_status == 1
 
 
@@ -61,7 +61,7 @@ def test_samples_that_something_disturbed_leave_it_uncertain_with_the_reason():
 def test_memory_that_grows_has_regressed_and_time_has_no_part_in_it():
     report = compared(timed(0.1, 0.1, peak=12_000_000))
     figure = only_figure(report, "peak_allocated")
-    assert (figure.outcome, figure.base, figure.head) == (Outcome.REGRESSED, 10_000_000, 12_000_000)
+    assert (figure.outcome, figure.old, figure.new) == (Outcome.REGRESSED, 10_000_000, 12_000_000)
     assert only_figure(report, "step_time").outcome is Outcome.OK
     assert report.exit_status == 1
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_compared_is_listed_with_its_reason(base, head, reason):
     report = compared([pair(base, head)] * 4)
     assert report.rows == ()
     (left_out,) = report.left_out
-    assert (left_out.title, left_out.reason, left_out.broke) == ("test_it.py::test_a", reason, False)
+    assert (left_out.title, left_out.reason, left_out.word) == ("test_it.py::test_a", reason, "not compared")
     assert report.exit_status == 2
 
 
@@ -122,7 +122,7 @@ def test_another_workload_that_needs_more_memory_has_regressed_and_is_not_timed(
     head = measured("test_a", measurement(seconds=0.9, peak=20_000_000, batch="float32[8]", operators=9))
     report = compared([pair(base, head)] * 4)
     (row,) = report.rows
-    assert [(figure.metric, figure.outcome) for figure in row.figures] == [("peak_allocated", Outcome.REGRESSED)]
+    assert [(figure.metric, figure.outcome) for figure in row.changes] == [("peak_allocated", Outcome.REGRESSED)]
     assert row.notes[0] == "another workload: batch float32[8], was float32[4]"
     assert report.exit_status == 1
 
@@ -130,7 +130,7 @@ def test_another_workload_that_needs_more_memory_has_regressed_and_is_not_timed(
 def test_a_test_that_fails_in_head_alone_is_broken_and_does_not_end_well():
     fails = unmeasured("test_a", "it failed by itself", failed=True)
     report = compared([pair(measured("test_a", measurement()), fails)] * 4)
-    assert report.left_out[0].broke
+    assert report.left_out[0].word == "broken"
     assert report.exit_status == 1
 
 
@@ -162,7 +162,7 @@ def test_bytes_that_differ_between_runs_of_one_side_are_told_and_judged_by_the_c
     ]
     report = compared(pairs)
     figure = only_figure(report, "peak_allocated")
-    assert (figure.base, figure.head, figure.outcome) == (12_000_000, 14_000_000, Outcome.REGRESSED)
+    assert (figure.old, figure.new, figure.outcome) == (12_000_000, 14_000_000, Outcome.REGRESSED)
     assert report.rows[0].notes == ("peak allocated differs between the runs of base: 10.00 MB to 12.00 MB",)
 
 
@@ -179,7 +179,7 @@ def test_how_many_segments_were_reserved_is_chance_and_not_told():
 def test_a_test_that_only_one_side_times_is_compared_by_its_bytes_and_says_so():
     base, head = measured("test_a", measurement()), measured("test_a", measurement(seconds=None))
     report = compared([pair(base, head)] * 4)
-    assert [figure.metric for figure in report.rows[0].figures] == ["peak_allocated"]
+    assert [figure.metric for figure in report.rows[0].changes] == ["peak_allocated"]
     assert report.rows[0].notes == ("timed in base only",)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.ab.report import Revision
 from pytest_gpumem.ab.runs import Run
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.git import Revision
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.times import Round, Sample, Times

@@ -1,0 +1,246 @@
+"""A comparison as a table for a terminal, as Markdown, and as JSON. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.git import Revision
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.json_report import without_infinity
+from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
+from pytest_gpumem.reports.values import difference, shown, tolerated
+from pytest_gpumem.units import format_ratio
+
+if TYPE_CHECKING:
+    from pytest_gpumem.gate.baseline import Key
+    from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Measured, Row
+    from pytest_gpumem.reports.layout import Line, Style
+    from pytest_gpumem.reports.text_width import Screen
+    from pytest_gpumem.units import UnitSystem
+
+FORMAT = 1
+"""The number of the JSON's format."""
+_LEAST_NAME = 24
+_LEFT = (0, 1, 6)
+_STYLES: dict[str, Style] = {
+    **dict.fromkeys(("regressed", "slower", "failed"), "bad"),
+    **dict.fromkeys(("improved", "faster"), "good"),
+    **dict.fromkeys(("uncertain", "stale"), "doubtful"),
+}
+_OUTCOMES = (Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.STALE)
+_COUNTED = (
+    *("compared", *(outcome.words for outcome in _OUTCOMES), "unchanged"),
+    *("new", "failed", "unmeasured", "gone", "broken", "not compared"),
+)
+_SPEEDS = ("slower", "faster", "uncertain", "not slower")
+
+Cells = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a command calls its two sides and its last columns, and the keys of its JSON, in their order."""
+
+    command: str
+    old: str
+    new: str
+    columns: tuple[str, str]
+    of_test: tuple[str, ...]
+    of_metric: tuple[str, ...]
+
+    @property
+    def header(self) -> Cells:
+        return ("test", "metric", self.old, self.new, "change", *self.columns)
+
+
+_COMPARE = _Form(
+    "compare",
+    "old",
+    "new",
+    ("allowed", ""),
+    ("file", "test", "name", "slug", "old_slug", "outcome", "reason", "metrics"),
+    ("metric", "outcome", "old", "new", "allowed", "reason"),
+)
+_AB = _Form(
+    "ab",
+    "base",
+    "head",
+    ("interval", "verdict"),
+    ("file", "test", "name", "outcome", "metrics", "notes"),
+    ("metric", "outcome", "base", "head", "ratio", "low", "high", "allowed", "reason"),
+)
+
+
+def _form(report: Compared) -> _Form:
+    return _COMPARE if report.pairs is None else _AB
+
+
+def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | str]:
+    """What a terminal shows: the table, what is to be said about single tests, and a last line that counts."""
+    form = _form(report)
+    rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
+    columns = (
+        Column(form.header[0], left=True, least=_LEAST_NAME),
+        *(Column(title, left=number in _LEFT) for number, title in enumerate(form.header) if 0 < number < 5),
+        Column(form.header[5], weight=0),
+        Column(form.header[6], left=True),
+    )
+    table: list[Line | str] = [*laid_out(Table(columns, tuple(rows)), screen), ""] if rows else []
+    return [*table, *remarks(report), f"gpumem {form.command}: {accounting(report)}"]
+
+
+def remarks(report: Compared) -> list[str]:
+    """What is to be said about single tests, each as a sentence."""
+    pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
+    return [
+        *(f"devices: {old} and {new}, of which one is emulated" for old, new in pairs),
+        *(f"stale: {row.title}: {row.reason}" for row in report.rows if row.reason),
+        *(
+            f"{change.outcome.words}: {row.title}: {METRICS[change.metric].title}: {change.reason}"
+            for row in report.rows
+            for change in row.news
+            if change.reason
+        ),
+        *(f"note: {row.title}: {note}" for row in report.rows for note in row.notes),
+        *(f"{one.word}: {one.title}: {one.reason}" for one in report.left_out if one.reason is not None),
+    ]
+
+
+def accounting(report: Compared) -> str:
+    """The line that counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
+    form = _form(report)
+    counts = Counter(row.outcome.words for row in report.rows if row.outcome in _OUTCOMES)
+    counts.update(one.word for one in report.left_out)
+    counts["compared"] = sum(row.compared for row in report.rows)
+    if form is _COMPARE:
+        counts["unchanged"] = sum(row.compared and not row.news for row in report.rows)
+    counted = ", ".join(f"{counts[word]} {word}" for word in _COUNTED if counts[word] or word == "compared")
+    sides = f"{form.old} {report.old}, {form.new} {report.new}"
+    if form is _COMPARE:
+        return f"{counted}; {sides}"
+    speeds = Counter(speed.word for speed in report.speeds.values())
+    said = ", ".join(f"{speeds[word]} {word}" for word in _SPEEDS if speeds[word])
+    times = f" step times: {said};" if said else ""
+    runs = f"{report.pairs} pair{'' if report.pairs == 1 else 's'} of runs"
+    return f"{counted};{times} {runs}, {sides}, slowdown tolerated {format_ratio(report.tolerance).lstrip('+')}"
+
+
+def markdown(report: Compared, units: UnitSystem, *, finished: bool = True) -> str:
+    """A section in GitHub's Markdown, for a comment or a job's summary."""
+    form = _form(report)
+    title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
+    text = [title, "", *([] if finished else ["Not finished: this is what was known when it ended.", ""])]
+    text += [f"{escaping.plain(accounting(report))}.", ""]
+    rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in _cells(report, units)]
+    if rows:
+        text += [escaping.table(list(form.header), rows, _LEFT), ""]
+    text += [f"- {escaping.plain(said)}" for said in remarks(report)]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
+    """The table's rows: what changed and, of what ran in turns, also a first metric of each test that did not change."""
+    told = [(row, row.news or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows]
+    rows = [(row.title, *_changed(change, report, units)) for row, changes in told for change in changes]
+    # What could not be compared in turns is not told here, but in a remark.
+    return rows + [_on_one_side(one, units) for one in report.left_out if one.word not in ("broken", "not compared")]
+
+
+def _changed(change: Change, report: Compared, units: UnitSystem) -> Cells:
+    metric, old, new, ratio = change.metric, change.old, change.new, change.ratio
+    moved = ""
+    if old is not None and new is not None:
+        moved = difference(metric, new, units) if ratio is None else format_ratio(ratio - 1)
+    last = tolerated(metric, change.allowed, old, units) if report.pairs is None else _interval(change)
+    return METRICS[metric].title, shown(metric, old, units), shown(metric, new, units), moved, last, change.word
+
+
+def _interval(change: Change) -> str:
+    if change.interval is None:
+        return ""
+    return f"{format_ratio(change.interval.low - 1)} to {format_ratio(change.interval.high - 1)}"
+
+
+def _on_one_side(one: LeftOut, units: UnitSystem) -> Cells:
+    if one.measured is None:
+        return (one.title, "", "", "", "", "", one.word)
+    peak = shown("peak_allocated", one.measured.peak, units)
+    old, new = ("", peak) if one.word == "new" else (peak, "")
+    return (one.title, METRICS["peak_allocated"].title, old, new, "", "", one.word)
+
+
+def to_json(report: Compared, *, finished: bool = True) -> str:
+    """The comparison for programs; values are in bytes, counts, seconds and items a second.
+
+    A number that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``, as in a report.
+    """
+    form = _form(report)
+    sides = {
+        side: {"name": value.name, "commit": value.commit} if isinstance(value, Revision) else value
+        for side, value in ((form.old, report.old), (form.new, report.new))
+    }
+    result: dict[str, Any] = {"exit_status": report.exit_status, **sides}
+    tests = [_plain_row(row, form) for row in report.rows]
+    if form is _AB:
+        result = {
+            "finished": finished,
+            **result,
+            "pairs": report.pairs,
+            "max_slowdown": report.tolerance,
+            "tests": tests,
+        }
+        result["not_compared"] = [
+            {"test": one.title, "reason": one.reason, "broken": one.word == "broken"} for one in report.left_out
+        ]
+    else:
+        measured = [(one, _plain_measured(one.measured)) for one in report.left_out if one.measured is not None]
+        result["tests"] = tests
+        result["added"] = [plain for one, plain in measured if one.word == "new"]
+        result["gone"] = [
+            {**plain, "reason": one.reason, "failed": one.word == "failed"}
+            for one, plain in measured
+            if one.word != "new"
+        ]
+        result["failed"] = [{"file": one.file, "test": one.test, "reason": one.why} for one in report.failed]
+    return json.dumps(without_infinity({"format": FORMAT, **result}), indent=2, allow_nan=False) + "\n"
+
+
+def _plain_row(row: Row, form: _Form) -> dict[str, Any]:
+    plain = {
+        **_plain_place(row.key, row.slug),
+        **({} if row.old_slug is None else {"old_slug": row.old_slug}),
+        "outcome": row.outcome.value,
+        "reason": row.reason,
+        "notes": row.notes,
+        "metrics": [_plain_change(change, form) for change in row.changes],
+    }
+    return {key: plain[key] for key in form.of_test if key in plain}
+
+
+def _plain_change(change: Change, form: _Form) -> dict[str, Any]:
+    interval = change.interval
+    plain = {
+        "metric": change.metric,
+        "outcome": change.outcome.value,
+        form.old: change.old,
+        form.new: change.new,
+        "ratio": change.ratio,
+        "low": None if interval is None else interval.low,
+        "high": None if interval is None else interval.high,
+        "allowed": change.allowed,
+        "reason": change.reason,
+    }
+    return {key: plain[key] for key in form.of_metric}
+
+
+def _plain_measured(one: Measured) -> dict[str, Any]:
+    return {**_plain_place(one.key, one.slug), "peak_allocated": one.peak}
+
+
+def _plain_place(key: Key, slug: str) -> dict[str, Any]:
+    return {"file": key.file, "test": key.test, "name": key.name, "slug": slug}
