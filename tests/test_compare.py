@@ -50,7 +50,7 @@ def outcomes(found):
 
 def on_one_side(found):
     """The measurements that one side has only: what is said of them, their tests and devices."""
-    return [(one.word, one.measured.key.test, one.measured.slug) for one in found.left_out if one.measured is not None]
+    return [(one.word, one.place[0].test, one.place[1]) for one in found.left_out if one.place is not None]
 
 
 # Judging

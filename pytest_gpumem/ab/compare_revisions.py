@@ -58,23 +58,8 @@ class Ended:
     why: str | None = None
 
 
-class _Project:
-    """The settings of the project in head, which say how bytes are judged and shown."""
-
-    def __init__(self) -> None:
-        self._settings: Settings | None = None
-
-    def settings(self, root: Path) -> Settings:
-        if self._settings is None:
-            self._settings = _settings_in(root)
-        return self._settings
-
-    @property
-    def units(self) -> UnitSystem:
-        return self._settings.units if self._settings is not None else "si"
-
-
 def _settings_in(root: Path) -> Settings:
+    """The settings of the project in head, which say how bytes are judged and shown."""
     try:
         table = read_table(root / "pyproject.toml")
         return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
@@ -85,7 +70,7 @@ def _settings_in(root: Path) -> Settings:
 
 def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
     """Compare until enough has been seen, a run fails, or ``stop`` says so."""
-    project = _Project()
+    settings = Settings()
 
     def take(side: Side, number: int) -> Run:
         progress.begin(number, side, plan.revision(side))
@@ -97,7 +82,9 @@ def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
         return run
 
     def compare(pairs: Sequence[tuple[Run, Run]]) -> Compared:
-        settings = project.settings(Path(pairs[-1][1].root))
+        nonlocal settings
+        if len(pairs) == 1:
+            settings = _settings_in(Path(pairs[0][1].root))
         return compare_runs(pairs, plan.base, plan.head, plan.tolerance, {**DEFAULT_TOLERANCES, **settings.tolerances})
 
     experiment = Experiment(take, compare, plan.most_pairs)
@@ -115,10 +102,10 @@ def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
             runner = Runner(plan.checkout, made, plan.arguments, plan.setup, folder, stop, others)
             experiment.run()
     except (RunFailed, GitError) as failure:
-        return Ended(experiment.report, project.units, NOTHING_COMPARED, str(failure))
+        return Ended(experiment.report, settings.units, NOTHING_COMPARED, str(failure))
     except Stopped as stopped:
-        return Ended(experiment.report, project.units, SIGNALLED + stopped.signum, "interrupted")
+        return Ended(experiment.report, settings.units, SIGNALLED + stopped.signum, "interrupted")
     finally:
         progress.clear()
     assert experiment.report is not None, "it ended after a pair"
-    return Ended(experiment.report, project.units, experiment.report.exit_status)
+    return Ended(experiment.report, settings.units, experiment.report.exit_status)

@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli.errors import InputError
 from pytest_gpumem.units import parse_ratio
 
 if TYPE_CHECKING:
     from pytest_gpumem.ab.compare_revisions import Ended
 
 _PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
-
-
-class NothingCompared(click.ClickException):
-    """Why nothing could be compared."""
-
-    exit_code = 2
 
 
 class _WithPytestArguments(click.Command):
@@ -124,7 +119,7 @@ def ab(
         plan = Plan(checkout, checkout.revision(base), checkout.revision(head), arguments, setup, rounds, max_slowdown)
         uncommitted = checkout.uncommitted()
     except GitError as error:
-        raise NothingCompared(str(error)) from None
+        raise InputError(*str(error).splitlines()) from None
     why_not = refused(arguments, checkout.top)
     if why_not is not None:
         raise click.UsageError(why_not)
@@ -157,4 +152,4 @@ def _tell(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> N
         if markdown_file is not None:
             markdown_file.write_text(markdown(ended.report, ended.units, finished=finished), encoding="utf-8")
     except OSError as error:
-        raise NothingCompared(f"the result could not be written: {error}") from None
+        raise InputError(f"the result could not be written: {error}") from None

@@ -12,7 +12,7 @@ from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.comparison import Change, Compared, Failure, LeftOut, Measured, Row
+from pytest_gpumem.reports.comparison import Change, Compared, Failure, LeftOut, Row
 from pytest_gpumem.values.device_names import EMULATED_SLUG
 
 if TYPE_CHECKING:
@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.metrics import Tolerance
-    from pytest_gpumem.reports.comparison import Word
+    from pytest_gpumem.reports.comparison import Place, Word
     from pytest_gpumem.reports.session_report import SessionReport
-
-Place = tuple[Key, str]
-"""A measurement's key, and the slug of the device that it was taken on."""
 
 _NOT_RUN = "it did not run to its end"
 
@@ -42,6 +39,10 @@ class Side:
     unmeasured: Mapping[tuple[str, str], tuple[Word, str]] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     not_collected: frozenset[str] = frozenset()
+
+    def peak(self, place: Place) -> float | None:
+        """The peak of a measurement that it has, in bytes."""
+        return self.figures[place].metrics.get("peak_allocated")
 
     def why_gone(self, key: Key) -> tuple[Word, str | None]:
         """What to call a measurement that it lacks, and why it does if that is known."""
@@ -65,10 +66,10 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
 
     rows = tuple(_row(earlier, place, title(place), old, new, tolerances) for earlier, place in pairs)
     failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
-    left_out = [LeftOut(title(place), "new", None, _measured(place, new)) for place in added]
-    left_out += [LeftOut(title(place), *new.why_gone(place[0]), _measured(place, old)) for place in gone]
+    left_out = [LeftOut(title(place), "new", None, place, new.peak(place)) for place in added]
+    left_out += [LeftOut(title(place), *new.why_gone(place[0]), place, old.peak(place)) for place in gone]
     told = {row.key for row in rows if row.outcome is Outcome.REGRESSED}
-    told |= {one.measured.key for one in left_out if one.measured is not None and one.word == "failed"}
+    told |= {one.place[0] for one in left_out if one.place is not None and one.word == "failed"}
     told_tests = {(key.file, key.test) for key in told}
     untold = [one for one in failed if (one.file, one.test) not in told_tests]
     left_out += [LeftOut(f"{one.file}::{one.test}", "failed", one.why) for one in untold]
@@ -123,10 +124,6 @@ def _why_failed(test: TestVerdict) -> str:
     if test.unmeasured:
         return test.unmeasured
     return "it failed by itself" if test.failed_by_itself else "its tear-down failed"
-
-
-def _measured(place: Place, side: Side) -> Measured:
-    return Measured(*place, side.figures[place].metrics.get("peak_allocated"))
 
 
 def _row(

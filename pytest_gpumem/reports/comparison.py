@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.gate.verdict import COMPARED, Outcome, worst
 from pytest_gpumem.metrics import METRICS, WHOLE
 
 if TYPE_CHECKING:
-    from pytest_gpumem.gate.baseline import Key
     from pytest_gpumem.git import Revision
     from pytest_gpumem.timing.intervals import Interval
 
 WORSE = 1
 NOTHING_COMPARED = 2
+Place = tuple[Key, str]
+"""A measurement's key, and the slug of the device that it was taken on."""
 Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
 """What is said of what is not compared."""
 _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
@@ -91,17 +93,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A measurement that one side has only, and its peak in bytes."""
-
-    key: Key
-    slug: str
-    peak: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class LeftOut:
     """A test, or a measurement of it, that is not compared. ``reason`` is a clause, where one is known.
+
+    ``place`` is that of a measurement which one side has only, with this ``peak`` in bytes.
 
     ``new`` and ``gone`` are on one side only. ``unmeasured`` gave no figures on the new side, ``failed`` and ``broken`` failed
     there and not on the old one.
@@ -110,7 +105,8 @@ class LeftOut:
     title: str
     word: Word
     reason: str | None = None
-    measured: Measured | None = None
+    place: Place | None = None
+    peak: float | None = None
 
     @property
     def is_worse(self) -> bool:

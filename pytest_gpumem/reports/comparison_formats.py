@@ -17,8 +17,7 @@ from pytest_gpumem.reports.values import difference, shown, tolerated
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
-    from pytest_gpumem.gate.baseline import Key
-    from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Measured, Row
+    from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Place, Row
     from pytest_gpumem.reports.layout import Line, Style
     from pytest_gpumem.reports.text_width import Screen
     from pytest_gpumem.units import UnitSystem
@@ -44,33 +43,27 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a command calls its two sides and its last columns, and the keys of its JSON, in their order."""
+    """What a command has in its table's header, and the keys of its JSON in their order."""
 
     command: str
-    old: str
-    new: str
-    columns: tuple[str, str]
+    header: Cells
     of_test: tuple[str, ...]
     of_metric: tuple[str, ...]
 
     @property
-    def header(self) -> Cells:
-        return ("test", "metric", self.old, self.new, "change", *self.columns)
+    def sides(self) -> Cells:
+        return self.header[2:4]
 
 
 _COMPARE = _Form(
     "compare",
-    "old",
-    "new",
-    ("allowed", ""),
+    ("test", "metric", "old", "new", "change", "allowed", ""),
     ("file", "test", "name", "slug", "old_slug", "outcome", "reason", "metrics"),
     ("metric", "outcome", "old", "new", "allowed", "reason"),
 )
 _AB = _Form(
     "ab",
-    "base",
-    "head",
-    ("interval", "verdict"),
+    ("test", "metric", "base", "head", "change", "interval", "verdict"),
     ("file", "test", "name", "outcome", "metrics", "notes"),
     ("metric", "outcome", "base", "head", "ratio", "low", "high", "allowed", "reason"),
 )
@@ -84,11 +77,11 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
     """What a terminal shows: the table, what is to be said about single tests, and a last line that counts."""
     form = _form(report)
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
+    name, metric, *figures, last, verdict = form.header
     columns = (
-        Column(form.header[0], left=True, least=_LEAST_NAME),
-        *(Column(title, left=number in _LEFT) for number, title in enumerate(form.header) if 0 < number < 5),
-        Column(form.header[5], weight=0),
-        Column(form.header[6], left=True),
+        *(Column(name, left=True, least=_LEAST_NAME), Column(metric, left=True)),
+        *map(Column, figures),
+        *(Column(last, weight=0), Column(verdict, left=True)),
     )
     table: list[Line | str] = [*laid_out(Table(columns, tuple(rows)), screen), ""] if rows else []
     return [*table, *remarks(report), f"gpumem {form.command}: {accounting(report)}"]
@@ -120,7 +113,7 @@ def accounting(report: Compared) -> str:
     if form is _COMPARE:
         counts["unchanged"] = sum(row.compared and not row.news for row in report.rows)
     counted = ", ".join(f"{counts[word]} {word}" for word in _COUNTED if counts[word] or word == "compared")
-    sides = f"{form.old} {report.old}, {form.new} {report.new}"
+    sides = f"{form.sides[0]} {report.old}, {form.sides[1]} {report.new}"
     if form is _COMPARE:
         return f"{counted}; {sides}"
     speeds = Counter(speed.word for speed in report.speeds.values())
@@ -156,20 +149,18 @@ def _changed(change: Change, report: Compared, units: UnitSystem) -> Cells:
     moved = ""
     if old is not None and new is not None:
         moved = difference(metric, new, units) if ratio is None else format_ratio(ratio - 1)
-    last = tolerated(metric, change.allowed, old, units) if report.pairs is None else _interval(change)
+    last = ""
+    if report.pairs is None:
+        last = tolerated(metric, change.allowed, old, units)
+    elif change.interval is not None:
+        last = f"{format_ratio(change.interval.low - 1)} to {format_ratio(change.interval.high - 1)}"
     return METRICS[metric].title, shown(metric, old, units), shown(metric, new, units), moved, last, change.word
 
 
-def _interval(change: Change) -> str:
-    if change.interval is None:
-        return ""
-    return f"{format_ratio(change.interval.low - 1)} to {format_ratio(change.interval.high - 1)}"
-
-
 def _on_one_side(one: LeftOut, units: UnitSystem) -> Cells:
-    if one.measured is None:
+    if one.place is None:
         return (one.title, "", "", "", "", "", one.word)
-    peak = shown("peak_allocated", one.measured.peak, units)
+    peak = shown("peak_allocated", one.peak, units)
     old, new = ("", peak) if one.word == "new" else (peak, "")
     return (one.title, METRICS["peak_allocated"].title, old, new, "", "", one.word)
 
@@ -180,39 +171,41 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
     A number that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``, as in a report.
     """
     form = _form(report)
-    sides = {
-        side: {"name": value.name, "commit": value.commit} if isinstance(value, Revision) else value
-        for side, value in ((form.old, report.old), (form.new, report.new))
-    }
-    result: dict[str, Any] = {"exit_status": report.exit_status, **sides}
+    old, new = form.sides
+    known = {"exit_status": report.exit_status, old: _plain_side(report.old), new: _plain_side(report.new)}
     tests = [_plain_row(row, form) for row in report.rows]
+    plain: dict[str, Any]
     if form is _AB:
-        result = {
-            "finished": finished,
-            **result,
-            "pairs": report.pairs,
-            "max_slowdown": report.tolerance,
-            "tests": tests,
-        }
-        result["not_compared"] = [
+        not_compared = [
             {"test": one.title, "reason": one.reason, "broken": one.word == "broken"} for one in report.left_out
         ]
+        in_turns = {"pairs": report.pairs, "max_slowdown": report.tolerance}
+        plain = {"finished": finished, **known, **in_turns, "tests": tests, "not_compared": not_compared}
     else:
-        measured = [(one, _plain_measured(one.measured)) for one in report.left_out if one.measured is not None]
-        result["tests"] = tests
-        result["added"] = [plain for one, plain in measured if one.word == "new"]
-        result["gone"] = [
-            {**plain, "reason": one.reason, "failed": one.word == "failed"}
-            for one, plain in measured
-            if one.word != "new"
+        measured = [
+            (one, {**_plain_place(one.place), "peak_allocated": one.peak}) for one in report.left_out if one.place
         ]
-        result["failed"] = [{"file": one.file, "test": one.test, "reason": one.why} for one in report.failed]
-    return json.dumps(without_infinity({"format": FORMAT, **result}), indent=2, allow_nan=False) + "\n"
+        plain = {
+            **known,
+            "tests": tests,
+            "added": [place for one, place in measured if one.word == "new"],
+            "gone": [
+                {**place, "reason": one.reason, "failed": one.word == "failed"}
+                for one, place in measured
+                if one.word != "new"
+            ],
+            "failed": [{"file": one.file, "test": one.test, "reason": one.why} for one in report.failed],
+        }
+    return json.dumps(without_infinity({"format": FORMAT, **plain}), indent=2, allow_nan=False) + "\n"
+
+
+def _plain_side(side: str | Revision) -> str | dict[str, str]:
+    return {"name": side.name, "commit": side.commit} if isinstance(side, Revision) else side
 
 
 def _plain_row(row: Row, form: _Form) -> dict[str, Any]:
     plain = {
-        **_plain_place(row.key, row.slug),
+        **_plain_place((row.key, row.slug)),
         **({} if row.old_slug is None else {"old_slug": row.old_slug}),
         "outcome": row.outcome.value,
         "reason": row.reason,
@@ -227,8 +220,8 @@ def _plain_change(change: Change, form: _Form) -> dict[str, Any]:
     plain = {
         "metric": change.metric,
         "outcome": change.outcome.value,
-        form.old: change.old,
-        form.new: change.new,
+        form.sides[0]: change.old,
+        form.sides[1]: change.new,
         "ratio": change.ratio,
         "low": None if interval is None else interval.low,
         "high": None if interval is None else interval.high,
@@ -238,9 +231,6 @@ def _plain_change(change: Change, form: _Form) -> dict[str, Any]:
     return {key: plain[key] for key in form.of_metric}
 
 
-def _plain_measured(one: Measured) -> dict[str, Any]:
-    return {**_plain_place(one.key, one.slug), "peak_allocated": one.peak}
-
-
-def _plain_place(key: Key, slug: str) -> dict[str, Any]:
+def _plain_place(place: Place) -> dict[str, Any]:
+    key, slug = place
     return {"file": key.file, "test": key.test, "name": key.name, "slug": slug}
