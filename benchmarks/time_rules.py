@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from time_replay import Timed
 
-from pytest_gpumem.ab.experiment import Experiment, order_of_pair
+from pytest_gpumem.ab.experiment import order_of_pair, reports_in_turns
 from pytest_gpumem.ab.runs import BASE
 from pytest_gpumem.ab.runs import Run as AbRun
 from pytest_gpumem.ab.verdicts import compare_runs
@@ -139,10 +139,8 @@ def compared_in_turns(trial: PairedTrial, tolerated: float) -> Compared:
     def compare_so_far(pairs: Sequence[tuple[AbRun, AbRun]]) -> Compared:
         return compare_runs(pairs, _NOWHERE, _NOWHERE, tolerated, {})
 
-    experiment = Experiment(take, compare_so_far, len(trial.pairs))
-    experiment.run()
-    assert experiment.report is not None, "there is a pair"
-    return experiment.report
+    *_, last = reports_in_turns(take, compare_so_far, len(trial.pairs))
+    return last
 
 
 _NOWHERE = Revision("HEAD", "0" * 40)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.checkout import clear_leftovers, temporary_folder, worktrees
-from pytest_gpumem.ab.experiment import Experiment
+from pytest_gpumem.ab.experiment import reports_in_turns
 from pytest_gpumem.ab.processes import Stopped
 from pytest_gpumem.ab.running import Runner
 from pytest_gpumem.ab.runs import BASE, HEAD, RunFailed
@@ -44,9 +44,6 @@ class Plan:
     most_pairs: int
     tolerance: float
 
-    def revision(self, side: Side) -> Revision:
-        return self.base if side == BASE else self.head
-
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -71,13 +68,15 @@ def _settings_in(root: Path) -> Settings:
 def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
     """Compare until enough has been seen, a run fails, or ``stop`` says so."""
     settings = Settings()
+    revisions = {BASE: plan.base, HEAD: plan.head}
+    report: Compared | None = None
 
     def take(side: Side, number: int) -> Run:
-        progress.begin(number, side, plan.revision(side))
+        progress.begin(number, side, revisions[side])
         try:
             run = runner.take(side, number, progress.tick)
         except RunFailed as failure:
-            raise RunFailed(f"{side} {plan.revision(side)}: {failure}") from None
+            raise RunFailed(f"{side} {revisions[side]}: {failure}") from None
         progress.end(run)
         return run
 
@@ -87,7 +86,6 @@ def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
             settings = _settings_in(Path(pairs[0][1].root))
         return compare_runs(pairs, plan.base, plan.head, plan.tolerance, {**DEFAULT_TOLERANCES, **settings.tolerances})
 
-    experiment = Experiment(take, compare, plan.most_pairs)
     try:
         with ExitStack() as stack:
             left = clear_leftovers(plan.checkout)
@@ -95,17 +93,17 @@ def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
                 progress.say(f"removed {left} worktree{'' if left == 1 else 's'} of a comparison that was killed")
             others = plan.checkout.checkouts()
             folder = stack.enter_context(temporary_folder())
-            revisions = {BASE: plan.base, HEAD: plan.head}
             made, notes = stack.enter_context(worktrees(plan.checkout, revisions, folder, stop))
             for note in notes:
                 progress.say(note)
             runner = Runner(plan.checkout, made, plan.arguments, plan.setup, folder, stop, others)
-            experiment.run()
+            for so_far in reports_in_turns(take, compare, plan.most_pairs):
+                report = so_far
     except (RunFailed, GitError) as failure:
-        return Ended(experiment.report, settings.units, NOTHING_COMPARED, str(failure))
+        return Ended(report, settings.units, NOTHING_COMPARED, str(failure))
     except Stopped as stopped:
-        return Ended(experiment.report, settings.units, SIGNALLED + stopped.signum, "interrupted")
+        return Ended(report, settings.units, SIGNALLED + stopped.signum, "interrupted")
     finally:
         progress.clear()
-    assert experiment.report is not None, "it ended after a pair"
-    return Ended(experiment.report, settings.units, experiment.report.exit_status)
+    assert report is not None, "it ended after a pair"
+    return Ended(report, settings.units, report.exit_status)

@@ -1,4 +1,4 @@
-"""Takes runs of two revisions in turns until enough has been seen, and keeps what is known meanwhile.
+"""Takes runs of two revisions in turns until enough has been seen.
 
 Runs are base, head, head, base, base, head, ...: what drifts on a machine (heat, load, clocks) then meets both sides alike,
 and neighbours make a pair.
@@ -13,7 +13,7 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.timing.comparison import FEWEST_PAIRS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_gpumem.ab.runs import Run, Side
     from pytest_gpumem.reports.comparison import Change, Compared
@@ -22,34 +22,23 @@ PAIRS_WITHOUT_TIME = 2
 """Bytes and counts repeat exactly; a second run of each side shows that they do."""
 
 
-class Experiment:
-    """``take`` makes a run of a side, which is given its number; ``compare`` makes the report on pairs (base, head)."""
+def reports_in_turns(
+    take: Callable[[Side, int], Run], compare: Callable[[Sequence[tuple[Run, Run]]], Compared], most_pairs: int
+) -> Iterator[Compared]:
+    """Yield a report after each pair of runs, until no more are needed.
 
-    def __init__(
-        self,
-        take: Callable[[Side, int], Run],
-        compare: Callable[[Sequence[tuple[Run, Run]]], Compared],
-        most_pairs: int,
-    ) -> None:
-        self._take = take
-        self._compare = compare
-        self._most_pairs = most_pairs
-        self.report: Compared | None = None
-        """What is known until now; ``None`` before the first pair."""
-
-    def run(self) -> None:
-        """Take pairs of runs until no more are needed. What ``take`` raises ends it, with the report as it then is."""
-        pairs: list[tuple[Run, Run]] = []
-        number = 0
-        while len(pairs) < self._most_pairs:
-            runs: dict[Side, Run] = {}
-            for side in order_of_pair(len(pairs)):
-                number += 1
-                runs[side] = self._take(side, number)
-            pairs.append((runs[BASE], runs[HEAD]))
-            before, self.report = self.report, self._compare(pairs)
-            if is_settled(self.report, before):
-                return
+    ``take`` makes a run of a side, which is given its number; ``compare`` makes the report on pairs (base, head).
+    """
+    pairs: list[tuple[Run, Run]] = []
+    before = None
+    for number in range(most_pairs):
+        runs = {side: take(side, 2 * number + turn) for turn, side in enumerate(order_of_pair(number), 1)}
+        pairs.append((runs[BASE], runs[HEAD]))
+        report = compare(pairs)
+        yield report
+        if is_settled(report, before):
+            return
+        before = report
 
 
 def order_of_pair(number: int) -> tuple[Side, Side]:

@@ -12,6 +12,8 @@ from pytest_gpumem.cli.errors import InputError
 from pytest_gpumem.units import parse_ratio
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pytest_gpumem.ab.compare_revisions import Ended
 
 _PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
@@ -42,6 +44,11 @@ def _file(_context: click.Context, _parameter: click.Parameter, value: Path | No
     return value
 
 
+def _file_option(name: str, told: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    file = click.Path(dir_okay=False, writable=True, path_type=Path)
+    return click.option(name, f"{name[2:]}_file", metavar="FILE", type=file, callback=_file, help=told)
+
+
 @click.command(cls=_WithPytestArguments)
 @click.argument("base")
 @click.argument("head", default="HEAD")
@@ -64,22 +71,8 @@ def _file(_context: click.Context, _parameter: click.Parameter, value: Path | No
     metavar="COMMAND",
     help="Run by the shell in a worktree before each run there, say 'pip install -e .'.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=_file,
-    help="Write the result for programs.",
-)
-@click.option(
-    "--markdown",
-    "markdown_file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=_file,
-    help="Write the result for a comment.",
-)
+@_file_option("--json", "Write the result for programs.")
+@_file_option("--markdown", "Write the result for a comment.")
 @click.pass_context
 def ab(
     context: click.Context,

@@ -68,10 +68,9 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
     failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
     left_out = [LeftOut(title(place), "new", None, place, new.peak(place)) for place in added]
     left_out += [LeftOut(title(place), *new.why_gone(place[0]), place, old.peak(place)) for place in gone]
-    told = {row.key for row in rows if row.outcome is Outcome.REGRESSED}
-    told |= {one.place[0] for one in left_out if one.place is not None and one.word == "failed"}
-    told_tests = {(key.file, key.test) for key in told}
-    untold = [one for one in failed if (one.file, one.test) not in told_tests]
+    told = [row.key for row in rows if row.outcome is Outcome.REGRESSED]
+    told += [one.place[0] for one in left_out if one.place is not None and one.word == "failed"]
+    untold = [one for one in failed if all((one.file, one.test) != (key.file, key.test) for key in told)]
     left_out += [LeftOut(f"{one.file}::{one.test}", "failed", one.why) for one in untold]
     return Compared(old.name, new.name, rows, tuple(left_out), failed)
 

@@ -58,6 +58,17 @@ def test_a_test_of_which_nothing_is_timed_and_nothing_changed_is_shown_with_its_
     assert "9.54 MiB" in lines[1]
 
 
+def test_what_grew_from_nothing_is_shown_in_its_unit():
+    _, line, *_ = table(report(row("test_a", Change("flops", 0, 2 * 10**9, Outcome.REGRESSED, 0.0))), "si")
+    assert "0 FLOP  2.00 GFLOP  +2.00 GFLOP" in line
+
+
+def test_what_is_slower_stands_out_where_there_are_colours():
+    shown = lines(report(row("test_a", SLOWER), row("test_b", SAME)), "si", Screen())
+    styles = [{span.style for span in line if span.text.strip()} for line in shown[1:3]]
+    assert styles == [{"bad"}, {None}]
+
+
 def test_what_is_not_compared_is_told_with_its_reason_and_everything_is_accounted_for():
     lines = table(
         report(
