@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.config import ON_BLOCKS, Checkpointing, StepConfig, combinations
+from pytest_gpumem.steps.checkpoint_kinds import KINDS
+from pytest_gpumem.steps.config import StepConfig, combinations
 from pytest_gpumem.values.rates import return_on
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 START = StepConfig(precision="fp32")
 OUT_OF_MEMORY = "out of memory"
+_SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=lambda kind: kind.search_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,13 @@ class _Candidate:
 
 
 def candidates(samples: int | None) -> tuple[_Candidate, ...]:
-    """Precision, checkpointing, accumulation as far as ``samples`` can be shared out, 8-bit optimizer, offloading."""
+    """Return precisions, recomputation, accumulation as far as ``samples`` can be shared out, 8-bit optimizer, offloading."""
     return (
         _Candidate("precision", ("amp-bf16", "amp-fp16"), first=True),
-        _Candidate("checkpoint", ("ops", "blocks")),
+        _Candidate("checkpoint", tuple(kind.name for kind in _SEARCHED if kind.recomputed)),
         _Candidate("accumulate", shares(samples)),
         _Candidate("optimizer", ("adamw-8bit",)),
-        _Candidate("checkpoint", ("offload",)),
+        _Candidate("checkpoint", tuple(kind.name for kind in _SEARCHED if not kind.recomputed)),
     )
 
 
@@ -77,9 +79,8 @@ def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None 
 
 def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig:
     """The config with other ``values``. It names the blocks where its checkpointing acts on them: elsewhere it may not."""
-    checkpoint = values.get("checkpoint", config.checkpoint)
-    acts_on_blocks = Checkpointing.parse(checkpoint).kind in ON_BLOCKS
-    return replace(config, **values, blocks=blocks if acts_on_blocks else None)
+    kind = KINDS[values.get("checkpoint", config.checkpoint)]
+    return replace(config, **values, blocks=blocks if kind.on_blocks else None)
 
 
 def _helps(one: Tried, base: Tried) -> bool:
@@ -93,7 +94,7 @@ def every_config(samples: int | None, blocks: str | None = None) -> list[StepCon
     configs = combinations(
         {
             "precision": [START.precision, "amp-bf16", "amp-fp16", "bf16"],
-            "checkpoint": ["none", "ops", "blocks", "offload"],
+            "checkpoint": [START.checkpoint, *(kind.name for kind in _SEARCHED)],
             "accumulate": [1, *shares(samples)[:2]],
             "optimizer": [START.optimizer, "adamw-8bit"],
         }

@@ -14,7 +14,7 @@ from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.blocks import repeated_blocks
-from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError
+from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.measured import measure_train_step
 from pytest_gpumem.steps.measuring_context import MeasuringContext
 from pytest_gpumem.steps.model_step import NotAStep, built_on
@@ -93,7 +93,7 @@ def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:
     So is any other failure of a config that is not the first: what was measured before is worth more than a traceback.
     Raises `NotAStep`, and the errors of the first config, which are the model's own.
     """
-    if config.checkpointing.kind in ON_BLOCKS and not subject.holders:
+    if config.checkpointing.kind.on_blocks and not subject.holders:
         return Tried(config, why_not=_NO_BLOCKS)
     try:
         metrics = _metrics(device, subject, config)

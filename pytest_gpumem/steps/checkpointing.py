@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.blocks import Block, modules_matching, pattern_of_called, repeated_blocks, told
-from pytest_gpumem.steps.config import ON_BLOCKS, ConfigError, StepConfig
-from pytest_gpumem.steps.segments import Segment, sizes_of_segments
-from pytest_gpumem.torch_support.private_api import activation_memory_budget
+from pytest_gpumem.steps.checkpoint_kinds import each_alone
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.segments import Segment
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     import torch
 
     from pytest_gpumem.steps.segments import Forward
-
-SAVED_OPERATORS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
-"""ATen operators whose outputs ``checkpoint=ops`` saves: matrix products, convolutions and attention, the dear ones."""
 
 
 class Runs:
@@ -95,80 +79,64 @@ def checkpointed(model: torch.nn.Module, config: StepConfig, runs: Runs | None =
             stack.enter_context(_forward_replaced(module, forward))
         if runs is not None:
             stack.enter_context(runs.watched())
-        if config.checkpointing.kind == "budget":
-            stack.enter_context(activation_memory_budget(config.checkpointing.fraction))
+        kind, argument = config.checkpointing
+        stack.enter_context(kind.setting(argument))
         yield
-
-
-def saving(config: StepConfig) -> AbstractContextManager[object]:
-    """Where forward's saved tensors go, as a context around forward: to pinned host memory with ``checkpoint=offload``."""
-    if config.checkpointing.kind != "offload":
-        return nullcontext()
-    import torch
-
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
 def _replacements(
     model: torch.nn.Module, config: StepConfig, runs: Runs | None
 ) -> Iterator[tuple[torch.nn.Module, Forward]]:
-    wanted = config.checkpointing
-    kind = wanted.kind
-    if kind in ("none", "offload", "budget"):
-        return
-    if kind in ("sequential", "sqrt"):
-        for blocks in repeated_blocks(model, config.blocks):
-            number = wanted.number if kind == "sequential" else round(math.sqrt(len(blocks)))
-            begin = 0
-            for size in sizes_of_segments(len(blocks), number):
-                yield from _segment(blocks[begin : begin + size], runs)
-                begin += size
-        return
-    options = {"context_fn": _saving_dear_operators()} if kind == "ops" else {}
-    for block in _recomputed_modules(model, config):
-        recompute = _recompute(block.path, runs, options)
-        yield block.module, _recomputing(block.module.forward, recompute)
+    ops = config.checkpointing.kind.saved_ops
+    options = {"context_fn": _saving(ops)} if ops else {}
+    for blocks in _recomputed(model, config):
+        path = blocks[0].path if len(blocks) == 1 else f"{blocks[0].path} to {blocks[-1].path}"
+        recompute = _recompute(path, runs, options)
+        if len(blocks) == 1:
+            forwards = [_recomputing(blocks[0].module.forward, recompute)]
+        else:
+            segment = Segment(blocks, recompute)
+            forwards = segment.forwards()
+            if runs is not None:
+                runs.segments.append(segment)
+        for block, forward in zip(blocks, forwards, strict=True):
+            yield block.module, functools.wraps(block.module.forward)(forward)
 
 
-def _recomputed_modules(model: torch.nn.Module, config: StepConfig) -> list[Block]:
-    import torch
-
-    wanted = config.checkpointing
-    if wanted.kind == "modules":
-        matching = modules_matching(model, wanted.pattern)
-        for path, module in matching:
-            if is_a(module, torch.nn.ModuleList, torch.nn.ModuleDict):
-                raise ConfigError(
-                    f"checkpoint={config.checkpoint}: {path} is a {type(module).__name__}, which is never called; "
-                    f"write checkpoint=modules:{path}.*"
-                )
-        return matching
-    lists = repeated_blocks(model, config.blocks)
-    every = wanted.number if wanted.kind == "every" else 1
-    # As in torchtitan's selective checkpointing: of N blocks the last one is recomputed.
-    each = (block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0)
-    # A block that stands in two lists is one.
-    chosen = list({id(block.module): block for block in each}.values())
-    if not chosen:
+def _recomputed(model: torch.nn.Module, config: StepConfig) -> list[Sequence[Block]]:
+    """The groups of modules that are each recomputed as one. Raises `ConfigError` when there are none."""
+    kind, argument = config.checkpointing
+    if kind.recomputed is None:
+        return []
+    lists = repeated_blocks(model, config.blocks) if kind.on_blocks else [_modules(model, config, argument)]
+    try:
+        groups = list(kind.recomputed(lists, argument))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not groups:
         longest = max(map(len, lists))
         raise ConfigError(f"checkpoint={config.checkpoint}: {type(model).__name__} has only {longest} blocks in a row")
-    return chosen
+    return groups
 
 
-def _segment(blocks: list[Block], runs: Runs | None) -> Iterator[tuple[torch.nn.Module, Forward]]:
-    path = blocks[0].path if len(blocks) == 1 else f"{blocks[0].path} to {blocks[-1].path}"
-    segment = Segment(blocks, _recompute(path, runs, {}))
-    if runs is not None:
-        runs.segments.append(segment)
-    for block, forward in zip(blocks, segment.forwards(), strict=True):
-        yield block.module, functools.wraps(block.module.forward)(forward)
+def _modules(model: torch.nn.Module, config: StepConfig, pattern: str) -> list[Block]:
+    import torch
+
+    matching = modules_matching(model, pattern)
+    for path, module in matching:
+        if is_a(module, torch.nn.ModuleList, torch.nn.ModuleDict):
+            raise ConfigError(
+                f"checkpoint={config.checkpoint}: {path} is a {type(module).__name__}, which is never called; "
+                f"write checkpoint={config.checkpointing.kind.name}:{path}.*"
+            )
+    return matching
 
 
 def _recomputing(forward: Forward, recompute: Callable[..., Any]) -> Forward:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return recompute(forward, *args, **kwargs)
 
-    return functools.wraps(forward)(recomputed)
+    return recomputed
 
 
 def _recompute(path: str, runs: Runs | None, options: dict[str, Any]) -> Callable[..., Any]:
@@ -196,11 +164,12 @@ def _recompute(path: str, runs: Runs | None, options: dict[str, Any]) -> Callabl
     return counted
 
 
-def _saving_dear_operators() -> Callable[[], Any]:
+def _saving(ops: Sequence[str]) -> Callable[[], Any]:
+    """Return the ``context_fn`` with which the outputs of these ATen operators are saved, and all else is recomputed."""
     import torch
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    known = [getattr(torch.ops.aten, name) for name in SAVED_OPERATORS if hasattr(torch.ops.aten, name)]
+    known = [getattr(torch.ops.aten, name) for name in ops if hasattr(torch.ops.aten, name)]
     saved = {getattr(packet, overload) for packet in known for overload in packet.overloads()}
 
     def policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
@@ -227,7 +196,7 @@ def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[Non
 
 def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int], idle: list[str]) -> str:
     """What was to be recomputed, that none of it ran, and for blocks a pattern of some that did."""
-    if config.checkpointing.kind not in ON_BLOCKS:
+    if not config.checkpointing.kind.on_blocks:
         return f"{_some(idle)} did not run in this step"
     lists = repeated_blocks(model, config.blocks)
     name = class_name(type(model))
@@ -239,7 +208,7 @@ def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int]
         return f"{found}; name modules that it calls with blocks=PATTERN"
     pattern, blocks = running
     # Segments need a loop that hands on one tensor from block to block.
-    kind = config.checkpoint if config.checkpointing.kind in ("blocks", "ops") else "blocks"
+    kind = config.checkpoint if config.checkpointing.kind.recomputed is each_alone else "blocks"
     example = f"checkpoint={kind},blocks={pattern}"
     return f"{found}; name modules that it calls, such as {told([blocks])} with '{example}'"
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pytest_gpumem.steps.checkpoint_kinds import KINDS, Checkpointing, number, whole_number
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+T = TypeVar("T")
 PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "bf16", "fp16")
-CHECKPOINTS = ("none", "blocks", "every:N", "sequential:S", "sqrt", "modules:PATTERN", "ops", "offload", "budget:F")
+CHECKPOINTS = tuple(kind.form for kind in KINDS.values())
 OPTIMIZERS = (
     "none",
     *(f"{name}{form}" for name in ("sgd", "adam", "adamw") for form in ("", "-foreach", "-fused")),
@@ -27,44 +30,12 @@ COMPILES = ("none", "default", "reduce-overhead", "max-autotune", "max-autotune-
 """``torch.compile``'s modes, and two of its backends that need no compiler."""
 CACHES = ("on", "off")
 WEIGHTS = ("int8",)
-ON_BLOCKS = ("blocks", "every", "sequential", "sqrt", "ops")
-"""Kinds of checkpointing that act on the repeated blocks of a model."""
 PLAIN = "plain"
 """The text of a config that asks for nothing."""
 
 
 class ConfigError(ValueError):
     """A step config that cannot be read, or that has nothing to act on; the message says what would be right."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpointing:
-    """``checkpoint=KIND:ARGUMENT``: ``number`` of ``every`` and ``sequential``, ``fraction`` of ``budget``, ``pattern``."""
-
-    kind: str
-    number: int = 0
-    fraction: float = 0.0
-    pattern: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> Checkpointing:
-        """Raises `ConfigError`."""
-        kind, colon, argument = text.partition(":")
-        if kind not in {word.partition(":")[0] for word in CHECKPOINTS}:
-            raise ConfigError(_unknown("checkpoint", text, CHECKPOINTS))
-        form = next(word for word in CHECKPOINTS if word.partition(":")[0] == kind)
-        if (":" in form) != bool(argument) or (colon and not argument):
-            raise ConfigError(f"checkpoint={text}: write checkpoint={form}")
-        if kind in ("every", "sequential"):
-            return cls(kind, number=_count(f"checkpoint={text}", argument))
-        if kind == "budget":
-            fraction = _number(f"checkpoint={text}", argument)
-            if not 0 <= fraction <= 1:
-                raise ConfigError(
-                    f"checkpoint={text}: the budget is a fraction between 0 and 1 of the plain activations"
-                )
-            return cls(kind, fraction=fraction)
-        return cls(kind, pattern=argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +74,18 @@ class StepConfig:
                 raise ConfigError(_unknown(name, value, words))
         if not isinstance(self.checkpoint, str):
             raise ConfigError(_unknown("checkpoint", self.checkpoint, CHECKPOINTS))
-        kind = Checkpointing.parse(self.checkpoint).kind
-        object.__setattr__(self, "accumulate", _count(f"accumulate={self.accumulate}", self.accumulate))
+        kind = self.checkpointing.kind
+        object.__setattr__(self, "accumulate", _read("accumulate=", whole_number, self.accumulate))
         if self.clip is not None:
-            object.__setattr__(self, "clip", _number(f"clip={self.clip}", self.clip))
+            object.__setattr__(self, "clip", _read("clip=", number, self.clip))
             if not (self.clip > 0 and math.isfinite(self.clip)):
                 raise ConfigError(f"clip={self.clip}: the norm to clip to is a number above 0")
-        if self.blocks is not None and kind not in ON_BLOCKS:
+        if self.blocks is not None and not kind.on_blocks:
             raise ConfigError(
                 f"blocks={self.blocks} does nothing with checkpoint={self.checkpoint}: it takes no blocks"
             )
-        if kind == "budget" and self.compile not in COMPILES[1:5]:
-            raise ConfigError(
-                f"checkpoint={self.checkpoint} is the activation memory budget of torch.compile; add compile=default"
-            )
+        if kind.part_of_compiler and self.compile not in COMPILES[1:5]:
+            raise ConfigError(f"checkpoint={self.checkpoint} is {kind.part_of_compiler}; add compile=default")
         if self.weights is not None and self.precision in ("amp-fp16", "amp-bf16", "tf32"):
             raise ConfigError(f"weights={self.weights} goes with fp32, bf16 or fp16, not with {self.precision}")
 
@@ -144,7 +113,8 @@ class StepConfig:
 
     @property
     def checkpointing(self) -> Checkpointing:
-        return Checkpointing.parse(self.checkpoint)
+        """The row and the argument that ``checkpoint`` says."""
+        return _checkpointing(self.checkpoint)
 
     def given(self) -> dict[str, str]:
         """What is not as by default, as texts, by name."""
@@ -191,7 +161,7 @@ _NOT_IN = {
 }
 _SHORT: dict[str, Callable[[str], str]] = {
     "precision": str,
-    "checkpoint": lambda value: f"ckpt-{_in_an_id(value.replace(':', '-' if value.startswith('modules') else ''))}",
+    "checkpoint": lambda value: f"ckpt-{_in_an_id(_without_colon(value))}",
     "blocks": lambda value: f"of-{_in_an_id(value)}",
     "optimizer": lambda value: "no-optimizer" if value == "none" else value,
     "clip": lambda value: f"clip{value}",
@@ -272,21 +242,27 @@ def _unknown(what: str, value: object, words: Sequence[str]) -> str:
     return f"unknown {what} {value!r}; {hint}{valid}"
 
 
-def _count(said: str, value: object) -> int:
-    try:
-        number = int(str(value))
-    except ValueError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ConfigError(f"{said}: expected a whole number, 1 or more")
-    return number
+@functools.lru_cache
+def _checkpointing(text: str) -> Checkpointing:
+    name, colon, argument = text.partition(":")
+    kind = KINDS.get(name)
+    if kind is None:
+        raise ConfigError(_unknown("checkpoint", text, CHECKPOINTS))
+    if bool(kind.argument) != bool(argument) or (colon and not argument):
+        raise ConfigError(f"checkpoint={text}: write checkpoint={kind.form}")
+    return Checkpointing(kind, _read(f"checkpoint={name}:", kind.argument.read, argument) if kind.argument else None)
 
 
-def _number(said: str, value: object) -> float:
+def _read(said: str, read: Callable[[Any], T], value: object) -> T:
     try:
-        return float(str(value))
-    except ValueError:
-        raise ConfigError(f"{said}: expected a number") from None
+        return read(value)
+    except ValueError as error:
+        raise ConfigError(f"{said}{value}: {error}") from None
+
+
+def _without_colon(checkpoint: str) -> str:
+    kind = KINDS[checkpoint.partition(":")[0]]
+    return checkpoint.replace(":", kind.argument.separator_in_ids) if kind.argument else checkpoint
 
 
 def _in_an_id(text: str) -> str:

@@ -143,7 +143,7 @@ def prepared_train_step(
 
 def can_run(device: Device, config: StepConfig) -> None:
     """Raises `CannotRun` when the device cannot run a step under this config."""
-    for feature in (config.precision, config.checkpointing.kind, config.compile):
+    for feature in (config.precision, config.checkpointing.kind.name, config.compile):
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:
             raise CannotRun(why_not)

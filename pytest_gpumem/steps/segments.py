@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     Recompute = Callable[..., Any]
 
 
-def sizes_of_segments(blocks: int, segments: int) -> list[int]:
-    """Sizes of ``segments`` parts of ``blocks``, as equal as can be, the larger ones first.
-
-    Raises `ConfigError` when there are fewer blocks than segments.
-    """
-    if segments > blocks:
-        raise ConfigError(f"{segments} segments cannot be made of {blocks} blocks")
-    size, larger = divmod(blocks, segments)
-    return [size + (number < larger) for number in range(segments)]
-
-
 class Segment:
     """Consecutive blocks. ``forwards()`` are what their ``forward`` is to be replaced by."""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.batches import feed, micro_batches
-from pytest_gpumem.steps.checkpointing import saving
 from pytest_gpumem.steps.model_step import loss_of
 from pytest_gpumem.steps.precision import autocasting, scaler_of
 from pytest_gpumem.steps.runner import Phase
@@ -68,9 +67,9 @@ class Training:
         return None if self.scaler is None else self.scaler.get_scale()
 
     def _forward(self, batch: Any, parts: int) -> None:
-        # Selective checkpointing wants to see every cast again, also that of a weight that was used before.
-        cached = self.config.checkpointing.kind != "ops"
-        with autocasting(self.config.precision, self.device, cached=cached), saving(self.config):
+        kind, argument = self.config.checkpointing
+        casting = autocasting(self.config.precision, self.device, cached=kind.cached_casts)
+        with casting, kind.around_forward(argument):
             loss = loss_of(feed(self.run, batch), batch, self.loss)
             # As in a loop over micro-batches, each loss takes the place of the one before.
             self._losses[:] = [loss / parts if parts > 1 else loss]

@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.steps.checkpointing import SAVED_OPERATORS, Runs, checkpointed, saving
+from pytest_gpumem.steps.blocks import Block as Repeated
+from pytest_gpumem.steps.checkpoint_kinds import EXPENSIVE_OPS, KINDS, each_alone, in_segments
+from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 
 if TYPE_CHECKING:
     from pytest_gpumem.devices.cpu import CpuDevice
 
 BLOCKS = 4
-EVERY_KIND = ["blocks", "every:2", "sequential:2", "sqrt", "modules:h.*.mlp", "ops"]
-"""Those that replace the ``forward`` of modules."""
+EVERY_WORD = ["blocks", "every:2", "sequential:2", "sqrt", "modules:h.*.mlp", "ops"]
+"""One of each kind that replaces the ``forward`` of modules."""
 
 
 class Block(nn.Module):
@@ -54,12 +58,17 @@ def config_of(checkpoint: str, **more) -> StepConfig:
     return StepConfig(checkpoint=checkpoint, **more)
 
 
+def around_forward(config: StepConfig):
+    kind, argument = config.checkpointing
+    return kind.around_forward(argument)
+
+
 def step(model: nn.Module, config: StepConfig, runs: Runs | None = None) -> dict[str, torch.Tensor]:
     """The gradients of a step, always with the same random numbers."""
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
     with checkpointed(model, config, runs):
-        with saving(config):
+        with around_forward(config):
             loss = model(batch())
         loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -96,10 +105,14 @@ def counted(config: StepConfig) -> Counter[str]:
     return operators.counts
 
 
+def test_every_kind_that_replaces_forward_is_tried():
+    assert {word.partition(":")[0] for word in EVERY_WORD} == {kind.name for kind in KINDS.values() if kind.recomputed}
+
+
 # What a step gives
 
 
-@pytest.mark.parametrize("checkpoint", [*EVERY_KIND, "none"])
+@pytest.mark.parametrize("checkpoint", [*EVERY_WORD, "none"])
 def test_gradients_are_those_of_the_plain_step_bit_for_bit_with_dropout(checkpoint):
     plain = step(Model(), config_of("none"))
     model = Model()
@@ -121,7 +134,7 @@ def test_dropout_moves_these_gradients():
     assert not torch.equal(step(model, config_of("none"))["h.0.mlp.0.weight"], plain["h.0.mlp.0.weight"])
 
 
-@pytest.mark.parametrize("checkpoint", EVERY_KIND)
+@pytest.mark.parametrize("checkpoint", EVERY_WORD)
 def test_the_model_is_as_it_was_afterwards(checkpoint):
     model = Model()
     names = list(model.state_dict())
@@ -131,7 +144,7 @@ def test_the_model_is_as_it_was_afterwards(checkpoint):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("checkpoint", EVERY_KIND)
+@pytest.mark.parametrize("checkpoint", EVERY_WORD)
 def test_the_model_is_as_it_was_after_an_error(checkpoint):
     model = Model()
     with pytest.raises(ZeroDivisionError), checkpointed(model, config_of(checkpoint)):
@@ -160,12 +173,12 @@ def test_a_replaced_forward_still_tells_its_signature():
 # What is saved, and what is computed again
 
 
-@pytest.mark.parametrize("checkpoint", EVERY_KIND)
+@pytest.mark.parametrize("checkpoint", EVERY_WORD)
 def test_every_kind_saves_less_than_the_plain_step(device, checkpoint):
     assert saved_bytes(device, checkpoint) < saved_bytes(device, "none")
 
 
-def test_longer_segments_save_less_and_dear_operators_more(device):
+def test_longer_segments_save_less_and_expensive_ops_more(device):
     kinds = ["sequential:1", "sequential:2", "sequential:4", "ops"]
     saved = [saved_bytes(device, checkpoint) for checkpoint in kinds]
     assert saved == sorted(saved)
@@ -203,17 +216,17 @@ def test_the_root_of_the_number_of_blocks_is_rounded_to_segments(blocks, segment
     assert len(runs.calls) == segments
 
 
-def test_the_dear_operators_are_saved_and_run_no_more_often_than_in_the_plain_step():
-    plain, blocks, dear = (counted(config_of(checkpoint)) for checkpoint in ("none", "blocks", "ops"))
+def test_the_expensive_ops_are_saved_and_run_no_more_often_than_in_the_plain_step():
+    plain, blocks, ops = (counted(config_of(checkpoint)) for checkpoint in ("none", "blocks", "ops"))
     # Each of a block's linear layers has one product in forward.
     assert blocks["addmm"] - plain["addmm"] == 2 * BLOCKS
-    assert dear["addmm"] == plain["addmm"]
-    assert dear["mm"] == blocks["mm"] == plain["mm"] > 0
-    assert dear["gelu"] == blocks["gelu"] == 2 * plain["gelu"] > 0
+    assert ops["addmm"] == plain["addmm"]
+    assert ops["mm"] == blocks["mm"] == plain["mm"] > 0
+    assert ops["gelu"] == blocks["gelu"] == 2 * plain["gelu"] > 0
 
 
 def test_every_operator_that_is_saved_is_one_of_torch():
-    assert [name for name in SAVED_OPERATORS if not hasattr(torch.ops.aten, name)] == []
+    assert [name for name in EXPENSIVE_OPS if not hasattr(torch.ops.aten, name)] == []
 
 
 def test_without_gradients_nothing_is_saved_or_counted_as_computed_again():
@@ -243,10 +256,42 @@ def test_offloading_moves_saved_tensors_to_host_memory_and_back():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.autograd.graph.save_on_cpu", Noted)
-        assert isinstance(saving(config_of("offload")), original)
-        with saving(config_of("blocks")) as nothing:
+        assert isinstance(around_forward(config_of("offload")), original)
+        with around_forward(config_of("blocks")) as nothing:
             assert nothing is None
     assert moved == [{"pin_memory": True}]
+
+
+# Groups that are recomputed as one
+
+
+@given(st.integers(1, 200), st.data())
+def test_segments_are_as_equal_as_can_be_the_larger_ones_first(blocks, data):
+    segments = data.draw(st.integers(1, blocks))
+    made = list(in_segments([range(blocks)], segments))
+    sizes = [len(segment) for segment in made]
+    assert [block for segment in made for block in segment] == list(range(blocks))
+    assert len(sizes) == segments
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+def test_segments_are_made_list_by_list():
+    assert list(in_segments(["abc", "de"], 2)) == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_more_segments_than_blocks_are_refused():
+    with pytest.raises(ValueError, match=r"^5 segments cannot be made of 4 blocks$"):
+        list(in_segments([range(4)], 5))
+
+
+def test_a_block_that_stands_in_two_lists_is_recomputed_once():
+    first, second = Repeated("h.0", nn.Linear(1, 1)), Repeated("h.1", nn.Linear(1, 1))
+    again = Repeated("same.0", first.module)
+    assert [[block.module for block in group] for group in each_alone([[first, second], [again]])] == [
+        [first.module],
+        [second.module],
+    ]
 
 
 # Nothing to act on

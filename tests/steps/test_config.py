@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.steps.checkpoint_kinds import KINDS
 from pytest_gpumem.steps.config import (
     AXES,
     CACHES,
     CHECKPOINTS,
     COMPILES,
-    ON_BLOCKS,
     OPTIMIZERS,
     PRECISIONS,
     WEIGHTS,
     ZERO_GRADS,
-    Checkpointing,
     ConfigError,
     StepConfig,
     as_config,
@@ -73,18 +72,21 @@ def test_the_own_precision_stands_where_none_is_given():
 
 
 @pytest.mark.parametrize(
-    ("text", "checkpointing"),
+    ("text", "kind", "argument"),
     [
-        ("none", Checkpointing("none")),
-        ("blocks", Checkpointing("blocks")),
-        ("every:3", Checkpointing("every", number=3)),
-        ("sequential:2", Checkpointing("sequential", number=2)),
-        ("modules:*.mlp", Checkpointing("modules", pattern="*.mlp")),
-        ("budget:0.25", Checkpointing("budget", fraction=0.25)),
+        ("none", "none", None),
+        ("blocks", "blocks", None),
+        ("every:3", "every", 3),
+        ("sequential:2", "sequential", 2),
+        ("modules:*.mlp", "modules", "*.mlp"),
+        ("budget:0.25", "budget", 0.25),
     ],
 )
-def test_a_kind_of_checkpointing_has_its_argument(text, checkpointing):
-    assert Checkpointing.parse(text) == checkpointing
+def test_a_kind_of_checkpointing_has_its_argument(text, kind, argument):
+    config = StepConfig(checkpoint=text, compile="default")
+    assert config.checkpointing == (KINDS[kind], argument)
+    # It is read when a phase begins, too: parsed once.
+    assert config.checkpointing is config.checkpointing
 
 
 def test_what_a_test_author_writes_becomes_a_config():
@@ -145,10 +147,10 @@ def test_every_setting_is_among_those_that_are_tried():
 def configs(draw) -> StepConfig:
     """A config that is valid: of two settings that contradict one another the second is left out."""
     values = {name: draw(strategy) for name, strategy in VALUES.items()}
-    kind = values["checkpoint"].partition(":")[0]
-    if kind not in ON_BLOCKS:
+    kind = KINDS[values["checkpoint"].partition(":")[0]]
+    if not kind.on_blocks:
         values["blocks"] = None
-    if kind == "budget":
+    if kind.part_of_compiler:
         values["compile"] = draw(st.sampled_from([word for word in COMPILES[1:] if "eager" not in word]))
     if values["precision"] in ("amp-fp16", "amp-bf16", "tf32"):
         values["weights"] = None

@@ -194,7 +194,7 @@ def test_gpt_blocks_count_their_products_and_those_that_are_computed_again(bench
     assert (counts.flops, counts.syncs) == (GPT_FLOPS + again, 0)
 
 
-def test_recomputing_all_but_the_dear_operators_calls_more_operators_and_multiplies_no_more(bench):
+def test_recomputing_all_but_expensive_ops_calls_more_operators_and_multiplies_no_more(bench):
     plain, cheap, all_again = (
         trained(bench, Gpt, torch.randn(B, T, C), f"checkpoint={kind},optimizer=none").operators
         for kind in ("none", "ops", "blocks")

@@ -8,32 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.segments import Segment, sizes_of_segments
+from pytest_gpumem.steps.segments import Segment
 
 ADVICE = "use checkpoint=blocks or checkpoint=every:N"
-
-
-# Sizes
-
-
-@given(st.integers(1, 200), st.data())
-def test_segments_are_as_equal_as_can_be_the_larger_ones_first(blocks, data):
-    segments = data.draw(st.integers(1, blocks))
-    sizes = sizes_of_segments(blocks, segments)
-    assert (sum(sizes), len(sizes)) == (blocks, segments)
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] - sizes[-1] <= 1
-
-
-def test_more_segments_than_blocks_are_refused():
-    with pytest.raises(ConfigError, match=r"^5 segments cannot be made of 4 blocks$"):
-        sizes_of_segments(4, 5)
 
 
 # Models whose loop a segment may stand in for

@@ -1,0 +1,233 @@
+"""The kinds of activation checkpointing: a row each, with everything that is particular to it.
+
+Functions of a row raise ``ValueError`` with a message for the test's author; torch is imported within them only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.torch_support.private_api import activation_memory_budget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from pytest_gpumem.steps.blocks import Block
+
+    Blocks = Sequence[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The part behind the colon of ``checkpoint=KIND:ARGUMENT``."""
+
+    placeholder: str
+    read: Callable[[str], Any]
+    separator_in_ids: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """The Python code of a kind, for people to paste into their training loop."""
+
+    imports: tuple[str, ...] = ("import torch",)
+    setup: Callable[[], Iterable[str]] = tuple
+    """Return the lines that come first."""
+    each_block: str = ""
+    """A statement that is run for each ``block`` of the model."""
+    around_forward: str = ""
+    """A context manager around forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointKind:
+    """One kind of checkpointing. It acts in up to three places: ``recomputed``, ``around_forward`` and ``setting``.
+
+    A device that cannot run a kind says so by its name (`Device.lacks`).
+    """
+
+    name: str
+    argument: Argument | None = None
+    on_blocks: bool = False
+    """Whether it acts on the repeated blocks of a model, which ``blocks=PATTERN`` names."""
+    recomputed: Callable[[Iterable[Blocks], Any], Iterable[Blocks]] | None = None
+    """Replace ``forward``: from lists of modules and the argument, the groups that are each recomputed as one.
+
+    The lists are the model's blocks with ``on_blocks``; otherwise the modules whose path matches the argument.
+    """
+    saved_ops: tuple[str, ...] = ()
+    """ATen operators within the groups whose outputs are saved all the same."""
+    around_forward: Callable[[Any], AbstractContextManager[object]] = nullcontext
+    """Return a context manager around each forward pass, given the argument."""
+    setting: Callable[[Any], AbstractContextManager[object]] = nullcontext
+    """Return a context manager around all steps in which a global setting of torch is changed, given the argument."""
+    part_of_compiler: str = ""
+    """The feature of torch.compile that it is: without a mode of that it does nothing."""
+    cached_casts: bool = True
+    """Whether autocast may cast a weight that is used twice only once."""
+    search_order: int = 0
+    """The place in the order in which ``gpumem advise`` tries kinds without an argument; 0: not at all."""
+    snippet: Snippet = Snippet()
+
+    @property
+    def form(self) -> str:
+        """The word as it is written: ``"every:N"``."""
+        return f"{self.name}:{self.argument.placeholder}" if self.argument else self.name
+
+
+class Checkpointing(NamedTuple):
+    """What ``checkpoint=KIND:ARGUMENT`` means."""
+
+    kind: CheckpointKind
+    argument: Any = None
+
+
+def whole_number(value: object) -> int:
+    """Return the number, 1 or more, that ``value`` is or says."""
+    try:
+        count = int(str(value))
+    except ValueError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise ValueError("expected a whole number, 1 or more")
+    return count
+
+
+def number(value: object) -> float:
+    """Return the number that ``value`` is or says."""
+    try:
+        return float(str(value))
+    except ValueError:
+        raise ValueError("expected a number") from None
+
+
+def _fraction(text: str) -> float:
+    fraction = number(text)
+    if not 0 <= fraction <= 1:
+        raise ValueError("the budget is a fraction between 0 and 1 of the plain activations")
+    return fraction
+
+
+def each_alone(lists: Iterable[Blocks], _argument: object = None) -> list[Blocks]:
+    """Return every module as a group of its own."""
+    return _last_of_every(lists, 1)
+
+
+def _last_of_every(lists: Iterable[Blocks], every: int) -> list[Blocks]:
+    # As in torchtitan's selective checkpointing: of N blocks the last one is recomputed.
+    each = (block for blocks in lists for place, block in enumerate(blocks, 1) if place % every == 0)
+    # A block that stands in two lists is one.
+    return [[block] for block in {id(block.module): block for block in each}.values()]
+
+
+def in_segments(lists: Iterable[Blocks], segments: int) -> Iterator[Blocks]:
+    """Split each list into ``segments`` groups, as equal as can be, the larger ones first."""
+    for blocks in lists:
+        if segments > len(blocks):
+            raise ValueError(f"{segments} segments cannot be made of {len(blocks)} blocks")
+        size, larger = divmod(len(blocks), segments)
+        rest = iter(blocks)
+        yield from (list(itertools.islice(rest, size + (place < larger))) for place in range(segments))
+
+
+def _in_root_segments(lists: Iterable[Blocks], _argument: object) -> Iterator[Blocks]:
+    for blocks in lists:
+        yield from in_segments([blocks], round(math.sqrt(len(blocks))))
+
+
+def _on_host(_argument: object) -> AbstractContextManager[object]:
+    import torch
+
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+EXPENSIVE_OPS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""Matrix products, convolutions and attention, by their names among ATen's operators."""
+
+
+def _saving_expensive_ops() -> Iterator[str]:
+    import torch
+
+    yield "SAVED = {"
+    yield from (f"    torch.ops.aten.{name}.default," for name in EXPENSIVE_OPS if hasattr(torch.ops.aten, name))
+    yield from (
+        "}",
+        "",
+        "",
+        "def save_or_recompute(context, operator, *args, **kwargs):",
+        "    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE",
+        "",
+        "",
+        "save_dear_operators = functools.partial(create_selective_checkpoint_contexts, save_or_recompute)",
+    )
+
+
+_SELECTIVE = "CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts"
+KINDS = {
+    kind.name: kind
+    for kind in (
+        CheckpointKind(name="none"),
+        CheckpointKind(
+            name="blocks",
+            on_blocks=True,
+            recomputed=each_alone,
+            search_order=2,
+            snippet=Snippet(
+                imports=("import functools", "import torch", "from torch.utils.checkpoint import checkpoint"),
+                each_block="block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)",
+            ),
+        ),
+        CheckpointKind(name="every", argument=Argument("N", whole_number), on_blocks=True, recomputed=_last_of_every),
+        CheckpointKind(name="sequential", argument=Argument("S", whole_number), on_blocks=True, recomputed=in_segments),
+        CheckpointKind(name="sqrt", on_blocks=True, recomputed=_in_root_segments),
+        CheckpointKind(name="modules", argument=Argument("PATTERN", str, separator_in_ids="-"), recomputed=each_alone),
+        CheckpointKind(
+            name="ops",
+            on_blocks=True,
+            recomputed=each_alone,
+            saved_ops=EXPENSIVE_OPS,
+            # Selective checkpointing has to see every cast again, also that of a weight that was used before.
+            cached_casts=False,
+            search_order=1,
+            snippet=Snippet(
+                imports=(
+                    "import functools",
+                    "import torch",
+                    f"from torch.utils.checkpoint import {_SELECTIVE}",
+                ),
+                setup=_saving_expensive_ops,
+                each_block="block.forward = functools.partial("
+                "checkpoint, block.forward, use_reentrant=False, context_fn=save_dear_operators)",
+            ),
+        ),
+        CheckpointKind(
+            name="offload",
+            around_forward=_on_host,
+            search_order=3,
+            snippet=Snippet(around_forward="torch.autograd.graph.save_on_cpu(pin_memory=True)"),
+        ),
+        CheckpointKind(
+            name="budget",
+            argument=Argument("F", _fraction),
+            setting=activation_memory_budget,
+            part_of_compiler="the activation memory budget of torch.compile",
+        ),
+    )
+}
+"""By name, in the order in which messages list them."""
