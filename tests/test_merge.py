@@ -214,7 +214,7 @@ def test_wrong_input_is_named_and_ends_with_2(folder, arguments, said):
 
 
 def test_html_where_it_cannot_be_made_is_refused_before_anything_is_said(halves, monkeypatch):
-    monkeypatch.setattr("pytest_gpumem.reports.needs._NEEDED", {".html": ("no_such_module",)})
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     result = merge("a.json", "--report", "whole.html")
     assert result.exit_code == 2
     assert "pip install 'pytest-gpumem[report]'" in result.output

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes
 
 if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
@@ -19,15 +20,11 @@ _MOST_NAMED = 3
 
 
 def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Path, ...]) -> tuple[Path, ...]:
-    from pytest_gpumem.reports.needs import lacking
-    from pytest_gpumem.session.options import REPORT_SUFFIXES
-
     for path in value:
-        if path.suffix not in REPORT_SUFFIXES:
-            raise click.BadParameter(
-                f"{path} has to end with {', '.join(REPORT_SUFFIXES[:-1])} or {REPORT_SUFFIXES[-1]}, which says the format"
-            )
-        why_not = lacking(str(path))
+        form = format_of(path)
+        if form is None:
+            raise click.BadParameter(f"{path} has to end with {ENDINGS}, which says the format")
+        why_not = form.lacking()
         if why_not is not None:
             raise click.BadParameter(why_not)
     return value
@@ -42,7 +39,7 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
     multiple=True,
     type=click.Path(dir_okay=False, path_type=Path),
     callback=_files,
-    help="Write the whole there, in the format of the suffix: .html, .md or .json. May be repeated.",
+    help=f"Write the whole there, in the format of the suffix: {suffixes(FORMATS)}. May be repeated.",
 )
 @click.option(
     "--shards",

@@ -1,35 +1,63 @@
-"""Reports as files: which function renders which suffix, and how a file is written."""
+"""Reports as files, whole, in the format of their suffix; none of an earlier session is taken for this one's."""
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.reports.markdown import markdown
+from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pytest_gpumem.reports.session_report import SessionReport
 
 
-def _html(report: SessionReport) -> str:
-    # plotly and jinja2 are loaded, and need be there, where such a report is written only.
-    from pytest_gpumem.reports.html.page import html
+class ReportFiles:
+    """Files that are removed when the session begins to measure, and written when it ends.
 
-    return html(report)
+    A session that is killed has then no report, and not its predecessor's. One that measures nothing, and was not asked for
+    these files on its command line, leaves them alone: settings hold for every run of a project.
+    """
 
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._begun = False
 
-RENDERERS: dict[str, Callable[[SessionReport], str]] = {".json": to_json, ".md": markdown, ".html": _html}
-"""By the suffixes of `options.REPORT_SUFFIXES`."""
+    def begin(self) -> None:
+        """The session has something to report. Calling twice does nothing."""
+        if self._begun:
+            return
+        self._begun = True
+        for path in self._paths:
+            # Whatever stands in the way is told when it cannot be written.
+            with suppress(OSError):
+                path.unlink()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are files to write."""
+        return self._begun and bool(self._paths)
+
+    def write(self, report: SessionReport) -> list[str]:
+        """Write them all; what went wrong, each as a sentence. Those that come after a failed one tell of it, too."""
+        errors: list[str] = []
+        for path in self._paths if self._begun else ():
+            try:
+                write_report(path, replace(report, errors=(*report.errors, *errors)))
+            except OSError as error:
+                errors.append(f"{path}: the report cannot be written: {error}")
+        return errors
 
 
 def write_report(path: Path, report: SessionReport) -> None:
     """Write ``report`` in the format of the file's suffix; its folder is made. Raises ``OSError``."""
-    text = RENDERERS[PurePath(path).suffix](report)
+    form = format_of(path)
+    assert form is not None, "options are checked"
+    text = form.render(report)
     try:
         write_whole(path, text)
     except ValueError as error:

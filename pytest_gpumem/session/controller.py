@@ -19,8 +19,8 @@ from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.unused import unused, unused_line
 from pytest_gpumem.baselines.update import entries_to_write, times_left_out
 from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
+from pytest_gpumem.reports.files import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
-from pytest_gpumem.reports.report_files import ReportFiles
 from pytest_gpumem.reports.results import Results, TestResult, headline
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, terminal_text

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import pytest
 
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
+from pytest_gpumem.reports.formats import FORMATS
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession
@@ -29,8 +30,6 @@ CONFIG_MARKER_HELP = (
 )
 ExplainMode = Literal["on-failure", "always", "never"]
 EXPLAIN_MODES: tuple[ExplainMode, ...] = get_args(ExplainMode)
-REPORT_SUFFIXES = (".json", ".md", ".html")
-"""The formats of ``--gpumem-report``, told by a file's suffix."""
 OPTIONS = tuple(
     f"gpumem_{name}"
     for name in (
@@ -121,8 +120,8 @@ def add_options(parser: pytest.Parser) -> None:
         action="append",
         metavar="FILE",
         default=None,
-        help="write a report, in the format that the suffix says: .html to look at, .md for a comment, .json for programs "
-        "and `gpumem merge`; may be repeated",
+        help="write a report, in the format that the suffix says: "
+        f"{', '.join(f'{one.suffix} {one.title}' for one in FORMATS)}; may be repeated",
     )
     group.addoption(
         "--gpumem-no-time",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES, UpdateMode
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.reports.needs import lacking
+from pytest_gpumem.reports.formats import ENDINGS, format_of
 from pytest_gpumem.session.marker import BudgetError, budget_from_arguments
-from pytest_gpumem.session.options import EXPLAIN_MODES, REPORT_SUFFIXES, ExplainMode
+from pytest_gpumem.session.options import EXPLAIN_MODES, ExplainMode
 from pytest_gpumem.timing.time_budget import DEFAULT_SECONDS
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
 from pytest_gpumem.values.device_names import EMULATED, EMULATED_SLUG, nearest_device
@@ -204,16 +204,13 @@ def _check_against(settings: Settings) -> None:
 
 def _check_reports(files: tuple[str, ...], where: str) -> None:
     for file in files:
-        suffix = Path(file).suffix
-        if suffix in REPORT_SUFFIXES:
-            problem = lacking(file)
-            if problem is not None:
-                raise SettingsError(f"{where}: {problem}")
-            continue
-        instead = "; JUnit XML is pytest's own: --junitxml=FILE" if suffix == ".xml" else ""
-        raise SettingsError(
-            f"{where}: {file!r} has to end with {', '.join(REPORT_SUFFIXES[:-1])} or {REPORT_SUFFIXES[-1]}{instead}"
-        )
+        form = format_of(file)
+        if form is None:
+            instead = "; JUnit XML is pytest's own: --junitxml=FILE" if Path(file).suffix == ".xml" else ""
+            raise SettingsError(f"{where}: {file!r} has to end with {ENDINGS}{instead}")
+        problem = form.lacking()
+        if problem is not None:
+            raise SettingsError(f"{where}: {problem}")
 
 
 def read_table(path: Path) -> dict[str, Any] | None:

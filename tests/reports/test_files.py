@@ -5,21 +5,31 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
-from pytest_gpumem.reports.files import RENDERERS, write_report
+from pytest_gpumem.reports.files import write_report
+from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.session.options import REPORT_SUFFIXES
 from pytest_gpumem.whole_file import write_whole
 from tests.reports.sessions import OK, REGRESSED, session
 
 REPORT = session(OK, REGRESSED)
 
 
-def test_every_suffix_has_its_renderer():
-    assert sorted(RENDERERS) == sorted(REPORT_SUFFIXES)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.suffix)
+def test_every_format_renders_a_session(form):
+    assert "tests/test_gpt.py" in form.render(REPORT)
+
+
+def test_suffixes_and_options_are_told_apart_without_loading_a_renderer():
+    renderers = [form.renderer.partition(":")[0] for form in FORMATS]
+    asks = f"import sys, pytest_gpumem.session.options; print([one for one in {renderers} if one in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_report_is_written_in_the_format_of_its_suffix_into_a_folder_that_is_made(tmp_path):

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
+from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.html.anchors import anchor_of, unique
 from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.page import html
 from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panels_of
 from pytest_gpumem.reports.html.prepare import page_of
 from pytest_gpumem.reports.matrix import Row as ConfigRow
-from pytest_gpumem.reports.needs import lacking
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.composition import Composition, Row
@@ -426,9 +426,8 @@ def test_nothing_of_it_is_loaded_before_a_page_is_written():
 
 def test_only_html_needs_more_than_is_always_there(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert lacking("a.json") is None
-    assert lacking("a.md") is None
-    assert lacking("a.html") == "the HTML report needs jinja2 and plotly: pip install 'pytest-gpumem[report]'"
+    lacking = {one.suffix: why_not for one in FORMATS if (why_not := one.lacking()) is not None}
+    assert lacking == {".html": "the HTML report needs jinja2 and plotly: pip install 'pytest-gpumem[report]'"}
 
 
 def test_asked_for_without_plotly_no_test_runs(project, monkeypatch):
