@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.torch_support.private_api import activation_memory_budget
@@ -44,7 +44,7 @@ class Snippet:
     """A context manager around forward."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckpointKind:
     """One kind of checkpointing. It acts in up to three places: ``recomputed``, ``around_forward`` and ``setting``.
 
@@ -52,6 +52,7 @@ class CheckpointKind:
     """
 
     name: str
+    _: KW_ONLY
     argument: Argument | None = None
     on_blocks: bool = False
     """Whether it acts on the repeated blocks of a model, which ``blocks=PATTERN`` names."""
@@ -182,9 +183,9 @@ _SELECTIVE = "CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 KINDS = {
     kind.name: kind
     for kind in (
-        CheckpointKind(name="none"),
+        CheckpointKind("none"),
         CheckpointKind(
-            name="blocks",
+            "blocks",
             on_blocks=True,
             recomputed=each_alone,
             search_order=2,
@@ -193,12 +194,12 @@ KINDS = {
                 each_block="block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)",
             ),
         ),
-        CheckpointKind(name="every", argument=Argument("N", whole_number), on_blocks=True, recomputed=_last_of_every),
-        CheckpointKind(name="sequential", argument=Argument("S", whole_number), on_blocks=True, recomputed=in_segments),
-        CheckpointKind(name="sqrt", on_blocks=True, recomputed=_in_root_segments),
-        CheckpointKind(name="modules", argument=Argument("PATTERN", str, separator_in_ids="-"), recomputed=each_alone),
+        CheckpointKind("every", argument=Argument("N", whole_number), on_blocks=True, recomputed=_last_of_every),
+        CheckpointKind("sequential", argument=Argument("S", whole_number), on_blocks=True, recomputed=in_segments),
+        CheckpointKind("sqrt", on_blocks=True, recomputed=_in_root_segments),
+        CheckpointKind("modules", argument=Argument("PATTERN", str, separator_in_ids="-"), recomputed=each_alone),
         CheckpointKind(
-            name="ops",
+            "ops",
             on_blocks=True,
             recomputed=each_alone,
             saved_ops=EXPENSIVE_OPS,
@@ -206,24 +207,20 @@ KINDS = {
             cached_casts=False,
             search_order=1,
             snippet=Snippet(
-                imports=(
-                    "import functools",
-                    "import torch",
-                    f"from torch.utils.checkpoint import {_SELECTIVE}",
-                ),
+                imports=("import functools", "import torch", f"from torch.utils.checkpoint import {_SELECTIVE}"),
                 setup=_saving_expensive_ops,
                 each_block="block.forward = functools.partial("
                 "checkpoint, block.forward, use_reentrant=False, context_fn=save_dear_operators)",
             ),
         ),
         CheckpointKind(
-            name="offload",
+            "offload",
             around_forward=_on_host,
             search_order=3,
             snippet=Snippet(around_forward="torch.autograd.graph.save_on_cpu(pin_memory=True)"),
         ),
         CheckpointKind(
-            name="budget",
+            "budget",
             argument=Argument("F", _fraction),
             setting=activation_memory_budget,
             part_of_compiler="the activation memory budget of torch.compile",

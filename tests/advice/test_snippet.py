@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pytest_gpumem.advice.snippet import recipe
+from pytest_gpumem.steps.checkpoint_kinds import KINDS, Snippet
 from pytest_gpumem.steps.config import StepConfig
 
 SAMPLES, WIDTH = 8, 32
@@ -60,6 +61,12 @@ def test_the_step_of_a_recipe_teaches_the_same(text):
 def test_the_blocks_of_a_recipe_are_computed_again(kind):
     assert [block.calls for block in PLAIN.body.blocks] == [1, 1, 1]
     assert [block.calls for block in run(f"fp32,checkpoint={kind}")[0].body.blocks] == [2, 2, 2]
+
+
+def test_every_kind_of_checkpointing_that_is_tried_has_code_of_its_own_and_a_place_of_its_own():
+    tried = [kind for kind in KINDS.values() if kind.search_order]
+    assert [kind.name for kind in tried if kind.argument is not None or kind.snippet == Snippet()] == []
+    assert len({kind.search_order for kind in tried}) == len(tried)
 
 
 def test_gradients_of_float16_are_scaled_and_those_of_bfloat16_are_not():
