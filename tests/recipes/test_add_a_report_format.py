@@ -1,0 +1,62 @@
+"""The recipe "Add a report format": a session writes the new format, help lists it, and it is loaded where it is written."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, run_pytest, run_python, write_tests
+
+TESTS = """
+    import sys
+
+    import pytest
+    import torch
+
+
+    @pytest.mark.gpumem(max_memory="1kB")
+    @pytest.mark.parametrize("size", ["small, and quiet", "large"])
+    def test_sizes(size):
+        torch.ones(10 if size != "large" else 1000)
+        assert "pytest_gpumem.reports.csv_report" not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    edits = recipe("Add a report format", ROOT / "CONTRIBUTING-format.md")
+    assert len({edit.path for edit in edits}) <= 2
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
+
+
+def test_a_session_writes_the_new_format(package, tmp_path):
+    write_tests(tmp_path, TESTS)
+    done = run_pytest(package, tmp_path, "--gpumem-report=new/gpumem.csv", "--gpumem-report=gpumem.json")
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    with (tmp_path / "new" / "gpumem.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    peaks = {
+        line["test"]: (int(line["value"]), line["outcome"]) for line in lines if line["metric"] == "peak_allocated"
+    }
+    assert peaks == {
+        "test_sizes[large]": (4000, "over_budget"),
+        "test_sizes[small, and quiet]": (40, "ok"),
+    }
+
+    merged = run_python(
+        package, tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "gpumem.json", "--report", "merged.csv"
+    )
+    assert merged.returncode == 1, merged.stdout + merged.stderr
+    assert (tmp_path / "merged.csv").read_text() == (tmp_path / "new" / "gpumem.csv").read_text()
+
+
+def test_help_and_the_message_about_a_wrong_suffix_list_it(package, tmp_path):
+    write_tests(tmp_path, TESTS)
+    options = " ".join(run_pytest(package, tmp_path, "--help").stdout.split())
+    assert ".json for programs and `gpumem merge`, .csv for spreadsheets; may be repeated" in options
+    merge = " ".join(run_python(package, tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "--help").stdout.split())
+    assert "in the format of the suffix: .html, .md, .json or .csv." in merge
+    wrong = run_pytest(package, tmp_path, "--gpumem-report=gpumem.txt")
+    assert wrong.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "'gpumem.txt' has to end with .csv, .json, .md or .html" in wrong.stderr
