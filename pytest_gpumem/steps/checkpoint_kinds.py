@@ -175,7 +175,7 @@ def _saving_expensive_ops() -> Iterator[str]:
         "    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE",
         "",
         "",
-        "save_dear_operators = functools.partial(create_selective_checkpoint_contexts, save_or_recompute)",
+        "save_expensive_ops = functools.partial(create_selective_checkpoint_contexts, save_or_recompute)",
     )
 
 
@@ -210,7 +210,7 @@ KINDS = {
                 imports=("import functools", "import torch", f"from torch.utils.checkpoint import {_SELECTIVE}"),
                 setup=_saving_expensive_ops,
                 each_block="block.forward = functools.partial("
-                "checkpoint, block.forward, use_reentrant=False, context_fn=save_dear_operators)",
+                "checkpoint, block.forward, use_reentrant=False, context_fn=save_expensive_ops)",
             ),
         ),
         CheckpointKind(
