@@ -9,8 +9,8 @@ A recipe is a section of a Markdown file. Each of its blocks of code is introduc
     In `pytest_gpumem/devices/mine.py`, a new file:
 
 The line may be within a numbered step ("2. The device counts it. In `...`, after `...`:") and ends its paragraph. The text must
-be in one line of the file and no other. What the block has is put there as it stands, less the indentation of the
-block's fence. Blocks marked ``text`` or ``console`` are for the reader only; any other must be introduced.
+be in one line of the file and no other. The block is indented as that line is, whatever its indentation in the recipe
+(`ruff format` takes it away). Blocks marked ``text`` or ``console`` are for the reader only; any other must be introduced.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 
 ROOT = Path(__file__).parents[2]
 _FOR_THE_READER = ("text", "console")
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 _INTRODUCTION = re.compile(
-    r"In `(?P<path>[^`]+)`,\s+(?:(?P<where>after|before|instead\s+of)\s+`(?P<anchor>[^`]+)`|(?P<whole>at\s+the\s+end|a\s+new\s+file)):\s*\Z"
+    r"In\s+`(?P<path>[^`]+)`,\s+(?:(?P<where>after|before|instead\s+of)\s+`(?P<anchor>[^`]+)`|(?P<whole>at\s+the\s+end|a\s+new\s+file)):\s*\Z"
 )
 
 
@@ -57,8 +57,9 @@ class Edit:
         places = [number for number, line in enumerate(lines) if self.anchor in line]
         if len(places) != 1:
             raise ValueError(f"{self.path} has {len(places)} lines with {self.anchor!r}, expected one")
+        line = lines[places[0]]
         start = places[0] + (self.where == "after")
-        lines[start : places[0] + (self.where != "before")] = [self.code]
+        lines[start : places[0] + (self.where != "before")] = [indent(self.code, line[: -len(line.lstrip())])]
         file.write_text("".join(lines))
 
 
@@ -73,9 +74,7 @@ def recipe(heading: str, file: Path = ROOT / "CONTRIBUTING.md") -> list[Edit]:
         if found is None:
             raise ValueError(f"{file.name}, {heading}: nothing says where this goes:\n{block['code']}")
         where = " ".join((found["where"] or found["whole"]).split())
-        indent = len(block["indent"])
-        code = "".join(line[indent:] if line.strip() else "\n" for line in block["code"].splitlines(keepends=True))
-        edits.append(Edit(found["path"], where, found["anchor"], code))
+        edits.append(Edit(found["path"], where, found["anchor"], dedent(block["code"])))
     return edits
 
 

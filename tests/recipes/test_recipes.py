@@ -32,6 +32,12 @@ def test_an_edit_goes_where_it_says(tmp_path, where, anchor, left):
     assert (tmp_path / "numbers.py").read_text() == left
 
 
+def test_a_block_is_indented_as_the_line_that_it_stands_at(tmp_path):
+    (tmp_path / "loops.py").write_text("for x in y:\n    go(x)\n")
+    Edit("loops.py", "after", "go(", "if x:\n    stop()\n\nreturn\n").apply(tmp_path)
+    assert (tmp_path / "loops.py").read_text() == "for x in y:\n    go(x)\n    if x:\n        stop()\n\n    return\n"
+
+
 def test_a_new_file_is_written_and_none_is_replaced(tmp_path):
     edit = Edit("folder/new.py", "a new file", None, "new\n")
     edit.apply(tmp_path)
@@ -64,13 +70,14 @@ def test_a_recipe_is_the_blocks_of_its_section(tmp_path):
 
         ## Add a thing
 
-        1. First it needs a row. In `a.py`,
-           after `row("one"`:
+        1. First it needs a row. In
+           `a.py`, after
+           `row("one"`:
 
            ```python
                row("two"),
 
-               # not a heading
+           # not a heading
            ```
 
         2. Then say so:
@@ -104,7 +111,7 @@ def test_a_recipe_is_the_blocks_of_its_section(tmp_path):
         """,
     )
     assert recipe("Add a thing", file) == [
-        Edit("a.py", "after", 'row("one"', '    row("two"),\n\n    # not a heading\n'),
+        Edit("a.py", "after", 'row("one"', '    row("two"),\n\n# not a heading\n'),
         Edit("b.toml", "instead of", "x = 1", "x = 2\n"),
         Edit("c.py", "a new file", None, "# also not a heading\nc = 3\n"),
     ]
