@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.metrics import METRICS, MetricAttributes
 from pytest_gpumem.units import format_count, format_large_count
 from pytest_gpumem.values.composition import (
     NOT_EXPLAINED,
@@ -93,11 +93,11 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Measurement:
+class Measurement(MetricAttributes):
     """What one run of one step gave.
 
     ``metrics`` maps names of ``pytest_gpumem.metrics.METRICS`` to bytes and counts (int), seconds or items a second (float).
-    Each is also an attribute; one that this step or device does not have raises `MissingMetric`.
+    Each is also an attribute (`MetricAttributes`); one that this step or device does not have raises `MissingMetric`.
     """
 
     name: str
@@ -131,105 +131,14 @@ class Measurement:
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (self.to_plain(),)
 
-    def _metric(self, name: str) -> float:
+    def _value_of(self, metric: str) -> float:
         try:
-            return self.metrics[name]
+            return self.metrics[metric]
         except KeyError:
             raise MissingMetric(
-                f"measurement {self.name!r} ({self.workload.step} on {self.environment.device}) has no {name}; "
+                f"measurement {self.name!r} ({self.workload.step} on {self.environment.device}) has no {metric}; "
                 f"it has {', '.join(self.metrics)}"
             ) from None
-
-    @property
-    def peak_allocated(self) -> int:
-        """The most bytes that tensors held at once, as they asked for them, less everybody else's."""
-        return int(self._metric("peak_allocated"))
-
-    @property
-    def peak_forward(self) -> int:
-        """`peak_allocated` within the forward pass."""
-        return int(self._metric("peak_forward"))
-
-    @property
-    def peak_backward(self) -> int:
-        """`peak_allocated` within the backward pass."""
-        return int(self._metric("peak_backward"))
-
-    @property
-    def peak_optimizer(self) -> int:
-        """`peak_allocated` within the optimizer's step."""
-        return int(self._metric("peak_optimizer"))
-
-    @property
-    def peak_reserved(self) -> int:
-        """The most bytes that the allocator took from the GPU, less those held for others at the start (CUDA only)."""
-        return int(self._metric("peak_reserved"))
-
-    @property
-    def growth(self) -> int:
-        """Bytes that every further step keeps: a leak. 0 of a step that repeats."""
-        return int(self._metric("growth"))
-
-    @property
-    def retained(self) -> int:
-        """Bytes that outlived the step, or the call, and that its fixtures do not hold."""
-        return int(self._metric("retained"))
-
-    @property
-    def cyclic_garbage(self) -> int:
-        """Bytes that only Python's cyclic collector freed afterwards."""
-        return int(self._metric("cyclic_garbage"))
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of a step: matrix products, convolutions and attention, a multiply-add being two.
-
-        As ``torch.utils.flop_counter`` counts them. Not those of compiled steps.
-        """
-        return int(self._metric("flops"))
-
-    @property
-    def operators(self) -> int:
-        """Calls of operators that compute or copy in a step: neither views nor allocations. Not those of compiled steps."""
-        return int(self._metric("operators"))
-
-    @property
-    def syncs(self) -> int:
-        """How often a step makes the host wait for a GPU: values that are read, and copies that block.
-
-        On the CPU, how often it would on a GPU. Not those of compiled steps.
-        """
-        return int(self._metric("syncs"))
-
-    @property
-    def launches(self) -> int:
-        """CUDA kernels that a step launches (CUDA only)."""
-        return int(self._metric("launches"))
-
-    @property
-    def step_time(self) -> float:
-        """Median seconds of a step; `times` has the rounds and their percentiles."""
-        return float(self._metric("step_time"))
-
-    @property
-    def forward_time(self) -> float:
-        """Median seconds of the forward pass, from rounds of their own."""
-        return float(self._metric("forward_time"))
-
-    @property
-    def backward_time(self) -> float:
-        """Median seconds of the backward pass."""
-        return float(self._metric("backward_time"))
-
-    @property
-    def optimizer_time(self) -> float:
-        """Median seconds of the optimizer's step, with clipping and ``zero_grad``."""
-        return float(self._metric("optimizer_time"))
-
-    @property
-    def throughput(self) -> float:
-        """Items per second at `step_time`."""
-        return float(self._metric("throughput"))
 
     @property
     def composition(self) -> Composition:

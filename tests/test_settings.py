@@ -71,8 +71,8 @@ def test_every_key_of_a_table_is_taken():
         time_budget=0.5,
         tolerances={"peak_allocated": Tolerance(0.02), "retained": Tolerance(0.0)},
         budgets=(
-            PatternBudget("tests/test_gpt.py", Budget(peak_allocated=6_500_000_000)),
-            PatternBudget("*", Budget(retained=1_000_000)),
+            PatternBudget("tests/test_gpt.py", Budget({"peak_allocated": 6_500_000_000})),
+            PatternBudget("*", Budget({"retained": 1_000_000})),
         ),
     )
 
@@ -508,10 +508,10 @@ def test_the_first_entry_that_sets_a_limit_wins():
         "here",
     )
     assert made.budget_for("tests/test_gpt.py::test_train") == Budget(
-        1_000_000_000, retained=2_000_000, max_growth=0.03
+        {"peak_allocated": 1_000_000_000, "retained": 2_000_000}, max_growth=0.03
     )
-    assert made.budget_for("tests/test_gpt.py::test_other").peak_allocated == 2_000_000_000
-    assert made.budget_for("other.py::test_other").peak_allocated == 3_000_000_000
+    assert made.budget_for("tests/test_gpt.py::test_other").limits["peak_allocated"] == 2_000_000_000
+    assert made.budget_for("other.py::test_other").limits["peak_allocated"] == 3_000_000_000
 
 
 def test_a_test_that_no_entry_matches_has_no_budget():

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Tolerance
 
-CHANCE = frozenset({"peak_reserved"})
-"""Metrics that differ from run to run without anybody's doing, within their tolerance."""
 
 
 def compare_runs(
@@ -187,7 +185,7 @@ def _notes(taken: _Taken) -> Iterator[str]:
         if len(have) == 1:
             yield f"{metric.title} in {have[0]} only"
         for side, values in sides.items():
-            if len(set(values)) > 1 and name not in CHANCE:
+            if len(set(values)) > 1 and metric.repeats:
                 yield f"{metric.title} differs between the runs of {side}: {_spread(name, values)}"
     for side, ran in (("base", taken.bases), ("head", taken.heads)):
         if len(ran) < len(taken.runs):

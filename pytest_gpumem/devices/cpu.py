@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.event_tree import tokens_of
 from pytest_gpumem.devices.free_callbacks import FreeCallbacks
 from pytest_gpumem.devices.live_blocks import LiveBlocks
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.devices.contract import Blocks, Known
+    from pytest_gpumem.devices.contract import Blocks, Known, Peak
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.free_callbacks import AnyToken
     from pytest_gpumem.torch_support.private_api import Profile
@@ -160,7 +160,7 @@ class CpuDevice:
 
     def pop_peak(self) -> Peak:
         self._flush()
-        return Peak(self._ledger.pop_peak())
+        return self._ledger.pop_peak()
 
     def turnover(self) -> int:
         return self._ledger.turnover

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
+from pytest_gpumem.devices.windows import highest
 from pytest_gpumem.measurement import Environment, MeasuringError
 from pytest_gpumem.torch_support.private_api import compiled_graphs_so_far
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
@@ -241,10 +242,7 @@ class CudaDevice:
             self._statistic(f"{self._counter}.all.peak"),
             self._statistic("reserved_bytes.all.peak"),
         )
-        if self._seen_peak is not None:
-            seen = self._seen_peak
-            peak = Peak(max(seen.allocated, peak.allocated), max(seen.reserved or 0, peak.reserved or 0))
-        self._seen_peak = peak
+        self._seen_peak = peak if self._seen_peak is None else highest(self._seen_peak, peak)
 
     def _reset(self) -> None:
         # In this order: our own reset is seen by `before_each_reset`, too.

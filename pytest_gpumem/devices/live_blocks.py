@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.devices.contract import Peak
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -17,8 +19,6 @@ class LiveBlocks:
     A free of a block that is not known is somebody else's and changes nothing; an allocation at a known address means
     that the earlier block's free was missed, so the new one replaces it.
     """
-
-    __slots__ = ("_blocks", "_count", "_live", "_numbers", "_peak", "turnover")
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
@@ -77,6 +77,7 @@ class LiveBlocks:
             self._count += 1
             self._numbers[address] = self._count
 
-    def pop_peak(self) -> int:
-        peak, self._peak = self._peak, self._live
+    def pop_peak(self) -> Peak:
+        peak = Peak(self._peak)
+        self._peak = self._live
         return peak

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from pytest_gpumem.devices.contract import Device, Peak
 
 
@@ -18,11 +21,13 @@ class Window:
 
 
 def highest(first: Peak, second: Peak) -> Peak:
-    """The larger of two peaks, field by field."""
-    reserved = None
-    if first.reserved is not None and second.reserved is not None:
-        reserved = max(first.reserved, second.reserved)
-    return Peak(max(first.allocated, second.allocated), reserved)
+    """The larger of two peaks, field by field; ``None`` where one of them has ``None``."""
+    names = [field.name for field in fields(Peak)]
+    return Peak(**{name: _larger(getattr(first, name), getattr(second, name)) for name in names})
+
+
+def _larger(one: Any, other: Any) -> Any:
+    return None if None in (one, other) else max(one, other)
 
 
 class Windows:

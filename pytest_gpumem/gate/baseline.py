@@ -140,8 +140,8 @@ def _finer(value: float) -> float:
 
 
 def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that are the same whenever the same is run: not times, and not how many segments were reserved."""
-    return {name: n for name, n in metrics.items() if METRICS[name].unit in WHOLE and name != "peak_reserved"}
+    """The metrics that are the same whenever the same is run."""
+    return {name: n for name, n in metrics.items() if METRICS[name].repeats}
 
 
 def _decisive(entry: Baseline, metrics: Mapping[str, float]) -> dict[str, str | int]:

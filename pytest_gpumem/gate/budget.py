@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_gpumem.units import Rate
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +21,8 @@ class Budget:
     Bytes, ratios of growth and slowdown against its baseline, and work per second.
     """
 
-    peak_allocated: int | None = None
-    peak_reserved: int | None = None
-    retained: int | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """By metric, in bytes."""
     max_growth: float | None = None
     """How much `peak_allocated` may grow against the baseline (0.02 is 2 %); replaces the tolerance."""
     max_slowdown: float | None = None
@@ -29,16 +33,13 @@ class Budget:
     def or_else(self, fallback: Budget) -> Budget:
         """This budget, with what it leaves open taken from ``fallback``."""
         return Budget(
-            **{
-                field.name: value if (value := getattr(self, field.name)) is not None else getattr(fallback, field.name)
-                for field in fields(self)
-            }
+            {**fallback.limits, **self.limits},
+            _first(self.max_growth, fallback.max_growth),
+            _first(self.max_slowdown, fallback.max_slowdown),
+            _first(self.min_throughput, fallback.min_throughput),
+            _first(self.device, fallback.device),
         )
 
-    def limit(self, metric: str) -> int | None:
-        """The limit of a metric, in bytes."""
-        return {
-            "peak_allocated": self.peak_allocated,
-            "peak_reserved": self.peak_reserved,
-            "retained": self.retained,
-        }.get(metric)
+
+def _first(value: T | None, fallback: T | None) -> T | None:
+    return fallback if value is None else value

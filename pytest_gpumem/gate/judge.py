@@ -45,7 +45,9 @@ def judge(
     metrics = tuple(
         judge_step_time(measurement, budget, entry if outcome is None else None, tolerances.get(name))
         if name == "step_time"
-        else _judge_metric(METRICS[name], value, budget.limit(name), measurement, entry, outcome, tolerances.get(name))
+        else _judge_metric(
+            METRICS[name], value, budget.limits.get(name), measurement, entry, outcome, tolerances.get(name)
+        )
         for name, value in measurement.metrics.items()
         if name != "throughput"
     )
@@ -131,7 +133,7 @@ def _compare(
     if earlier is None:
         return MetricVerdict(metric.name, Outcome.NEW, value, budget=limit, reason="the baseline has no such metric")
     # A small model's growth would drown in workspaces that every model needs.
-    workspaces = measurement.workspaces if metric.name.startswith("peak_") else 0
+    workspaces = measurement.workspaces if metric.peak else 0
     allowed = tolerance.allowed(max(0, earlier - workspaces))
     worse = earlier - value if metric.larger_is_better else value - earlier
     reason = None
@@ -168,7 +170,7 @@ def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurem
         # The steps differ, and even the smallest of them needs more.
         if measurement.lowest_peak - earlier > allowed:
             return None
-    elif not (metric.name.startswith("peak_") or metric.unit == "count"):
+    elif not (metric.peak or metric.unit == "count"):
         return None
     return "the step's peak did not settle: " + "; ".join(measurement.notes)
 

@@ -49,7 +49,7 @@ def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSys
                 *(f"kept in: {holder}" for holder in explanation.holders),
             ]
         )
-    if any(name.startswith("peak") for name in guilty):
+    if any(METRICS[name].peak for name in guilty):
         blocks += _of_the_peak(verdict, explanation, units)
     if "cyclic_garbage" in guilty and explanation.garbage.rows:
         blocks.append(

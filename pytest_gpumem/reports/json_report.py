@@ -52,7 +52,7 @@ def from_json(text: str, name: str) -> SessionReport:
 
 
 def _read(text: str, name: str) -> SessionReport:
-    from pytest_gpumem.reports.json_schema import SchemaError, reader
+    from pytest_gpumem.reports.json_schema import SchemaError, report_reader
 
     try:
         plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number, parse_float=_finite)
@@ -66,7 +66,7 @@ def _read(text: str, name: str) -> SessionReport:
             "read it with the version that wrote it"
         )
     try:
-        read = reader("report.schema.json")(plain, "")
+        read = report_reader()(plain, "")
         return SessionReport.from_plain({key: value for key, value in read.items() if key not in _DERIVED})
     except (SchemaError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # What a schema cannot say: rows of compositions, rounds that are as many as their paces.

@@ -13,7 +13,9 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.units import nearest
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,10 +50,23 @@ class SchemaError(ValueError):
     """A value is not what the schema says; the message names its path, what it is and what would be right."""
 
 
+def report_schema() -> dict[str, Any]:
+    """The schema of a report: ``report.schema.json``, which allows any name of a metric, with the names that there are."""
+    schema: dict[str, Any] = json.loads(
+        files("pytest_gpumem.reports").joinpath("report.schema.json").read_text("utf-8")
+    )
+    schema["$defs"] |= {
+        "metric_name": {"enum": list(METRICS)},
+        "whole_metric": {"enum": [name for name, metric in METRICS.items() if metric.unit in WHOLE]},
+        "counted_metric": {"enum": list(MADE_OF_OPERATORS)},
+    }
+    return schema
+
+
 @functools.cache
-def reader(name: str) -> Check:
-    """What reads values as the schema in the file called ``name`` says, which lies beside this one."""
-    schema = json.loads(files("pytest_gpumem.reports").joinpath(name).read_text(encoding="utf-8"))
+def report_reader() -> Check:
+    """What reads values as the schema of a report says."""
+    schema = report_schema()
     return _Compiler(schema).check(schema)
 
 

@@ -11,7 +11,7 @@ from pytest_gpumem.reports.counts import count_tables, grown_counts
 from pytest_gpumem.reports.escaping import code_in_table, plain, table
 from pytest_gpumem.reports.explanation import MOST_ROWS, category_of, retained_title
 from pytest_gpumem.reports.matrix import matrix_cells, said_of
-from pytest_gpumem.reports.summary import EXCEPTIONAL, metric_reasons, test_reasons, told_once, whole_reasons
+from pytest_gpumem.reports.summary import metric_reasons, test_reasons, told_once, whole_reasons
 from pytest_gpumem.reports.values import allowance, change, shown
 from pytest_gpumem.units import format_bytes, format_bytes_change
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Row as CompositionRow
 
 _CHANGED = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-_COLUMNS = ("peak_allocated", "peak_reserved", *EXCEPTIONAL, "step_time", "throughput")
 
 
 def metrics(verdict: Verdict, units: UnitSystem) -> str:
@@ -160,7 +159,8 @@ def reasons(results: Iterable[TestResult]) -> list[str]:
 def all_tests(results: Sequence[TestResult], units: UnitSystem) -> str:
     """A row a measurement, and one a test that has none; empty where there is no test."""
     rows = _measured(results)
-    used = [name for name in _COLUMNS if _has_column(name, [verdict for _, verdict in rows])]
+    values = {name: [one.value for _, verdict in rows if (one := verdict.of(name)) is not None] for name in METRICS}
+    used = [name for name, metric in METRICS.items() if metric.has_column(values[name])]
     lines = []
     for result in results:
         test = result.verdict
@@ -180,11 +180,6 @@ def all_tests(results: Sequence[TestResult], units: UnitSystem) -> str:
 
 def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
     return ("", "") if one is None else (plain(shown(one.metric, one.value, units, one.of)), change(one, units))
-
-
-def _has_column(name: str, verdicts: list[Verdict]) -> bool:
-    values = [one.value for verdict in verdicts if (one := verdict.of(name)) is not None]
-    return any(values) if name in EXCEPTIONAL else bool(values)
 
 
 def matrix(rows: Sequence[Row], units: UnitSystem) -> str:

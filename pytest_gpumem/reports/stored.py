@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table
-from pytest_gpumem.reports.summary import EXCEPTIONAL
 from pytest_gpumem.reports.values import shown
 
 if TYPE_CHECKING:
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """The number of the JSON's format."""
-_ALWAYS = ("peak_allocated", "peak_reserved", "step_time", "throughput")
 _LEAST_NAME, _LEAST_REASON = 24, 12
-_TITLES = {"peak_allocated": "peak", "peak_reserved": "reserved", "cyclic_garbage": "cycles"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,8 @@ def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything:
     # Where there is no room for all, what was judged first goes last.
     columns += [
         Column(
-            _TITLES.get(name, METRICS[name].title), weight=None if name == "peak_allocated" else len(metrics) - number
+            METRICS[name].short or METRICS[name].title,
+            weight=None if METRICS[name].weight is None else len(metrics) - number,
         )
         for number, name in enumerate(metrics)
     ]
@@ -108,9 +106,7 @@ def _ordered(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _is_told(name: str, baselines: Sequence[StoredBaseline], *, everything: bool) -> bool:
     values = [one.entry.metrics[name] for one in baselines if name in one.entry.metrics]
-    if everything or name in _ALWAYS:
-        return bool(values)
-    return name in EXCEPTIONAL and any(values)
+    return bool(values) if everything else METRICS[name].has_column(values)
 
 
 def _cell(name: str, entry: Baseline, units: UnitSystem) -> str:

@@ -39,20 +39,9 @@ _WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
 """What a metric is where there is nothing that its measurement may be compared with."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
 """Nothing was found of them; what there is to see is what was measured."""
-_TITLES = {
-    "peak_allocated": "peak",
-    "peak_reserved": "reserved",
-    "growth": "growth",
-    "cyclic_garbage": "cycles",
-    "step_time": "step time",
-}
-_COUNTS = tuple(name for name, metric in METRICS.items() if metric.unit == "count")
-_TOLD = ("peak_allocated", "peak_reserved", "growth", "retained", "cyclic_garbage", *_COUNTS, "step_time", "throughput")
-EXCEPTIONAL = ("growth", "retained", "cyclic_garbage")
-"""Metrics that are zero of most steps: a column of zeros says nothing."""
 _FOUND = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-_LIGHTEST = ("throughput", *_COUNTS, "peak_reserved", "cyclic_garbage", "retained", "growth", "step_time", "change")
-"""The columns that give way in a narrow terminal, the first being the first to go."""
+_CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
+"""The weight of the column of changes: it gives way when those of metrics have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +104,11 @@ def not_shown(measured: Sequence[Measured], told: Sequence[Measured]) -> list[st
 
 def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything: bool) -> Table:
     """A row a measurement, a column a metric that any of them has; counts where they changed, or with ``everything``."""
-    metrics = [name for name in _TOLD if _is_told(name, measured, everything=everything)]
+    metrics = [name for name in METRICS if _is_told(name, measured, everything=everything)]
     columns = [_column(name, measured) for name in metrics]
     changes = any(_change(one, units) for one in measured)
     if changes:
-        columns.insert(1, Column("change", weight=_LIGHTEST.index("change")))
+        columns.insert(1, Column("change", weight=_CHANGE))
     return Table(
         (Column("test", left=True, least=LEAST_NAME), *columns, Column("verdict", left=True)),
         tuple(_row(one, metrics, units, changes=changes) for one in measured),
@@ -211,21 +200,20 @@ def notes(measured: Iterable[Measured]) -> list[str]:
 
 
 def _column(name: str, measured: Iterable[Measured]) -> Column:
-    title = _TITLES.get(name, name)
-    if name not in _LIGHTEST:
+    row = METRICS[name]
+    title = row.short or name.replace("_", " ")
+    if row.weight is None:
         return Column(title)
     found = any(metric.outcome in _FOUND for one in measured if (metric := one.verdict.of(name)) is not None)
     # What a verdict rests on gives way last.
-    return Column(title, weight=_LIGHTEST.index(name) + (len(_LIGHTEST) if found else 0))
+    return Column(title, weight=row.weight + (_CHANGE + 1 if found else 0))
 
 
 def _is_told(name: str, measured: Iterable[Measured], *, everything: bool) -> bool:
     found = [metric for one in measured if (metric := one.verdict.of(name)) is not None]
-    if name in _COUNTS and not everything:
-        # A step has many; they are of interest where they changed.
-        return any(metric.outcome in _FOUND for metric in found)
-    values = [metric.value for metric in found]
-    return any(values) if name in EXCEPTIONAL else bool(values)
+    if METRICS[name].shown == "if changed":
+        return bool(found) if everything else any(metric.outcome in _FOUND for metric in found)
+    return METRICS[name].has_column([metric.value for metric in found])
 
 
 def _change(one: Measured, units: UnitSystem) -> str:

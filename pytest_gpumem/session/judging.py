@@ -129,11 +129,10 @@ class Judging:
         baseline = self._baseline(measured, measurement)
         if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
             return []
-        # Whether launches can be counted is a matter of the driver's permissions, and of no code.
         return [
             METRICS[name].title
             for name in baseline.metrics
-            if METRICS[name].unit == "count" and name != "launches" and name not in measurement.metrics
+            if METRICS[name].unit == "count" and not METRICS[name].optional and name not in measurement.metrics
         ]
 
     def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:

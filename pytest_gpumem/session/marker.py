@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.session.options import MARKER
 from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
 
@@ -40,32 +41,37 @@ def _device(value: object) -> str:
 
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "max_gb": ("peak_allocated", parse_gigabytes),
-    "max_memory": ("peak_allocated", _size),
-    "max_reserved": ("peak_reserved", _size),
-    "max_retained": ("retained", _size),
+    **{metric.budget: (name, _size) for name, metric in METRICS.items() if metric.budget is not None},
     "max_growth": ("max_growth", _ratio),
     "max_slowdown": ("max_slowdown", _ratio),
     "min_throughput": ("min_throughput", parse_rate),
     "device": ("device", _device),
 }
+"""What each argument says of a `Budget`: the metric that it limits, or the field that it is; and what reads it."""
+HELP = (
+    f"{MARKER}({', '.join(f'{name}=None' for name in _ARGUMENTS)}): measure the GPU memory of the test, and the speed of its "
+    "steps, and fail when it is over budget or regresses"
+)
 
 
 def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
     """The budget that a marker's arguments, or a settings entry's keys, make. Raises `BudgetError`."""
-    values: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for name, value in arguments.items():
         if name not in _ARGUMENTS:
             raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(_ARGUMENTS))}")
         if value is None:
             continue
         target, read = _ARGUMENTS[name]
+        values = limits if target in METRICS else others
         if target in values:
             raise BudgetError("max_gb and max_memory say the same thing; give one of them")
         try:
             values[target] = read(value)
         except ValueError as error:
             raise BudgetError(f"{name}: {error}") from None
-    return Budget(**values)
+    return Budget(limits, **others)
 
 
 TIMED_LIMITS = ("max_slowdown", "min_throughput")

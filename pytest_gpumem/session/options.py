@@ -19,11 +19,6 @@ SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
 """What this process knows of the session, in pytest's config."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
-MARKER_HELP = (
-    "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, "
-    "max_slowdown=None, min_throughput=None, device=None): measure the GPU memory of the test, and the speed of its steps, "
-    "and fail when it is over budget or regresses"
-)
 CONFIG_MARKER_HELP = (
     "gpumem_configs(precision=None, checkpoint=None, ..., skip=()): run the test once for each combination of step configs, "
     "which it gets as gpumem_config"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.windows import highest
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
@@ -277,9 +278,10 @@ def _one_step(
 
 
 def _same_peaks(first: Figures, second: Figures) -> bool:
-    return _allocated_peaks(first) == _allocated_peaks(second)
+    return _settling(first) == _settling(second)
 
 
-def _allocated_peaks(figures: Figures) -> dict[str, int]:
+def _settling(figures: Figures) -> dict[str, int]:
+    """What is alike in two steps that repeat; a phase need not have a metric of its own."""
     metrics = figures.memory_metrics()
-    return {name: metrics[name] for name in metrics if name.startswith("peak_") and name != "peak_reserved"}
+    return {name: metrics[name] for name in metrics if name not in METRICS or METRICS[name].settles}

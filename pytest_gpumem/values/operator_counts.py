@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.values.composition import line_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-MADE_OF_OPERATORS = ("flops", "operators", "syncs", "launches")
+MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.made_of_operators)
 """The metrics that are counted operator by operator."""
 MOST_PLACES = 30
 """How many places a baseline keeps of a metric; of the others it keeps the operators alone."""

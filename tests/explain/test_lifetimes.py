@@ -109,7 +109,7 @@ def test_a_timeline_counts_as_the_ledger_does(events, before):
     ledger.apply(events)
     timeline = timeline_of(Trace(tuple(events), before=before))
     assert (timeline.live[-1] if events else 0) == ledger.live - start
-    assert timeline.peak_bytes == ledger.pop_peak() - start
+    assert timeline.peak_bytes == ledger.pop_peak().allocated - start
     at_the_end = {life.address: life.nbytes for life in timeline.at(len(events))}
     assert at_the_end == ledger.blocks
 

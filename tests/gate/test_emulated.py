@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.gate.emulated import LEAST, tolerances_of_emulated
+from pytest_gpumem.gate.emulated import tolerances_of_emulated
 from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 
@@ -16,7 +16,7 @@ def test_the_default_tolerances_are_as_wide_as_the_benchmark_asks_for_but_for_la
 def test_a_closer_tolerance_is_widened_and_a_wider_one_stays():
     given = {"peak_allocated": Tolerance(0.0, 512), "peak_reserved": Tolerance(0.5), "retained": Tolerance(0.0)}
     assert tolerances_of_emulated(given) == {
-        "peak_allocated": Tolerance(LEAST["peak_allocated"].relative, 512),
+        "peak_allocated": Tolerance(0.005, 512),
         "peak_reserved": Tolerance(0.5),
         "retained": Tolerance(0.0),
     }

@@ -68,7 +68,7 @@ def test_every_metric_of_a_measurement_gets_a_verdict_in_the_order_of_the_table_
 
 @pytest.mark.parametrize(("value", "outcome"), [(GB - 1, Outcome.OK), (GB, Outcome.OK), (GB + 1, Outcome.OVER_BUDGET)])
 def test_a_budget_may_be_used_up_to_its_last_byte(value, outcome):
-    verdict = judge(measured(peak_allocated=value), Budget(peak_allocated=GB), None, DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=value), Budget({"peak_allocated": GB}), None, DEFAULT_TOLERANCES)
     assert verdict.metrics == (MetricVerdict("peak_allocated", outcome, value, budget=GB),)
     assert verdict.gated
 
@@ -76,15 +76,15 @@ def test_a_budget_may_be_used_up_to_its_last_byte(value, outcome):
 @pytest.mark.parametrize("metric", ["peak_allocated", "peak_reserved", "retained"])
 def test_each_budget_is_its_own_metrics(metric):
     values = {"peak_allocated": 6, "peak_reserved": 6, "retained": 6}
-    verdict = judge(measured(**values), Budget(**{metric: 5}), None, DEFAULT_TOLERANCES)
+    verdict = judge(measured(**values), Budget({metric: 5}), None, DEFAULT_TOLERANCES)
     assert {one.metric: one.outcome for one in verdict.metrics if one.outcome is not Outcome.RECORDED} == {
         metric: Outcome.OVER_BUDGET
     }
 
 
 def test_a_budget_of_zero_bytes_is_a_budget():
-    assert outcome_of(measured(retained=1), Budget(retained=0), metric="retained") is Outcome.OVER_BUDGET
-    assert outcome_of(measured(retained=0), Budget(retained=0), metric="retained") is Outcome.OK
+    assert outcome_of(measured(retained=1), Budget({"retained": 0}), metric="retained") is Outcome.OVER_BUDGET
+    assert outcome_of(measured(retained=0), Budget({"retained": 0}), metric="retained") is Outcome.OK
 
 
 # Baselines
@@ -200,26 +200,29 @@ def test_a_metric_that_the_baseline_lacks_is_new_and_the_rest_is_compared():
 )
 def test_a_metric_is_held_to_its_budget_first_and_then_to_its_baseline(now, outcome):
     verdict = judge(
-        measured(peak_allocated=now), Budget(peak_allocated=10 * GB), stored(peak_allocated=8 * GB), DEFAULT_TOLERANCES
+        measured(peak_allocated=now),
+        Budget({"peak_allocated": 10 * GB}),
+        stored(peak_allocated=8 * GB),
+        DEFAULT_TOLERANCES,
     )
     metric = verdict.of("peak_allocated")
     assert (metric.outcome, metric.baseline, metric.budget) == (outcome, 8 * GB, 10 * GB)
 
 
 def test_a_budget_is_held_where_there_is_no_baseline():
-    verdict = judge(measured(peak_allocated=2), Budget(peak_allocated=1), NoBaseline(), DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=2), Budget({"peak_allocated": 1}), NoBaseline(), DEFAULT_TOLERANCES)
     assert verdict.outcome is Outcome.OVER_BUDGET
 
 
 def test_a_test_within_its_budget_and_without_a_baseline_is_new_but_gated():
-    verdict = judge(measured(peak_allocated=1), Budget(peak_allocated=1), NoBaseline(), DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=1), Budget({"peak_allocated": 1}), NoBaseline(), DEFAULT_TOLERANCES)
     assert verdict.outcome is Outcome.NEW
     assert verdict.gated
 
 
 def test_a_stale_baseline_does_not_lift_the_budget():
     other = stored(workload=Workload("train_step", "fp32", 999, "int64[4, 256]"), peak_allocated=GB)
-    verdict = judge(measured(peak_allocated=2), Budget(peak_allocated=1), other, DEFAULT_TOLERANCES)
+    verdict = judge(measured(peak_allocated=2), Budget({"peak_allocated": 1}), other, DEFAULT_TOLERANCES)
     assert verdict.outcome is Outcome.OVER_BUDGET
 
 
@@ -506,7 +509,7 @@ def test_a_count_of_a_step_that_did_not_settle_is_uncertain_when_it_grew():
 
 def test_a_budget_knows_no_doubt():
     now = measured(settled=False, peak_allocated=2 * GB)
-    assert outcome_of(now, Budget(peak_allocated=GB), stored(peak_allocated=GB)) is Outcome.OVER_BUDGET
+    assert outcome_of(now, Budget({"peak_allocated": GB}), stored(peak_allocated=GB)) is Outcome.OVER_BUDGET
 
 
 # What grew
@@ -523,7 +526,7 @@ def test_where_both_sides_have_a_composition_a_verdict_says_what_changed():
     assert [change.row for change in verdict.growth.changes] == [NOW.rows[0]]
 
 
-@pytest.mark.parametrize("budget", [Budget(), Budget(peak_allocated=1)], ids=["no budget", "over budget"])
+@pytest.mark.parametrize("budget", [Budget(), Budget({"peak_allocated": 1})], ids=["no budget", "over budget"])
 @pytest.mark.parametrize("peak", [GB, 2 * GB], ids=["the same", "grown"])
 def test_a_composition_changes_no_outcome(budget, peak):
     plain, then = measured(peak_allocated=peak), stored(peak_allocated=GB)

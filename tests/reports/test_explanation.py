@@ -264,7 +264,10 @@ def test_the_metrics_in_bytes_that_fail_are_the_guilty_ones():
     earlier = {"peak_allocated": GB, "retained": 9 * MB, "cyclic_garbage": 0, "step_time": 1.0}
     measurement = Measurement("call", Workload("call"), CPU, metrics)
     verdict = judge(
-        measurement, Budget(retained=MB), Baseline(Workload("call"), CPU, earlier, "2026-11-02"), DEFAULT_TOLERANCES
+        measurement,
+        Budget({"retained": MB}),
+        Baseline(Workload("call"), CPU, earlier, "2026-11-02"),
+        DEFAULT_TOLERANCES,
     )
     assert guilty_metrics(verdict, FAILING) == ["peak_allocated", "retained"]
     assert guilty_metrics(verdict, {Outcome.OVER_BUDGET}) == ["retained"]

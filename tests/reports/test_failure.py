@@ -140,7 +140,7 @@ def test_a_leak_where_there_was_none():
 
 def test_a_peak_over_budget_that_nobody_compared():
     now = measured(peak_allocated=9_310_000_000, retained=0)
-    assert text_of((now, Budget(peak_allocated=8 * GB), None)) == literal(
+    assert text_of((now, Budget({"peak_allocated": 8 * GB}), None)) == literal(
         """
         GPU memory over budget: peak 9.31 GB, budget 8.00 GB: +1.31 GB (+16.4 %)
 
@@ -154,7 +154,7 @@ def test_a_peak_over_budget_that_nobody_compared():
 
 
 def test_a_leak_over_a_budget_of_nothing():
-    assert text_of((measured(retained=512), Budget(retained=0), None)) == literal(
+    assert text_of((measured(retained=512), Budget({"retained": 0}), None)) == literal(
         """
         GPU memory over budget: retained 512 B, budget 0 B: +512 B
 
@@ -169,7 +169,7 @@ def test_a_leak_over_a_budget_of_nothing():
 def test_over_budget_and_regressed_is_told_as_over_budget_with_both_ways_out():
     now = measured(peak_allocated=9_310_000_000, retained=3_000_000)
     earlier = stored(peak_allocated=8_120_000_000, retained=0)
-    assert text_of((now, Budget(peak_allocated=9 * GB), earlier)) == literal(
+    assert text_of((now, Budget({"peak_allocated": 9 * GB}), earlier)) == literal(
         """
         GPU memory over budget: peak 9.31 GB, budget 9.00 GB: +310.00 MB (+3.4 %)
 
@@ -326,7 +326,7 @@ def test_a_test_that_was_not_measured_under_strict():
 def test_of_several_measurements_only_the_guilty_are_told_and_by_name():
     fine = measured("plain", peak_allocated=GB), Budget(), stored(peak_allocated=GB)
     bad = measured("checkpointed", peak_allocated=2 * GB), Budget(), stored(peak_allocated=GB)
-    over = measured("generate", peak_allocated=3 * GB), Budget(peak_allocated=2 * GB), None
+    over = measured("generate", peak_allocated=3 * GB), Budget({"peak_allocated": 2 * GB}), None
     assert text_of(fine, bad, over) == literal(
         """
         checkpointed: GPU memory regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import re
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -19,12 +20,13 @@ from pytest_gpumem import __version__
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, to_json
-from pytest_gpumem.reports.json_schema import SchemaError, reader
+from pytest_gpumem.reports.json_schema import SchemaError, report_reader, report_schema
 from pytest_gpumem.values.composition import CATEGORIES
 from tests.hostile import TEXTS
 from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
 
-SCHEMA = json.loads(files("pytest_gpumem.reports").joinpath("report.schema.json").read_text(encoding="utf-8"))
+PUBLISHED = json.loads(files("pytest_gpumem.reports").joinpath("report.schema.json").read_text(encoding="utf-8"))
+SCHEMA = report_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 FULL = to_json(everything("a text"))
 PLAIN = json.loads(FULL)
@@ -83,14 +85,21 @@ def test_a_number_that_json_does_not_have_is_a_text_there_and_a_number_again(num
 
 
 def test_the_schema_is_one_and_a_report_that_has_everything_is_valid():
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    VALIDATOR.validate(PLAIN)
+    for schema in (PUBLISHED, SCHEMA):
+        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.Draft202012Validator(schema).validate(PLAIN)
 
 
 def test_the_schema_names_every_metric_category_and_outcome():
     definitions = SCHEMA["$defs"]
     assert definitions["metric_name"]["enum"] == list(METRICS)
     assert definitions["whole_metric"]["enum"] == [name for name, one in METRICS.items() if one.unit in WHOLE]
+    assert definitions["counted_metric"]["enum"] == ["flops", "operators", "syncs", "launches"]
+    (real,) = definitions["measurement"]["properties"]["metrics"]["patternProperties"]
+    assert [name for name in METRICS if re.search(real, name)] == [
+        name for name, one in METRICS.items() if one.unit not in WHOLE
+    ]
+    assert PUBLISHED["$defs"]["whole_metric"]["not"] == {"pattern": real}
     assert definitions["category"]["enum"] == list(CATEGORIES)
     assert definitions["metric"]["properties"]["outcome"]["enum"] == [outcome.value for outcome in Outcome]
     assert SCHEMA["properties"]["format"]["const"] == FORMAT
@@ -107,6 +116,7 @@ def test_bytes_and_counts_are_whole_numbers_and_other_metrics_may_be_no_finite_n
         holds[key] = value
         whole = METRICS[name].unit in WHOLE
         assert VALIDATOR.is_valid(changed) is not whole, name
+        assert jsonschema.Draft202012Validator(PUBLISHED).is_valid(changed) is not whole, name
         if not whole:
             from_json(json.dumps(changed), "a.json")
             continue
@@ -185,7 +195,7 @@ def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole
     holder(changed, path)[path[-1]] = value
     valid = VALIDATOR.is_valid(changed)
     try:
-        reader("report.schema.json")(changed, "")
+        report_reader()(changed, "")
     except SchemaError:
         assert not valid
         with pytest.raises(ReportError, match=r"a\.json: "):

@@ -200,7 +200,7 @@ def test_why_measurements_were_not_compared_is_said_once():
 
 def test_a_broken_budget_is_not_why_something_was_not_compared():
     absent = {"peak_allocated": GB, "retained": 0}
-    budget = Budget(peak_allocated=GB // 2)
+    budget = Budget({"peak_allocated": GB // 2})
     over = result(verdict_on(absent, NoBaseline(), budget=budget))
     alone = result(verdict_on({"peak_allocated": GB}, NoBaseline(), budget=budget), test="test_b")
     assert (over.verdict.outcome, alone.verdict.outcome) == (Outcome.OVER_BUDGET,) * 2

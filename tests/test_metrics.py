@@ -1,0 +1,31 @@
+"""The rows of metrics against what cannot be derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from pytest_gpumem.measurement import Measurement
+from pytest_gpumem.metrics import METRICS, WHOLE, RealMetric, WholeMetric
+from pytest_gpumem.session.marker import budget_from_arguments
+from pytest_gpumem.steps.counting import Counts
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+def test_a_row_says_nothing_that_another_place_contradicts(metric):
+    whole = metric.unit in WHOLE
+    assert type(metric) is (WholeMetric if whole else RealMetric)
+    assert getattr(Measurement, metric.name) is metric
+    # What report.schema.json goes by: it has no names.
+    assert metric.name.endswith(("_time", "throughput")) is not whole
+    assert metric.repeats <= whole, "a clock's values are never the same"
+    assert metric.unit == "bytes" or not metric.peak, "the backend's workspaces are bytes"
+    assert metric.made_of_operators == (metric.name in {field.name for field in fields(Counts)})
+    if metric.budget is not None:
+        assert metric.unit == "bytes"
+        assert budget_from_arguments({metric.budget: "2 kB"}).limits == {metric.name: 2000}
+
+
+def test_one_metric_keeps_its_column_however_narrow_a_terminal_is():
+    assert [name for name, metric in METRICS.items() if metric.weight is None] == ["peak_allocated"]
