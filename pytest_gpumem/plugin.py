@@ -14,6 +14,7 @@ from pytest_gpumem.session.options import (
     CONFIG_MARKER,
     CONFIG_MARKER_HELP,
     MARKER,
+    MARKER_HELP,
     OPTIONS,
     SESSION,
     add_options,
@@ -81,9 +82,7 @@ def _final_status(config: pytest.Config, status: int) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from pytest_gpumem.session import marker
-
-    config.addinivalue_line("markers", marker.HELP)
+    config.addinivalue_line("markers", MARKER_HELP)
     config.addinivalue_line("markers", CONFIG_MARKER_HELP)
     collecting = Collecting(config)
     config.pluginmanager.register(collecting, "gpumem-collecting")

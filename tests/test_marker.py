@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.gate.budget import Budget
-from pytest_gpumem.session.marker import HELP, BudgetError, budget_from_arguments, budget_of_marks, check_of_a_call
+from pytest_gpumem.session.marker import (
+    _ARGUMENTS,
+    BudgetError,
+    budget_from_arguments,
+    budget_of_marks,
+    check_of_a_call,
+)
+from pytest_gpumem.session.options import MARKER_ARGUMENTS, MARKER_HELP
 from pytest_gpumem.units import Rate
 
 unhurried = settings(deadline=None)
@@ -125,7 +132,8 @@ def test_any_arguments_make_a_budget_or_a_budget_error(arguments):
 
 
 def test_the_help_of_the_marker_names_every_argument():
-    assert HELP == (
+    assert tuple(_ARGUMENTS) == MARKER_ARGUMENTS
+    assert MARKER_HELP == (
         "gpumem(max_gb=None, max_memory=None, max_reserved=None, max_retained=None, max_growth=None, max_slowdown=None, "
         "min_throughput=None, device=None): measure the GPU memory of the test, and the speed of its steps, and fail when it is "
         "over budget or regresses"

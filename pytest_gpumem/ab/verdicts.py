@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Tolerance
 
 
-
 def compare_runs(
     pairs: Sequence[tuple[Run, Run]],
     base: Revision,

@@ -48,10 +48,6 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "device": ("device", _device),
 }
 """What each argument says of a `Budget`: the metric that it limits, or the field that it is; and what reads it."""
-HELP = (
-    f"{MARKER}({', '.join(f'{name}=None' for name in _ARGUMENTS)}): measure the GPU memory of the test, and the speed of its "
-    "steps, and fail when it is over budget or regresses"
-)
 
 
 def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import pytest
 
 from pytest_gpumem.baselines.update_modes import UPDATE_MODES
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -19,6 +20,18 @@ SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
 """What this process knows of the session, in pytest's config."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
+MARKER_ARGUMENTS = (
+    "max_gb",
+    *(metric.budget for metric in METRICS.values() if metric.budget is not None),
+    "max_growth",
+    "max_slowdown",
+    "min_throughput",
+    "device",
+)
+MARKER_HELP = (
+    f"{MARKER}({', '.join(f'{name}=None' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
+    "its steps, and fail when it is over budget or regresses"
+)
 CONFIG_MARKER_HELP = (
     "gpumem_configs(precision=None, checkpoint=None, ..., skip=()): run the test once for each combination of step configs, "
     "which it gets as gpumem_config"

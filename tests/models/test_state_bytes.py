@@ -94,7 +94,13 @@ WEIGHTS = {"fp32": 4, "amp-bf16": 4, "amp-fp16": 4, "bf16": 2, "fp16": 2}
 @ON_THE_CPU
 @pytest.mark.parametrize(
     ("architecture", "size"),
-    [(GPT2, gpt2()), (LLAMA, llama()), (BERT, bert()), (VIT, vit()), pytest.param(RESNET, resnet(), marks=pytest.mark.thorough)],
+    [
+        (GPT2, gpt2()),
+        (LLAMA, llama()),
+        (BERT, bert()),
+        (VIT, vit()),
+        pytest.param(RESNET, resnet(), marks=pytest.mark.thorough),
+    ],
     ids=["gpt2", "llama", "bert", "vit", "resnet"],
 )
 def test_parameters_gradients_and_adamw_state_are_to_the_byte_what_the_formula_says(
