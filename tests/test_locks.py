@@ -42,9 +42,9 @@ class Logged(CpuDevice):
         super().close()
 
     @contextmanager
-    def alone(self):
+    def exclusive(self):
         note("waits")
-        with super().alone() as refused:
+        with super().exclusive() as refused:
             assert refused is None
             note("alone")
             yield refused
@@ -110,7 +110,7 @@ class Outcomes:
 def test_outer(gpumem, logged, tmp_path):
     (tmp_path / "test_inner.py").write_text(INNER)
     outcomes = Outcomes()
-    with logged.alone():
+    with logged.exclusive():
         pytest.main([str(tmp_path), "-p", "no:cacheprovider", "--gpumem-device=cpu"], [outcomes])
     assert outcomes.passed == 1
 """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pytest_gpumem.units import format_bytes, format_seconds, parse_size
+from pytest_gpumem.values.device_names import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,11 @@ def _size(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.argument("factory", metavar="MODULE:FACTORY")
 @click.option("--fits", metavar="SIZE", callback=_size, help="The memory that the step may take: 24GB, '80 GiB'.")
 @click.option(
-    "--device", "device_name", default="cuda", show_default=True, help="cuda, cpu, auto, or emulated:l4 and so on."
+    "--device",
+    "device_name",
+    default=DEFAULT_DEVICE,
+    show_default=True,
+    help="cuda, cpu, auto, emulated:l4 and so on, or a plugin's.",
 )
 @click.option(
     "--all",
@@ -169,16 +174,17 @@ def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject
 
 
 def _device(name: str) -> Device:
+    from pytest_gpumem.cli.project import devices_of_plugins
     from pytest_gpumem.devices.contract import DeviceUnavailable
-    from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
-    from pytest_gpumem.values.device_names import EMULATED, nearest_device
+    from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories
 
     if name.startswith(EMULATED):
         return _emulated(name)
-    if name not in (*BUILT_IN, AUTO):
-        raise click.UsageError(f"--device {name}: no such device; {nearest_device(name, [*BUILT_IN, AUTO])}")
+    known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
+    if name not in (*known, AUTO):
+        raise click.UsageError(f"--device {name}: no such device; {nearest_device(name, [*known, AUTO])}")
     try:
-        return Devices(BUILT_IN).get(name)
+        return Devices(known).get(name)
     except DeviceUnavailable as unavailable:
         raise click.ClickException(f"{unavailable}; --device cpu measures on the CPU") from None
 

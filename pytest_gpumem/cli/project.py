@@ -14,8 +14,11 @@ from pytest_gpumem.cli.errors import InputError
 from pytest_gpumem.session.settings import SettingsError, settings_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_gpumem.ab.checkout import Checkout
     from pytest_gpumem.baselines.backend import Backend
+    from pytest_gpumem.devices.registry import DeviceFactory
     from pytest_gpumem.reports.stored import StoredBaseline
     from pytest_gpumem.session.settings import Settings
 
@@ -117,7 +120,16 @@ def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Bac
         raise InputError(str(error)) from None
 
 
-def _started(plugin: _Settings, *arguments: str) -> str:
+def devices_of_plugins() -> list[Mapping[str, DeviceFactory]]:
+    """The devices that the project's conftest.py and installed plugins add. Raises `InputError`."""
+    found = _Devices()
+    said = _started(found)
+    if found.devices is None:
+        raise InputError("pytest cannot be started here:", *said.splitlines())
+    return found.devices
+
+
+def _started(plugin: object, *arguments: str) -> str:
     """What pytest, and plugins that were loaded, had to say."""
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
@@ -138,4 +150,16 @@ class _Settings:
             self.settings = settings_of(config)
         except SettingsError as error:
             self.error = str(error)
+        return pytest.ExitCode.OK
+
+
+class _Devices:
+    """A plugin that asks the others for devices and ends pytest."""
+
+    def __init__(self) -> None:
+        self.devices: list[Mapping[str, DeviceFactory]] | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
+        self.devices = config.hook.pytest_gpumem_devices(config=config)
         return pytest.ExitCode.OK

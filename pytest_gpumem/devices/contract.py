@@ -1,20 +1,33 @@
-"""The contract of a device: what measuring needs to know of the place where a step runs."""
+"""The base class of a device: what measuring needs to know of the place where a step runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import gc
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, cast
+
+from pytest_gpumem.devices import proc
+from pytest_gpumem.devices.cuda_history import in_order_of_time
+from pytest_gpumem.devices.profiled import check_change, profiled
+from pytest_gpumem.torch_support.private_api import compiled_graphs_so_far
+from pytest_gpumem.torch_support.reset_guard import before_each_reset
+from pytest_gpumem.values.interference import Conditions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     import torch
 
+    from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.values.events import Token
-    from pytest_gpumem.values.interference import Conditions
 
 Blocks = Mapping[int, int]
 """Memory blocks: address -> bytes."""
@@ -41,22 +54,64 @@ class Peak:
     """``None`` where the device has no such thing."""
 
 
-class Device(Protocol):
-    """A device as measuring sees it.
+def highest(first: Peak, second: Peak) -> Peak:
+    """Return the larger of two peaks, field by field; ``None`` where one of them has ``None``."""
+    names = [field.name for field in fields(Peak)]
+    return Peak(**{name: _larger(getattr(first, name), getattr(second, name)) for name in names})
+
+
+def _larger(one: Any, other: Any) -> Any:
+    return None if None in (one, other) else max(one, other)
+
+
+class Device(ABC):
+    """A device as measuring sees it. A new one writes `name` and the abstract members, and what it knows better.
 
     Readings (`live`, `pop_peak`) count bytes from a zero of the device's own choosing, so only differences between
-    readings of one `open` ... `close` stretch are meaningful. Readings taken outside of one raise ``RuntimeError``.
+    readings of one `open` ... `close` stretch are meaningful.
+
+    The defaults are those of an accelerator whose allocator keeps statistics: they cost nothing, so nothing is paused while
+    times are taken, and the profiler of torch tells the allocations where a peak is explained.
     """
 
     name: str
     """The word of ``--gpumem-device``."""
+    memory_title = "Memory"
+    """What a failure calls what is counted: ``"GPU memory"`` regressed."""
+    tells_time = False
+    """Whether seconds on this device mean something: `laps` waits for it, by `synchronize` if not by itself."""
+    seconds_between_readings = 0.0
+    """How far apart pace and conditions are to be read: as far as that would show in the steps that come next."""
+    lock: DeviceLock | None = None
+    """Keeps measured tests of other processes off while times are taken; without one, nobody is kept off."""
+
+    _undo: ExitStack | None = None
+    """Ends what `open` began; ``None`` while closed."""
+    _kept: Peak | None = None
+    """The peak before the device's own was last reset, where that was not by `pop_peak`."""
 
     @property
+    @abstractmethod
     def torch_device(self) -> torch.device:
         """Where tensors go."""
 
+    @abstractmethod
     def environment(self) -> Environment:
         """What this device is, with the versions that its figures depend on."""
+
+    @abstractmethod
+    def live(self) -> int:
+        """Bytes live now."""
+
+    @abstractmethod
+    def peak(self) -> Peak:
+        """The most bytes live at once since `reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let the next peak start from what is live now."""
+
+    # What it is
 
     def lacks(self, feature: str) -> str | None:
         """Why no step can use ``feature`` here, as a clause; ``None`` when it can.
@@ -64,91 +119,182 @@ class Device(Protocol):
         A precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile (``"max-autotune"``), or
         ``"values"``: that tensors are computed at all.
         """
+        return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
-    def random_devices(self) -> Sequence[int]:
-        """Indices of the accelerators that have random numbers of their own (``torch.random.fork_rng``)."""
-
-    @property
-    def tells_time(self) -> bool:
-        """Whether seconds on this device mean something."""
-
-    def lost(self) -> str | None:
-        """Why what was read since the last call of this (or `open`) means nothing, as a clause; ``None`` where it is good."""
+    def tf32(self, allowed: bool) -> AbstractContextManager[object]:
+        """A stretch in which float32 products and convolutions may run in TF32, or may not. By default it changes nothing."""
+        return nullcontext()
 
     def libraries(self) -> Mapping[str, str]:
         """Releases of the libraries by which what ran since `forget_libraries` (or `open`) has the figures that it has.
 
         Details of its environment, beside those of `environment`, which are the same whatever runs.
         """
+        return {}
 
     def forget_libraries(self) -> None:
         """Something else is measured from here on."""
 
+    # Random numbers
+
+    def random_devices(self) -> Sequence[int]:
+        """Indices of the accelerators that have random numbers of their own, beside the host's."""
+        return ()
+
+    def random_state(self, index: int) -> torch.Tensor:
+        """The state of the random numbers of one of `random_devices`, as bytes on the host."""
+        import torch
+
+        return cast("torch.Tensor", torch.get_device_module(self.torch_device).get_rng_state(index))
+
+    def set_random_state(self, state: torch.Tensor, index: int) -> None:
+        """Go on from a state that `random_state` gave."""
+        import torch
+
+        torch.get_device_module(self.torch_device).set_rng_state(state, index)
+
+    # Counting
+
     def open(self) -> None:
-        """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated."""
+        """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated.
+
+        Until `close` the device is shared with the measured tests of other processes by way of `lock`.
+        """
+        if self._undo is not None:
+            raise RuntimeError(f"the {self.name} device is already open")
+        with ExitStack() as undo:
+            if self.lock is not None:
+                undo.enter_context(self.lock.shared())
+            self.start(undo)
+            self._undo = undo.pop_all()
+        self.reset_peak()
+        self._kept = None
+
+    def start(self, undo: ExitStack) -> None:
+        """What `open` does once the device is shared; what it pushes on ``undo`` is done at `close`.
+
+        By default measured code may reset the peak itself (``torch.cuda.reset_peak_memory_stats()``).
+        """
+        undo.enter_context(before_each_reset(self.keep_peak, self.torch_device.type))
 
     def close(self) -> None:
         """Stop counting and give back what `open` took. Closing twice does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was told."""
 
     def quiesce(self) -> None:
         """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
+        gc.collect()
+        self.release_workspaces()
 
     def release_workspaces(self) -> None:
         """Drop what the backend keeps for itself between operations, which is nobody's leak."""
 
-    def live(self) -> int:
-        """Bytes live now."""
-
     def reserved(self) -> int | None:
         """Bytes that the allocator holds from the device now; ``None`` where there is no such thing."""
+        return None
+
+    def turnover(self) -> int:
+        """Bytes allocated until the latest reading, whether freed or not: only differences mean anything. 0: not counted."""
+        return 0
 
     def pop_peak(self) -> Peak:
         """The peak since the last call of this (or `open`), and start the next one from what is live now."""
+        peak = self.keep_peak()
+        # In this order: a reset of our own is seen by `before_each_reset`, too.
+        self.reset_peak()
+        self._kept = None
+        return peak
 
-    def turnover(self) -> int:
-        """Bytes allocated until the latest reading, whether freed or not: only differences mean anything."""
+    def keep_peak(self) -> Peak:
+        """Remember the peak so far for `pop_peak`, because somebody is about to reset the device's own; return it."""
+        peak = self.peak()
+        self._kept = peak if self._kept is None else highest(self._kept, peak)
+        return self._kept
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 
     def known(self) -> Known:
         """The blocks that the device knows one by one; empty where it only knows sums."""
+        return frozenset()
 
     def blocks(self) -> Blocks:
         """The live blocks that the device knows one by one; empty where it only knows sums."""
+        return {}
 
-    def recorded(self, tokens: list[Token]) -> AbstractContextManager[None]:
+    @contextmanager
+    def recorded(self, tokens: list[Token]) -> Iterator[None]:
         """A stretch whose allocations are told with what they happened in: ``tokens`` is filled when it ends.
 
         Readings are not possible within. Raises `MeasuringError` when the recording was cut short.
         """
+        before = self.live()
+        found: list[Token] = []
+        with self.unrecorded(), profiled(found, self.torch_device):
+            yield
+            self.synchronize()
+        found = in_order_of_time(found)
+        check_change(found, self.live() - before, f"the {self.name} device", "its own counter")
+        tokens.extend(found)
 
     def keep_snapshot(self, path: Path) -> None:
         """Write what the allocator itself recorded in the latest `recorded` stretch, where it does. Raises ``OSError``."""
 
-    def unrecorded(self) -> AbstractContextManager[None]:
-        """A stretch in which nothing is recorded or slowed down, for taking times.
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """A stretch in which nothing is recorded or slowed down, for taking times. Its peak is nobody's.
 
         Allocations and frees may go unnoticed in it; `reconcile` sets that right.
         """
+        self.keep_peak()
+        kept = self._kept
+        try:
+            yield
+        finally:
+            self.reset_peak()
+            self._kept = kept
 
     def reconcile(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
         """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""
 
+    # Taking times
+
+    def lost(self) -> str | None:
+        """Why what was read since the last call of this (or `open`) means nothing, as a clause; ``None`` where it is good."""
+        return None
+
     def time(self, run: Callable[[], object]) -> float:
         """Seconds that the device needed for ``run``."""
+        return self.laps([run])[0]
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds that the device needed for each of ``runs``, one after another and without waiting in between."""
+        """Seconds that the device needed for each of ``runs``, one after another and without waiting for anything else.
+
+        By default by the host's clock, which is read when the device has done each of them.
+        """
+        self.synchronize()
+        borders = [time.perf_counter()]
+        for run in runs:
+            run()
+            self.synchronize()
+            borders.append(time.perf_counter())
+        return [end - start for start, end in itertools.pairwise(borders)]
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         """Run it and count the kernels that the host launched, by name; ``None``, and not run, where there are none."""
+        return None
 
     def conditions(self) -> Conditions:
         """What may disturb a timed stretch, as it is now; cheap enough to be read between two rounds.
 
         For the calling thread: the two readings of a stretch must be its own.
         """
+        return Conditions(time.perf_counter(), graphs=compiled_graphs_so_far(), waited=proc.waited_seconds())
 
     def pace(self) -> float | None:
         """The rate of the clock that steps run by now, so that seconds times pace is a step's time in its cycles.
@@ -156,14 +302,16 @@ class Device(Protocol):
         On CUDA the SM clock in Hz: to be read right after a round's end, before the GPU has come to rest. On the CPU runs
         per second of a fixed piece of work, which is run for it, within `unrecorded`. ``None`` where nobody can tell.
         """
+        return None
 
-    @property
-    def seconds_between_readings(self) -> float:
-        """How far apart pace and conditions are to be read: as far as that would show in the steps that come next."""
-
-    def alone(self) -> AbstractContextManager[str | None]:
+    @contextmanager
+    def exclusive(self) -> Iterator[str | None]:
         """A stretch in which no measured test of another process of this user runs on this device, for taking times.
 
         Yields ``None``, or a clause that says why it could not be had: the stretch runs all the same. Between `open` and
-        `close` the device is shared with others, and never while one of them is alone. May be nested.
+        `close` the device is shared with others, and never while one of them has it for itself. May be nested.
         """
+        if self._undo is None:
+            raise RuntimeError(f"the {self.name} device is not open")
+        with nullcontext() if self.lock is None else self.lock.alone() as refused:
+            yield refused

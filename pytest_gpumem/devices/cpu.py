@@ -5,15 +5,14 @@ Not the process's RSS: that counts pages, the interpreter and everybody's caches
 
 from __future__ import annotations
 
-import gc
-import itertools
 import platform
 import time
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.contract import DeviceUnavailable
+from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
 from pytest_gpumem.devices.event_tree import tokens_of
 from pytest_gpumem.devices.free_callbacks import FreeCallbacks
 from pytest_gpumem.devices.live_blocks import LiveBlocks
@@ -22,16 +21,13 @@ from pytest_gpumem.measurement import Environment, MeasuringError
 from pytest_gpumem.torch_support.private_api import (
     allocation_events,
     beneath_modes,
-    compiled_graphs_so_far,
     quiet_kineto,
 )
-from pytest_gpumem.values.device_names import CPU_SLUG
 from pytest_gpumem.values.events import AllocationEvent
-from pytest_gpumem.values.interference import Conditions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import ExitStack
 
     import torch
 
@@ -40,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.free_callbacks import AnyToken
     from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
+    from pytest_gpumem.values.interference import Conditions
 
 _PROBE_BYTES = 61
 """Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
@@ -55,7 +52,7 @@ _CUT_SHORT = (
 )
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """Peaks of host memory that tensors hold.
 
     Kernels allocate scratch memory for each thread (scaled_dot_product_attention, convolution backward), so a figure
@@ -71,12 +68,10 @@ class CpuDevice:
     """Both leave the caches full of their own: 9 ms of small steps behind either of them took 1.3 % to 2.7 % longer."""
 
     def __init__(self, lock: DeviceLock | None = None) -> None:
-        self._lock = lock
-        self._leases = ExitStack()
+        self.lock = lock
         self._ledger = LiveBlocks()
         self._obituaries = FreeCallbacks()
         self._profiler: Profile | None = None
-        self._threads: int | None = None
         self._yardstick: ReferenceWorkload | None = None
 
     @property
@@ -91,7 +86,7 @@ class CpuDevice:
 
         machine = platform.machine() or "unknown"
         return Environment(
-            slug=CPU_SLUG + machine.lower(),
+            slug=f"cpu-{machine.lower()}",
             device=f"CPU ({machine})",
             details={
                 "torch": str(torch.__version__),
@@ -103,64 +98,33 @@ class CpuDevice:
     def lacks(self, feature: str) -> str | None:
         return _LACKS.get(feature)
 
-    def random_devices(self) -> tuple[int, ...]:
-        return ()
-
-    def libraries(self) -> dict[str, str]:
-        return {}
-
-    def forget_libraries(self) -> None:
-        """None is told of."""
-
-    def lost(self) -> str | None:
-        return None
-
-    def open(self) -> None:
+    def start(self, undo: ExitStack) -> None:
         import torch
 
-        if self._threads is not None:
-            raise RuntimeError("the cpu device is already open")
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        self._ledger = LiveBlocks()
+        self._obituaries = FreeCallbacks()
+        undo.callback(self._end)
         try:
-            if self._lock is not None:
-                self._leases.enter_context(self._lock.shared())
-            self._threads = torch.get_num_threads()
-            self._leases.callback(self._give_back_threads)
-            torch.set_num_threads(1)
-            self._ledger = LiveBlocks()
-            self._obituaries = FreeCallbacks()
             self._start()
-            self._flush()
+            self._ledger.apply(self._stop())
+            self._start()
         except (MeasuringError, RuntimeError) as error:
-            self.close()
             raise DeviceUnavailable(
                 f"torch {torch.__version__} does not report host allocations to a profiler here ({error})"
             ) from None
-        except BaseException:  # Ctrl-C while waiting for the lock, say
-            self.close()
-            raise
-
-    def close(self) -> None:
-        with self._leases:
-            if self._profiler is not None:
-                with suppress(MeasuringError):
-                    self._stop()
-
-    def quiesce(self) -> None:
-        gc.collect()
-
-    def release_workspaces(self) -> None:
-        return
 
     def live(self) -> int:
         self._flush()
         return self._ledger.live
 
-    def reserved(self) -> int | None:
-        return None
-
-    def pop_peak(self) -> Peak:
+    def peak(self) -> Peak:
         self._flush()
-        return self._ledger.pop_peak()
+        return self._ledger.peak
+
+    def reset_peak(self) -> None:
+        self._ledger.pop_peak()
 
     def turnover(self) -> int:
         return self._ledger.turnover
@@ -194,11 +158,8 @@ class CpuDevice:
                 self._ledger.apply(token for token in recorded if isinstance(token, AllocationEvent))
                 tokens.extend(recorded)
             finally:
-                if self._threads is not None and self._profiler is None:
+                if self._undo is not None and self._profiler is None:
                     self._start()
-
-    def keep_snapshot(self, path: Path) -> None:
-        """The host's allocator keeps no history."""
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -219,26 +180,10 @@ class CpuDevice:
             blocks[address] = storage.nbytes()
         self._ledger.restrict(since, blocks)
 
-    def time(self, run: Callable[[], object]) -> float:
-        return self.laps([run])[0]
-
-    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        borders = [time.perf_counter()]
-        for run in runs:
-            run()
-            borders.append(time.perf_counter())
-        return [end - start for start, end in itertools.pairwise(borders)]
-
-    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
-        """A CPU launches none."""
-        return None
-
     def conditions(self) -> Conditions:
         times = proc.cpu_times()
-        return Conditions(
-            seconds=time.perf_counter(),
-            graphs=compiled_graphs_so_far(),
-            waited=proc.waited_seconds(),
+        return replace(
+            super().conditions(),
             stolen=times.stolen if times is not None else None,
             others=times.busy - time.process_time() - proc.seconds_of_children() if times is not None else None,
             cores=times.cores if times is not None else None,
@@ -250,19 +195,10 @@ class CpuDevice:
             self._yardstick = ReferenceWorkload()
         return self._yardstick.pace()
 
-    @contextmanager
-    def alone(self) -> Iterator[str | None]:
-        if self._threads is None:
-            raise RuntimeError("the cpu device is not open")
-        with nullcontext() if self._lock is None else self._lock.alone() as refused:
-            yield refused
-
-    def _give_back_threads(self) -> None:
-        import torch
-
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            torch.set_num_threads(threads)
+    def _end(self) -> None:
+        if self._profiler is not None:
+            with suppress(MeasuringError):
+                self._stop()
 
     def _start(self, *, operators: bool = False) -> None:
         # What torch.profiler.profile wraps: that one loads the compiler, 2 s, and a reading takes half as long again.
@@ -311,5 +247,5 @@ class CpuDevice:
         try:
             self._ledger.apply(self._stop())
         finally:
-            if self._threads is not None and self._profiler is None:
+            if self._undo is not None and self._profiler is None:
                 self._start()

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import re
-import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
-from pytest_gpumem.devices.windows import highest
-from pytest_gpumem.measurement import Environment, MeasuringError
-from pytest_gpumem.torch_support.private_api import compiled_graphs_so_far
-from pytest_gpumem.torch_support.reset_guard import before_each_reset
-from pytest_gpumem.values.events import AllocationEvent
-from pytest_gpumem.values.interference import Conditions
+from pytest_gpumem.devices.profiled import check_change
+from pytest_gpumem.measurement import Environment
+from pytest_gpumem.torch_support.private_api import tf32_allowed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager, ExitStack
     from pathlib import Path
 
     import torch
 
-    from pytest_gpumem.devices.contract import Blocks, Known
+    from pytest_gpumem.devices.contract import Blocks
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.values.events import Token
+    from pytest_gpumem.values.interference import Conditions
 
 _PROBE_BYTES = 4096
 _REQUESTED, _ALLOCATED = "requested_bytes", "allocated_bytes"
@@ -44,7 +42,7 @@ def cuda_slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """Peaks of the memory that tensors hold on the current CUDA device.
 
     ``allocated`` is the allocator's ``requested_bytes``: what was asked for, before rounding. How far a block is rounded
@@ -55,16 +53,13 @@ class CudaDevice:
     """
 
     name = "cuda"
+    memory_title = "GPU memory"
     tells_time = True
-    seconds_between_readings = 0.0
-    """NVML is asked by the host."""
 
     def __init__(self, runtime: CudaRuntime, lock: DeviceLock | None = None) -> None:
         self._runtime = runtime
-        self._lock = lock
-        self._leases: ExitStack | None = None
+        self.lock = lock
         self._counter = _REQUESTED
-        self._seen_peak: Peak | None = None
         self._snapshot: object = None
 
     @property
@@ -97,35 +92,19 @@ class CudaDevice:
         index = self.torch_device.index
         return () if index is None else (index,)
 
-    def libraries(self) -> dict[str, str]:
-        return {}
+    def tf32(self, allowed: bool) -> AbstractContextManager[object]:
+        return tf32_allowed(allowed)
 
-    def forget_libraries(self) -> None:
-        """None is told of."""
-
-    def lost(self) -> str | None:
-        return None
-
-    def open(self) -> None:
-        if self._leases is not None:
-            raise RuntimeError("the cuda device is already open")
-        with ExitStack() as stack:
-            if self._lock is not None:
-                stack.enter_context(self._lock.shared())
-            self._counter = self._probe()
-            stack.enter_context(before_each_reset(self._keep_peak))
-            self._leases = stack.pop_all()
-        self._reset()
+    def start(self, undo: ExitStack) -> None:
+        self._counter = self._probe()
+        super().start(undo)
 
     def close(self) -> None:
-        if self._leases is not None:
-            self._leases.close()
-            self._leases = None
+        super().close()
         self._snapshot = None
 
-    def quiesce(self) -> None:
-        gc.collect()
-        self.release_workspaces()
+    def synchronize(self) -> None:
+        self._runtime.synchronize()
 
     def release_workspaces(self) -> None:
         # A block that another stream has used is freed when that stream's event is seen: emptying the cache looks.
@@ -139,21 +118,14 @@ class CudaDevice:
     def reserved(self) -> int | None:
         return self._statistic("reserved_bytes.all.current")
 
-    def pop_peak(self) -> Peak:
-        self._keep_peak()
-        peak = self._seen_peak
-        assert peak is not None, "_keep_peak has just set it"
-        self._reset()
-        return peak
+    def peak(self) -> Peak:
+        return Peak(self._statistic(f"{self._counter}.all.peak"), self._statistic("reserved_bytes.all.peak"))
+
+    def reset_peak(self) -> None:
+        self._runtime.reset_peaks()
 
     def turnover(self) -> int:
         return self._statistic(f"{self._counter}.all.allocated")
-
-    def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Nothing to learn: the allocator counts every block."""
-
-    def known(self) -> Known:
-        return frozenset()
 
     def blocks(self) -> Blocks:
         size = "requested_size" if self._counter == _REQUESTED else "size"
@@ -170,35 +142,13 @@ class CudaDevice:
         told = in_order_of_time(stretch.tokens)
         if requested:
             told = with_requested_sizes(told, stretch.history)
-        change = sum(token.nbytes for token in told if isinstance(token, AllocationEvent))
-        if change != self.live() - before:
-            raise MeasuringError(
-                f"what was recorded of the GPU changes what is live by {change} bytes, and the allocator's statistics "
-                f"({self._counter}) by {self.live() - before}"
-            )
+        check_change(told, self.live() - before, "the GPU", f"the allocator's statistics ({self._counter})")
         tokens.extend(told)
 
     def keep_snapshot(self, path: Path) -> None:
         if self._snapshot is not None:
             with path.open("wb") as file:
                 pickle.dump(self._snapshot, file)
-
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        # Statistics cost nothing, so there is nothing to pause; what the stretch did to the peak is not the step's.
-        self._keep_peak()
-        kept = self._seen_peak
-        try:
-            yield
-        finally:
-            self._runtime.reset_peaks()
-            self._seen_peak = kept
-
-    def reconcile(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Nothing to set right: the allocator counts every block."""
-
-    def time(self, run: Callable[[], object]) -> float:
-        return self._runtime.laps([run])[0]
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         return self._runtime.laps(runs)
@@ -209,11 +159,9 @@ class CudaDevice:
     def conditions(self) -> Conditions:
         """Of the host only whether this thread, which launches, had to wait: a GPU shares neither cache nor memory with it."""
         gpu = self._runtime.gpu()
-        return Conditions(
-            seconds=time.perf_counter(),
+        return replace(
+            super().conditions(),
             retries=self._runtime.statistics().get("num_alloc_retries"),
-            graphs=compiled_graphs_so_far(),
-            waited=proc.waited_seconds(),
             clock_events=gpu.clock_events,
             sm_clock=gpu.sm_clock,
             sm_clock_default=gpu.sm_clock_default,
@@ -224,30 +172,10 @@ class CudaDevice:
     def pace(self) -> float | None:
         return self._runtime.sm_clock()
 
-    @contextmanager
-    def alone(self) -> Iterator[str | None]:
-        if self._leases is None:
-            raise RuntimeError("the cuda device is not open")
-        with nullcontext() if self._lock is None else self._lock.alone() as refused:
-            yield refused
-
     def _statistic(self, name: str) -> int:
-        if self._leases is None:
+        if self._undo is None:
             raise RuntimeError("the cuda device is not open")
         return self._runtime.statistics()[name]
-
-    def _keep_peak(self) -> None:
-        """Remember the peak so far, because somebody is about to reset the process's statistics."""
-        peak = Peak(
-            self._statistic(f"{self._counter}.all.peak"),
-            self._statistic("reserved_bytes.all.peak"),
-        )
-        self._seen_peak = peak if self._seen_peak is None else highest(self._seen_peak, peak)
-
-    def _reset(self) -> None:
-        # In this order: our own reset is seen by `before_each_reset`, too.
-        self._runtime.reset_peaks()
-        self._seen_peak = None
 
     def _probe(self) -> str:
         """The statistic that counts what tensors hold, found by allocating a tensor and looking.

@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.devices.cuda_history import history_of, numbered_by_thread
-from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
+from pytest_gpumem.devices.cuda_history import history_of
 from pytest_gpumem.devices.launches import launches_of
 from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.devices.proc import is_of_session, workers_of_session
-from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.devices.profiled import profiled
 from pytest_gpumem.torch_support.private_api import (
     beneath_modes,
     clear_cublas_workspaces,
     cuda_history_is_on,
     cuda_snapshot,
-    quiet_kineto,
     start_cuda_history,
     stop_cuda_history,
-    threads_of_spans,
 )
-from pytest_gpumem.values.events import Open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,13 +35,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.cuda_history import HistoryEntry
     from pytest_gpumem.devices.nvml import GpuNow
     from pytest_gpumem.values.events import Token
-
-_END = -1
-"""The mark at the end of every recording: a recording that lacks it has lost what came before, too."""
-_CUT_SHORT = (
-    "the recording of GPU allocations was cut short: only one profiler can run at a time, "
-    "and the measured code started or stopped another"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +192,7 @@ class TorchCuda:
         """
         stretch = Stretch()
         if not with_history:
-            with profiled(stretch, self.torch_device()):
+            with profiled(stretch.tokens, self.torch_device()):
                 yield stretch
                 self.synchronize()
             return
@@ -212,7 +201,7 @@ class TorchCuda:
         if not somebody_elses:
             start_cuda_history()
         try:
-            with profiled(stretch, self.torch_device()):
+            with profiled(stretch.tokens, self.torch_device()):
                 yield stretch
                 self.synchronize()
             stretch.snapshot = cuda_snapshot()
@@ -231,36 +220,3 @@ class TorchCuda:
     def _trace(self, snapshot: dict[str, Any]) -> list[dict[str, Any]]:
         trace: list[dict[str, Any]] = snapshot["device_traces"][self._index]
         return trace
-
-
-@contextmanager
-def profiled(stretch: Stretch, device: torch.device) -> Iterator[None]:
-    """Within, operators and the allocations on a device are recorded; ``stretch`` has them in the end.
-
-    Raises `MeasuringError` when somebody else's profiler came in between.
-    """
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
-    with quiet_kineto():
-        profiler.start()
-    try:
-        yield
-        with record_function(f"{MARK_PREFIX}{_END}"):
-            pass
-    except BaseException:
-        with suppress(RuntimeError):
-            profiler.stop()
-        raise
-    tokens: list[Token] = []
-    # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
-    with suppress(RuntimeError):
-        profiler.stop()
-        tokens = numbered_by_thread(tokens_of(profiler, device), threads_of_spans(profiler))
-    ends = [
-        n for n, token in enumerate(tokens) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)
-    ]
-    if not ends:
-        raise MeasuringError(_CUT_SHORT)
-    (end,) = ends
-    stretch.tokens = tokens[:end] + tokens[end + 2 :]

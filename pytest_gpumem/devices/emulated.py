@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class EmulatedDevice(CudaDevice):
     """torch's own allocator, operators and choice of kernels, over memory that nobody touches and kernels that do nothing."""
 
+    memory_title = "Emulated GPU memory"
     tells_time = False
 
     def __init__(self, emulation: Emulation) -> None:

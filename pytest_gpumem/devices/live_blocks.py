@@ -77,7 +77,10 @@ class LiveBlocks:
             self._count += 1
             self._numbers[address] = self._count
 
+    @property
+    def peak(self) -> Peak:
+        return Peak(self._peak)
+
     def pop_peak(self) -> Peak:
-        peak = Peak(self._peak)
-        self._peak = self._live
+        peak, self._peak = self.peak, self._live
         return peak

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
+from pytest_gpumem.values.device_names import EMULATED
 
 DeviceFactory = Callable[[], Device]
 """Makes a device, or raises `DeviceUnavailable`."""
@@ -37,6 +38,14 @@ def make_cpu() -> Device:
 
 
 BUILT_IN: dict[str, DeviceFactory] = {"cuda": make_cuda, "cpu": make_cpu}
+
+
+def factories(word: str, added: Iterable[Mapping[str, DeviceFactory]]) -> dict[str, DeviceFactory]:
+    """Return the devices that can be asked for: those built in, the emulated GPU that ``word`` may name, and ``added`` ones."""
+    known = {**BUILT_IN, **({word: make_cuda} if word.startswith(EMULATED) else {})}
+    for one in added:
+        known.update(one)
+    return known
 
 
 class Devices:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
-from pytest_gpumem.devices.contract import Device, Peak
+from pytest_gpumem.devices.contract import Device, Peak, highest
 
 
 class Window:
@@ -18,16 +15,6 @@ class Window:
 
     def see(self, peak: Peak) -> None:
         self.peak = peak if self.peak is None else highest(self.peak, peak)
-
-
-def highest(first: Peak, second: Peak) -> Peak:
-    """The larger of two peaks, field by field; ``None`` where one of them has ``None``."""
-    names = [field.name for field in fields(Peak)]
-    return Peak(**{name: _larger(getattr(first, name), getattr(second, name)) for name in names})
-
-
-def _larger(one: Any, other: Any) -> Any:
-    return None if None in (one, other) else max(one, other)
 
 
 class Windows:

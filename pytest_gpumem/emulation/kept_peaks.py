@@ -25,8 +25,8 @@ class KeptPeaks:
         self._entered = ExitStack()
 
     def begin(self) -> None:
-        """Read the peaks before each reset from now on."""
-        self._entered.enter_context(before_each_reset(self.look))
+        """Look before each reset from now on."""
+        self._entered.enter_context(before_each_reset(self.look, "cuda"))
 
     def look(self) -> None:
         """Take the peaks since the last reset."""

@@ -18,6 +18,7 @@ from pytest_gpumem.steps.lazy import initialise
 from pytest_gpumem.steps.model_step import build_model, given_model, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
 from pytest_gpumem.steps.prepared import can_run
+from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.surroundings import surroundings
 from pytest_gpumem.steps.training import Training
 
@@ -182,11 +183,11 @@ def _gradients(
     cast = CastTo(precision_named(config.precision))
     with ExitStack() as stack:
         # What a test draws afterwards does not depend on this comparison.
-        stack.enter_context(torch.random.fork_rng(devices=device.random_devices()))
+        stack.enter_context(random_numbers_given_back(device))
         # Buffers that are not in the state are the same in both models if they are drawn the same.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
-        initialise(model, batch, StepConfig(), torch_device, training=True)
+        initialise(model, batch, StepConfig(), device, training=True)
         if weights:
             model.load_state_dict(weights)
         else:
@@ -195,7 +196,7 @@ def _gradients(
         batch = batch_in_precision(batch, config.precision)
         training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
         training.scale_gradients()
-        stack.enter_context(surroundings(model, config, torch_device, training=True))
+        stack.enter_context(surroundings(model, config, device, training=True))
         stack.enter_context(checkpointed(model, config, runs if config.compile == "none" else None))
         training.run = stack.enter_context(compiled(model, config.compile))
         if config.compile != "none":

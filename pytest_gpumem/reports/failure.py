@@ -13,7 +13,6 @@ from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.reports.values import allowance, change, difference, shown
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
-from pytest_gpumem.values.device_names import memory_title
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -28,11 +27,13 @@ def failure_text(
     units: UnitSystem,
     *,
     path: str,
+    memory: str = "Memory",
     options: Sequence[str] = (),
 ) -> str:
     """Why a test fails for the outcomes in ``failing``.
 
-    ``path`` is the test's id as it can be typed, ``options`` those of this session that a command must repeat.
+    ``path`` is the test's id as it can be typed, ``memory`` what its device's is called, ``options`` those of this session that
+    a command must repeat.
     """
     missing = verdict.missing_text if Outcome.MISSING in failing else None
     if verdict.unmeasured:
@@ -53,7 +54,7 @@ def failure_text(
     if missing is not None and not verdict.verdicts:
         return f"{blocks[0]}\n\n  mend:     measure it again, or take its baseline out of the store"
     if guilty or missing is None:
-        blocks += [_block(one, failing, units, several) for one in guilty or verdict.verdicts]
+        blocks += [_block(one, failing, units, several, memory) for one in guilty or verdict.verdicts]
     return "\n\n".join([*blocks, *_mending(verdict, guilty, failing, path, options)])
 
 
@@ -67,8 +68,8 @@ def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> 
     return "\n".join(columns(("measurement", "metric", "now"), rows, left=(0, 1)))
 
 
-def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool) -> str:
-    lines = [_headline(verdict, failing, units)]
+def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool, memory: str) -> str:
+    lines = [_headline(verdict, failing, units, memory)]
     if several:
         lines[0] = f"{verdict.measurement.name}: {lines[0]}"
     lines += ["", *(f"  {line}" for line in _metric_table(verdict, failing, units))]
@@ -94,8 +95,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     return "\n".join(map(Screen().legible, lines))
 
 
-def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> str:
-    memory = memory_title(verdict.measurement.environment.slug)
+def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, memory: str) -> str:
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in failing)
     # A step that keeps more each time has a higher peak because of that.
     first = min(

@@ -209,8 +209,11 @@ class Judging:
             compares=self._settings.baseline,
         )
 
-    def conclude(self, item: pytest.Item, measured: Measured, verdict: TestVerdict) -> None:
-        """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure."""
+    def conclude(self, item: pytest.Item, measured: Measured, verdict: TestVerdict, memory: str = "Memory") -> None:
+        """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure.
+
+        ``memory`` is what a failure calls that of the device that measured.
+        """
         tell(item, verdict)
         failing = self._failing(verdict)
         if not failing and not verdict.unmeasured and not self._settings.no_time and measured.has_fixture:
@@ -224,6 +227,7 @@ class Judging:
                 failing,
                 self._settings.units,
                 path=self._path_from_here(verdict),
+                memory=memory,
                 options=options_given(self._config),
             )
             tell(item, replace(verdict, failure=text))

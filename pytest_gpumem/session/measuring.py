@@ -272,7 +272,8 @@ class Measuring:
             self._explaining.explain_call(item, measured, run)
             verdict = self._judging.verdict(item, measured, run.measurements, run.relations)
         slug = self._environment(run.device).slug
-        self._judging.conclude(item, measured, self._judging.with_missing(measured, verdict, slug))
+        verdict = self._judging.with_missing(measured, verdict, slug)
+        self._judging.conclude(item, measured, verdict, run.device.memory_title)
         return result
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:

@@ -182,14 +182,9 @@ class GpumemSession:
         return any(folder.is_relative_to(Path(argument).resolve()) for argument in self._config.args)
 
     def _device_factories(self) -> dict[str, DeviceFactory]:
-        from pytest_gpumem.devices.registry import BUILT_IN, make_cuda
+        from pytest_gpumem.devices.registry import factories
 
-        factories = dict(BUILT_IN)
-        if self.settings.device.startswith(EMULATED):
-            factories[self.settings.device] = make_cuda
-        for added in self._config.hook.pytest_gpumem_devices(config=self._config):
-            factories.update(added)
-        return factories
+        return factories(self.settings.device, self._config.hook.pytest_gpumem_devices(config=self._config))
 
     def present_devices(self) -> frozenset[str]:
         """The slugs of the devices that this machine has."""

@@ -18,7 +18,7 @@ from pytest_gpumem.session.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.session.options import EXPLAIN_MODES, ExplainMode
 from pytest_gpumem.timing.time_budget import DEFAULT_SECONDS
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
-from pytest_gpumem.values.device_names import EMULATED, EMULATED_SLUG, nearest_device
+from pytest_gpumem.values.device_names import DEFAULT_DEVICE, EMULATED, EMULATED_SLUG, nearest_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Settings:
     """Why what ``update`` writes is accepted, in one line."""
     store: str = DEFAULT_STORE
     store_base: Path = field(default_factory=Path)
-    device: str = "cuda"
+    device: str = DEFAULT_DEVICE
     against: str | None = None
     """The slug of the real GPU whose baselines an emulated one's figures are compared with."""
     strict: bool = False
@@ -334,7 +334,7 @@ def options_given(config: pytest.Config) -> list[str]:
     for name in ("device", "store", "explain"):
         value = cast("str | None", config.getoption(f"gpumem_{name}"))
         if name == "device" and config.getoption("gpumem_against") is not None:
-            value = "cuda"
+            value = DEFAULT_DEVICE
         if value is not None:
             given.append(f"--gpumem-{name}={without_credentials(value)}")
     return given

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.torch_support.host import is_host
 from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ class HostTensors:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stands_in = device.type == "cpu"
+        self.stands_in = is_host(device)
         """Whether the CPU stands in for a GPU."""
         # The storages are held: an address is not given to another one meanwhile.
         self._marked: dict[int, torch.UntypedStorage] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         if not self.stands_in:
-            return tensor.device.type == "cpu"
+            return is_host(tensor.device)
         if not self._marked:
             return False
         storage = storage_of(tensor)

@@ -13,10 +13,11 @@ from pytest_gpumem.torch_support.static_access import is_a
 if TYPE_CHECKING:
     import torch
 
+    from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.config import StepConfig
 
 
-def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: torch.device, *, training: bool) -> None:
+def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: Device, *, training: bool) -> None:
     """Run a model that has uninitialised parameters or buffers forward once, as its step does; nothing for other models.
 
     Before an optimizer is made, the weights are quantised or the model is compiled, as torch's documentation asks for. In the
@@ -29,7 +30,7 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: t
     with (
         surroundings(model, config, device, training=training),
         nullcontext() if training else torch.no_grad(),
-        autocasting(config.precision, device),
+        autocasting(config.precision, device.torch_device),
     ):
         feed(model, micro_batches(batch, config.accumulate)[0])
 

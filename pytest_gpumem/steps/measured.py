@@ -177,7 +177,7 @@ def explained(step: MeasuredStep, bench: MeasuringContext, subject: Subject, wan
         return step
     memory = step.figures.memory
     own = memory.own if step.figures.growth else None
-    expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover, own)
+    expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover or None, own)
     try:
         return replace(step, explanation=bench.explain(subject, expected))
     except RAISED_BY_A_STEP as error:
@@ -221,10 +221,10 @@ def measure_infer_step(
         creation_sites: dict[int, Site] = {}
         with bench.born(creation_sites):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-            initialise(model, batch, config, device, training=False)
+            initialise(model, batch, config, bench.device, training=False)
             precision = precision_of(model)
             model = quantized(model, config, given is not None)
-        stack.enter_context(surroundings(model, config, device, training=False))
+        stack.enter_context(surroundings(model, config, bench.device, training=False))
         dry_run_inference(infer_phases(model, model, batch, config, device), config)
         run = stack.enter_context(compiled(model, config.compile))
         phases = infer_phases(model, run, batch, config, device)

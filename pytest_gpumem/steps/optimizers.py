@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.quiet_import import import_quietly
+from pytest_gpumem.torch_support.host import is_host
 from pytest_gpumem.torch_support.private_api import load_compiler
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.
 
 def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> int | None:
     nbytes = parameter.numel() * parameter.element_size()
-    counted = group.get("fused") or group.get("capturable") or parameter.device.type == "cpu"
+    counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)
     count = COUNT if counted else 0
     by_torch = module.startswith("torch.optim")
     if by_torch and name == "SGD":

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.torch_support.private_api import tf32_allowed
 from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+
+    from pytest_gpumem.devices.contract import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +116,10 @@ def _autocast(device_type: str, dtype_name: str, cached: bool) -> Iterator[None]
         yield
 
 
-def float32_precision(word: str | None) -> AbstractContextManager[object]:
-    """Within, float32 products and convolutions of a GPU run in TF32 (``tf32``) or in full precision (the others)."""
+def float32_precision(word: str | None, device: Device) -> AbstractContextManager[object]:
+    """Within, the device's float32 products and convolutions run in TF32 (``tf32``) or in full precision (the others)."""
     precision = precision_named(word)
-    return nullcontext() if precision is None else tf32_allowed(precision.tf32)
+    return nullcontext() if precision is None else device.tf32(precision.tf32)
 
 
 def scaler_of(word: str | None, device: torch.device) -> torch.amp.GradScaler | None:

@@ -122,7 +122,7 @@ def prepared_train_step(
         creation_sites: dict[int, Site] = {}
         with bench.born(creation_sites):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-            initialise(model, batch, config, device, training=True)
+            initialise(model, batch, config, bench.device, training=True)
         made = None
         if optimizer is not None or config.optimizer != "none":
             maker = optimizer_named(config.optimizer) if optimizer is None else optimizer
@@ -132,7 +132,7 @@ def prepared_train_step(
         if config.optimizer.endswith("-8bit"):
             # It compiles its step by itself.
             stack.enter_context(warnings_of_compiling())
-        stack.enter_context(surroundings(model, config, device, training=True))
+        stack.enter_context(surroundings(model, config, bench.device, training=True))
         seen = dry_run(training) if config_given else DryRun()
         stack.enter_context(checkpointed(model, config))
         training.run = stack.enter_context(compiled(model, config.compile))

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """Python's, NumPy's, torch's and those of the device's accelerators, at one moment.
+    """Python's, NumPy's, torch's and those of the device's own accelerators, at one moment.
 
     Kept as bytes: a tensor would be memory of the device that is measured.
     """
 
+    device: Device
     python: Any
     numpy: Any
     torch: bytes
@@ -40,11 +41,12 @@ class RandomNumbers:
         import torch
 
         return cls(
+            device,
             random.getstate(),
             # Where nobody has loaded NumPy, nobody has drawn from it.
             numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None,
             bytes(torch.get_rng_state().tolist()),
-            tuple((index, bytes(torch.cuda.get_rng_state(index).tolist())) for index in device.random_devices()),
+            tuple((index, bytes(device.random_state(index).tolist())) for index in device.random_devices()),
         )
 
     def restore(self) -> None:
@@ -57,7 +59,7 @@ class RandomNumbers:
         with beneath_modes():
             torch.set_rng_state(_tensor(self.torch))
             for index, state in self.accelerators:
-                torch.cuda.set_rng_state(_tensor(state), index)
+                self.device.set_random_state(_tensor(state), index)
 
 
 @contextmanager

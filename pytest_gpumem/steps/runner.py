@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.windows import highest
+from pytest_gpumem.devices.contract import highest
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.steps.figures import Figures
@@ -185,7 +185,7 @@ def sample_again(
     device.quiesce()
     with cyclic_collector_off():
         try:
-            with device.unrecorded(), device.alone() as crowded:
+            with device.unrecorded(), device.exclusive() as crowded:
                 # Settling has emptied the caches, and of few rounds none may be one that fills them again.
                 _whole(phases)()
                 sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
@@ -197,7 +197,7 @@ def sample_again(
 
 def _times(phases: Sequence[Phase], device: Device, time_budget: TimeBudget) -> Times:
     """The first sample of a step's time and the times of its phases, both taken alone."""
-    with device.alone() as crowded:
+    with device.exclusive() as crowded:
         sample = sample_step(_whole(phases), device, time_budget.share)
         time_budget.spend(sample.spent)
         laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, time_budget)

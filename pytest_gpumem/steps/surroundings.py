@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.config import StepConfig
 
 
 @contextmanager
-def surroundings(model: torch.nn.Module, config: StepConfig, device: torch.device, *, training: bool) -> Iterator[None]:
+def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
     """Mode, matrix precision, key/value cache and autocast as the config wants them, whatever is outside."""
     # With cache=on the calls say so themselves.
     cache = False if training or config.cache == "off" else None
     with (
         in_mode(model, training=training),
-        float32_precision(config.precision),
+        float32_precision(config.precision, device),
         caching(model, cache, required=config.cache == "off"),
-        outside_autocast(device.type),
+        outside_autocast(device.torch_device.type),
     ):
         yield

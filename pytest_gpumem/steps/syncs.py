@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.torch_support.host import is_host, means_host
 from pytest_gpumem.torch_support.reachability import tensors_in
 from pytest_gpumem.torch_support.static_access import is_a
 
@@ -74,7 +75,7 @@ def _copies_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hos
     device = kwargs.get("device")
     if device is None or host.stands_in or kwargs.get("non_blocking", False):
         return False
-    return bool((args[0].device.type == "cpu") != (device.type == "cpu"))
+    return is_host(args[0].device) != is_host(device)
 
 
 def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
@@ -90,7 +91,7 @@ def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     if name in _PUTS and len(indices) == 1:
         value = args[2] if len(args) > 2 else kwargs["values"]
         # x[mask] = 0 fills without knowing where.
-        if value.numel() == 1 and value.device.type == "cpu":
+        if value.numel() == 1 and is_host(value.device):
             return False
     return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
@@ -141,7 +142,7 @@ def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
                 for _ in range(_waits_for_values(likeness, data, kwargs, result, host)):
                     syncs.in_function(_called(func))
             elif not any(True for _ in tensors_in((args, kwargs))):
-                host.mark(result, host=kwargs.get("device") in (None, "cpu"))
+                host.mark(result, host=means_host(kwargs.get("device")))
             return result
 
     return Watch()
@@ -158,7 +159,7 @@ def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: 
     if is_a(data, torch.Tensor):
         return 0  # a copy that operators show
     device = kwargs.get("device")
-    at_home = likeness in host if likeness is not None and device is None else device in (None, "cpu")
+    at_home = likeness in host if likeness is not None and device is None else means_host(device)
     host.mark(result, host=at_home)
     # Tensors among the values are read one by one.
     reads = sum(tensor not in host for tensor in tensors_in([data]))
@@ -202,5 +203,5 @@ def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Host
     if is_a(wanted, torch.Tensor):
         return "host" if wanted in host else "device"
     if is_a(wanted, str):
-        return "host" if wanted == "cpu" else "device"
+        return "host" if means_host(wanted) else "device"
     return "device" if is_a(wanted, torch.device, int) and not is_a(wanted, bool) else None

@@ -30,14 +30,18 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PEAK_RESETS = (
-    ("torch._C", "_cuda_resetPeakMemoryStats"),
-    ("torch._C", "_accelerator_resetPeakStats"),
-)
-"""What the public ``reset_peak_memory_stats`` functions end in; a name that a release lacks is passed over."""
-
 MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "_buffers"}
 """The attributes in which a module keeps its parts by name: dicts, but in scripted modules."""
+
+
+def peak_resets(device_type: str) -> list[tuple[str, str]]:
+    """Modules and names of torch's functions that reset a peak of this type of device, and what they end in.
+
+    A name that a release lacks is to be passed over.
+    """
+    public = (f"torch.{device_type}", f"torch.{device_type}.memory", "torch.accelerator", "torch.accelerator.memory")
+    private = (f"_{device_type}_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+    return [*((module, "reset_peak_memory_stats") for module in public), *(("torch._C", name) for name in private)]
 
 
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:

@@ -10,30 +10,22 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.private_api import PEAK_RESETS
+from pytest_gpumem.torch_support.private_api import peak_resets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_RESETS = (
-    ("torch.cuda", "reset_peak_memory_stats"),
-    ("torch.cuda.memory", "reset_peak_memory_stats"),
-    ("torch.accelerator", "reset_peak_memory_stats"),
-    ("torch.accelerator.memory", "reset_peak_memory_stats"),
-    *PEAK_RESETS,
-)
-
 
 @contextmanager
-def before_each_reset(see: Callable[[], None]) -> Iterator[None]:
-    """Call ``see`` before each of torch's functions that reset peak statistics.
+def before_each_reset(see: Callable[[], object], device_type: str) -> Iterator[None]:
+    """Call ``see`` before any of torch's functions that reset the peak statistics of this type of device does so.
 
     A suite that kept a reference to the public function (a table of backends, say) is caught one level below it.
     """
     import sys
 
     replaced: list[tuple[Any, str, Any]] = []
-    for module_name, name in _RESETS:
+    for module_name, name in peak_resets(device_type):
         module = sys.modules.get(module_name)
         original = getattr(module, name, None)
         if original is not None:
@@ -46,7 +38,7 @@ def before_each_reset(see: Callable[[], None]) -> Iterator[None]:
             setattr(module, name, original)
 
 
-def _seen_first(original: Callable[..., Any], see: Callable[[], None]) -> Callable[..., Any]:
+def _seen_first(original: Callable[..., Any], see: Callable[[], object]) -> Callable[..., Any]:
     @wraps(original)
     def reset(*args: Any, **kwargs: Any) -> Any:
         see()

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pytest_gpumem.devices import cuda_runtime
 from pytest_gpumem.devices.cuda_history import HistoryEntry, in_order_of_time
-from pytest_gpumem.devices.cuda_runtime import Stretch, TorchCuda, profiled
+from pytest_gpumem.devices.cuda_runtime import TorchCuda
+from pytest_gpumem.devices.profiled import profiled
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.torch_support.private_api import (
     cuda_history_is_on,
@@ -29,10 +30,10 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 
 def recorded(run) -> list:
-    stretch = Stretch()
-    with profiled(stretch, torch.device("cpu")):
+    tokens = []
+    with profiled(tokens, torch.device("cpu")):
         run()
-    return stretch.tokens
+    return tokens
 
 
 # The profiler
@@ -112,7 +113,7 @@ def test_a_recording_that_another_profiler_cut_short_is_refused(meddle):
 
 
 def test_what_is_raised_ends_the_recording():
-    with pytest.raises(KeyboardInterrupt), profiled(Stretch(), torch.device("cpu")):
+    with pytest.raises(KeyboardInterrupt), profiled([], torch.device("cpu")):
         raise KeyboardInterrupt
     assert len(recorded(lambda: tensor(8))) == 4
 

@@ -497,7 +497,7 @@ def device(request, lock, monkeypatch):
 def test_an_open_device_is_shared_and_a_closed_one_is_free(device, locks):
     device.open()
     assert state_of(locks) == "shared"
-    with device.alone() as refused:
+    with device.exclusive() as refused:
         assert refused is None
         assert state_of(locks) == "alone"
     assert state_of(locks) == "shared"
@@ -510,7 +510,7 @@ def test_an_open_device_is_shared_and_a_closed_one_is_free(device, locks):
 
 
 def test_only_an_open_device_can_be_had_alone(device):
-    with pytest.raises(RuntimeError, match=re.escape(f"the {device.name} device is not open")), device.alone():
+    with pytest.raises(RuntimeError, match=re.escape(f"the {device.name} device is not open")), device.exclusive():
         raise AssertionError
 
 

@@ -46,13 +46,15 @@ def stored(environment=H100, workload=TRAIN, commit="abc1234", **metrics) -> Bas
     return Baseline(workload, environment, metrics, "2026-11-02", commit)
 
 
-def text_of(*compared, strict=False, units="si", path=PATH, options=(), tolerances=DEFAULT_TOLERANCES) -> str:
+def text_of(
+    *compared, strict=False, units="si", path=PATH, options=(), tolerances=DEFAULT_TOLERANCES, memory="GPU memory"
+) -> str:
     """The failure of a test with these measurements, each given with its budget and its baseline."""
     verdicts = tuple(judge(one, budget, baseline, tolerances) for one, budget, baseline in compared)
     verdict = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", verdicts)
     failing = failing_outcomes(verdict, strict=strict, compares=True, accepts=frozenset())
     assert failing, "a test that does not fail has no such text"
-    return failure_text(verdict, failing, units, path=path, options=options)
+    return failure_text(verdict, failing, units, path=path, memory=memory, options=options)
 
 
 def literal(text: str) -> str:
@@ -91,7 +93,7 @@ def test_why_a_baseline_was_accepted_stands_below_it_in_one_harmless_line():
 
 def test_a_regression_on_the_cpu_is_not_of_gpu_memory():
     now, earlier = measured(environment=CPU, peak_allocated=2 * GB), stored(environment=CPU, peak_allocated=GB)
-    assert text_of((now, Budget(), earlier)) == literal(
+    assert text_of((now, Budget(), earlier), memory="Memory") == literal(
         """
         Memory regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %
 
@@ -299,7 +301,7 @@ def test_a_test_without_anything_to_hold_it_to_under_strict():
 def test_an_uncertain_regression_under_strict():
     now = measured(environment=Environment(CPU.slug, CPU.device, {"cpu_capability": "AVX512"}), peak_allocated=1.2 * GB)
     earlier = stored(environment=CPU, peak_allocated=GB)
-    assert text_of((now, Budget(), earlier), strict=True) == literal(
+    assert text_of((now, Budget(), earlier), strict=True, memory="Memory") == literal(
         """
         Memory may have regressed: peak 1.20 GB, baseline 1.00 GB: +200.00 MB (+20.0 %), allowed +0.5 %
 

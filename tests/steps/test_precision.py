@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import PRECISIONS, ConfigError
 from pytest_gpumem.steps.precision import (
@@ -17,8 +19,10 @@ from pytest_gpumem.steps.precision import (
     precision_named,
     scaler_of,
 )
+from tests.silent_cuda import SilentCuda
 
 CPU = torch.device("cpu")
+GPU = CudaDevice(SilentCuda())
 FLOAT32 = ["fp32", "tf32", "amp-fp16", "amp-bf16"]
 HALF = [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 
@@ -148,7 +152,7 @@ def outside(request):
     ("word", "within"), [("tf32", {"tf32", True}), ("fp32", {"ieee", False}), ("bf16", {"ieee", False})]
 )
 def test_products_and_convolutions_are_as_the_precision_says_and_afterwards_as_before(word, within, outside):
-    with float32_precision(word):
+    with float32_precision(word, GPU):
         assert set(settings()) <= within
     assert settings() == outside
     # The common setting can be asked for: torch refuses when those of the backends contradict one another.
@@ -156,13 +160,18 @@ def test_products_and_convolutions_are_as_the_precision_says_and_afterwards_as_b
 
 
 def test_matrix_products_are_as_before_after_an_error(outside):
-    with pytest.raises(ZeroDivisionError), float32_precision("tf32"):
+    with pytest.raises(ZeroDivisionError), float32_precision("tf32", GPU):
         raise ZeroDivisionError
     assert settings() == outside
 
 
+def test_settings_of_a_gpu_are_left_alone_on_another_device(outside):
+    with float32_precision("fp32", CpuDevice()):
+        assert settings() == outside
+
+
 def test_without_a_precision_matrix_products_are_left_alone(outside):
-    with float32_precision(None):
+    with float32_precision(None, GPU):
         assert settings() == outside
 
 

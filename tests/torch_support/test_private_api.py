@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.torch_support import private_api
 from pytest_gpumem.torch_support.private_api import (
     MODULE_PARTS,
-    PEAK_RESETS,
     AllocationEvent,
     activation_memory_budget,
     allocation_events,
@@ -26,6 +25,7 @@ from pytest_gpumem.torch_support.private_api import (
     never_compiled,
     next_node_number,
     parts_of_coo,
+    peak_resets,
     running_node_number,
     watched_operators,
 )
@@ -161,7 +161,7 @@ def test_what_public_resets_end_in_is_among_the_names_that_are_guarded():
         public.append(torch.accelerator.reset_peak_memory_stats)
     for reset in public:
         source = inspect.getsource(reset)
-        assert any(f"{module}.{name}(" in source for module, name in PEAK_RESETS), reset
+        assert any(f"{module}.{name}(" in source for module, name in peak_resets("cuda")), reset
 
 
 # torch.compile

@@ -51,7 +51,7 @@ if ACCELERATOR is not None:
 
 @pytest.mark.parametrize("reset", WAYS.values(), ids=WAYS)
 def test_a_reset_is_seen_before_it_happens(resets, reset):
-    with before_each_reset(lambda: resets.append("seen")):
+    with before_each_reset(lambda: resets.append("seen"), "cuda"):
         reset()
     *seen, really = resets
     assert really.startswith("reset ")
@@ -61,14 +61,24 @@ def test_a_reset_is_seen_before_it_happens(resets, reset):
 
 @pytest.mark.parametrize("name", ["reset_max_memory_allocated", "reset_max_memory_cached"])
 def test_the_older_names_of_a_reset_are_seen_too(resets, name):
-    with before_each_reset(lambda: resets.append("seen")), pytest.warns(FutureWarning):
+    with before_each_reset(lambda: resets.append("seen"), "cuda"), pytest.warns(FutureWarning):
         getattr(torch.cuda, name)()
     assert resets[0] == "seen"
     assert "reset cuda:0" in resets
 
 
+def test_the_resets_of_another_type_of_device_are_seen_and_those_of_cuda_are_not(monkeypatch):
+    told = []
+    monkeypatch.setattr("torch.xpu.reset_peak_memory_stats", lambda: told.append("reset xpu"), raising=False)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: told.append("reset cuda"))
+    with before_each_reset(lambda: told.append("seen"), "xpu"):
+        torch.cuda.reset_peak_memory_stats()
+        torch.xpu.reset_peak_memory_stats()
+    assert told == ["reset cuda", "seen", "reset xpu"]
+
+
 def test_a_reset_outside_is_not_seen(resets):
-    with before_each_reset(lambda: resets.append("seen")):
+    with before_each_reset(lambda: resets.append("seen"), "cuda"):
         pass
     torch.cuda.reset_peak_memory_stats()
     assert resets == ["reset cuda:0"]
@@ -85,22 +95,22 @@ def places() -> list[object]:
 
 def test_torch_is_put_back_as_it_was():
     before = places()
-    with before_each_reset(lambda: None):
+    with before_each_reset(lambda: None, "cuda"):
         assert all(now is not earlier for now, earlier in zip(places(), before, strict=True) if earlier is not None)
     assert places() == before
 
 
 def test_torch_is_put_back_as_it_was_after_an_error():
     before = places()
-    with pytest.raises(ZeroDivisionError), before_each_reset(lambda: None):
+    with pytest.raises(ZeroDivisionError), before_each_reset(lambda: None, "cuda"):
         raise ZeroDivisionError
     assert places() == before
 
 
 def test_one_guard_within_another_is_put_back_in_turn(resets):
     before = places()
-    with before_each_reset(lambda: resets.append("outer")):
-        with before_each_reset(lambda: resets.append("inner")):
+    with before_each_reset(lambda: resets.append("outer"), "cuda"):
+        with before_each_reset(lambda: resets.append("inner"), "cuda"):
             torch._C._cuda_resetPeakMemoryStats(0)
         assert resets == ["inner", "outer", "reset cuda:0"]
         resets.clear()
@@ -115,7 +125,7 @@ def test_a_guarded_function_keeps_its_name_and_its_result(monkeypatch):
         return f"done with {device}"
 
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", reset_peak_memory_stats)
-    with before_each_reset(lambda: None):
+    with before_each_reset(lambda: None, "cuda"):
         assert torch.cuda.reset_peak_memory_stats.__name__ == "reset_peak_memory_stats"
         assert torch.cuda.reset_peak_memory_stats.__doc__ == "Reset the peak."
         assert torch.cuda.reset_peak_memory_stats(device=3) == "done with 3"
@@ -125,5 +135,5 @@ def test_a_module_that_is_not_loaded_is_not_loaded_for_this(monkeypatch):
     import sys
 
     monkeypatch.delitem(sys.modules, "torch.accelerator.memory", raising=False)
-    with before_each_reset(lambda: None):
+    with before_each_reset(lambda: None, "cuda"):
         assert "torch.accelerator.memory" not in sys.modules
