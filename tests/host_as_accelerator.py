@@ -1,6 +1,6 @@
 """Host memory counted as an accelerator's allocator counts its own: what `torch.xpu` would say, of the CPU's tensors.
 
-`install` puts the functions of such a module (``memory_allocated`` and so on) into `torch.cpu`, so that a device whose
+`install` puts the functions of such a module (``memory_allocated`` and so on) into others like `torch.cpu`, so that a device whose
 ``torch_device`` is the CPU finds them by `torch.get_device_module`. No figure of them is one of an accelerator; what an
 operator allocates within itself and frees again (the numbers that AdamW's make tensors of) is not seen.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,16 +87,11 @@ NAMES = (
 )
 
 
-def install():
-    """Count until what is returned is closed, as `torch.cpu` tells meanwhile."""
+def install(*modules):
+    """Count until what is returned is closed; meanwhile these modules tell."""
     stack = ExitStack()
     allocator = stack.enter_context(HostAllocator())
-    for name in NAMES:
-        missing = object()
-        before = getattr(torch.cpu, name, missing)
-        setattr(torch.cpu, name, getattr(allocator, name))
-        if before is missing:
-            stack.callback(delattr, torch.cpu, name)
-        else:
-            stack.callback(setattr, torch.cpu, name, before)
+    for module in modules:
+        for name in NAMES:
+            stack.enter_context(patch.object(module, name, getattr(allocator, name), create=True))
     return stack

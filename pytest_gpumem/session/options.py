@@ -94,8 +94,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--gpumem-device",
         metavar="DEVICE",
         default=None,
-        help="where steps run: cuda (default), cpu, auto for CUDA where there is one and the CPU otherwise, or a GPU that is "
-        "emulated: emulated:h100, emulated:24GB",
+        help="where steps run: cuda (default), cpu, auto for CUDA where there is one and the CPU otherwise, a GPU that is "
+        "emulated (emulated:h100, emulated:24GB), or a device that a plugin adds",
     )
     group.addoption(
         "--gpumem-against",

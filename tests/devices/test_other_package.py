@@ -43,7 +43,7 @@ class XpuDevice(Device):
 
 
 def pytest_configure(config):
-    config.add_cleanup(install().close)
+    config.add_cleanup(install(torch.cpu).close)
 
 
 def pytest_gpumem_devices(config):
@@ -174,7 +174,7 @@ def test_times(gpumem):
 
 
 def test_advise_takes_it_where_it_can_be_had(project):
-    project.write(CONFTEST + "\n\ninstall()\n", "conftest.py")
+    project.write(CONFTEST + "\n\ninstall(torch.cpu)\n", "conftest.py")
     project.write(step(64) + "\ndef make():\n    return model(), torch.randn(32, 64), loss\n", "models.py")
     done = project.gpumem("advise", "models:make", "--fits", "1GB", "--device", "xpu")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,66 @@
+"""The recipe "Add a device" makes a device: followed to the letter, but that the XPU's tensors are the host's."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, run_pytest, run_python, write_tests
+
+THERE, HERE = 'torch.device("xpu", torch.xpu.current_device())', 'torch.device("cpu")'
+NO_XPU = "import sys; from pytest_gpumem.devices.registry import BUILT_IN; BUILT_IN['xpu']()"
+CONFTEST = """
+import torch
+from host_as_accelerator import install
+
+
+def pytest_configure(config):
+    torch.xpu.is_available = lambda: True
+    config.add_cleanup(install(torch.cpu, torch.xpu).close)
+"""
+TESTS = """
+import pytest
+import torch
+
+
+@pytest.mark.gpumem(max_memory="5MB")
+def test_marked():
+    torch.ones({count})
+
+
+def test_step(gpumem):
+    before = torch.xpu.get_rng_state(0)
+    measured = gpumem.train_step(
+        lambda: torch.nn.Linear(64, 64), torch.randn(32, 64), loss=lambda out, _: (out * torch.xpu.rand(1)).sum()
+    )
+    assert measured.step_time > 0
+    assert torch.equal(before, torch.xpu.get_rng_state(0))
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The package with the recipe's edits."""
+    edits = recipe("Add a device", ROOT / "CONTRIBUTING-device.md")
+    assert sum(edit.code.count(THERE) for edit in edits) == 1
+    on_the_host = [replace(edit, code=edit.code.replace(THERE, HERE)) for edit in edits]
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), on_the_host)
+
+
+def test_a_device_that_was_added_by_the_recipe_gates(package, tmp_path):
+    shutil.copy(ROOT / "tests" / "host_as_accelerator.py", tmp_path)
+    for count, outcome in ((1_000_000, "2 passed"), (2_000_000, "1 failed, 1 passed")):
+        write_tests(tmp_path, TESTS.format(count=count))
+        (tmp_path / "conftest.py").write_text(CONFTEST)
+        mode = "--gpumem-update=new" if count == 1_000_000 else "--gpumem-baseline"
+        done = run_pytest(package, tmp_path, "--gpumem-device=xpu", mode)
+        assert outcome in done.stdout, done.stdout + done.stderr
+    assert "GPU memory over budget: peak 8.00 MB, budget 5.00 MB" in done.stdout
+    assert [path.name for path in (tmp_path / "gpumem-baselines").iterdir() if path.is_dir()] == ["host-1550"]
+
+
+def test_without_the_hardware_it_says_so(package, tmp_path):
+    done = run_python(package, tmp_path, "-c", NO_XPU)
+    assert "DeviceUnavailable: no XPU: torch " in done.stderr
