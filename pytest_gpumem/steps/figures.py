@@ -33,11 +33,16 @@ class Figures:
     workspaces: int = 0
     """Bytes that the backend's libraries still held for themselves when the stretch ended; the peak has them, too."""
 
+    @property
+    def peak_allocated(self) -> int:
+        """The peak of the stretch's own bytes."""
+        return self.peak.allocated + self.own - self.live_before
+
     def memory_metrics(self) -> dict[str, int]:
         """The memory metrics of the stretch, in bytes."""
         # Everything else that was live before is foreign, and does not change meanwhile.
         offset = self.own - self.live_before
-        metrics = {"peak_allocated": self.peak.allocated + offset}
+        metrics = {"peak_allocated": self.peak_allocated}
         metrics |= {f"peak_{name}": peak.allocated + offset for name, peak in self.phases.items()}
         if self.peak.reserved is not None and self.reserved_before is not None:
             # Room that was left in segments reserved before is not in the difference, but tensors were put there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class StepFigures:
         if self.settled:
             return None
         later = self.warm_up_peaks[len(self.warm_up_peaks) // 2 :]
-        return min(*later, self.memory.memory_metrics()["peak_allocated"])
+        return min(*later, self.memory.peak_allocated)
 
     def memory_metrics(self) -> dict[str, int]:
         """The memory metrics of the step, in bytes."""
@@ -105,10 +106,7 @@ def measure_step(
     the gradient scale) is not like the next one, and up to `MOST_RESTLESS_WARM_UPS` are run until it stays. Without an
     ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted.
     """
-
-    def one_step(rest: Callable[[Device, int], int] = live_at_rest) -> Figures:
-        return _one_step(phases, device, windows, own_before, live_before, rest)
-
+    one_step = functools.partial(_one_step, phases, device, windows, own_before, live_before)
     since = device.known()
     device.quiesce()
     with cyclic_collector_off():
@@ -135,7 +133,7 @@ def measure_step(
             finally:
                 # Also when a step raised: the test may go on, and measure another.
                 device.reconcile(since, own())
-    peaks = tuple(figures.memory_metrics()["peak_allocated"] for figures in seen)
+    peaks = tuple(figures.peak_allocated for figures in seen)
     return StepFigures(memory, settled, peaks, times, counted, growth)
 
 
