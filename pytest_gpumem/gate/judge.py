@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
@@ -56,14 +57,20 @@ def judge(
         metrics += (throughput,)
     origin = _origin(entry) if entry is not None else None
     elsewhere = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
-    return Verdict(
-        measurement,
-        metrics,
-        origin,
-        why_not,
-        elsewhere,
-        _growth(measurement, entry),
-        _more(measurement, entry if outcome is None else None),
+    return with_differences(Verdict(measurement, metrics, origin, why_not, elsewhere), measurement, baseline)
+
+
+def with_differences(verdict: Verdict, measurement: Measurement, baseline: Baseline | NoBaseline | None) -> Verdict:
+    """Return the verdict with what changed in the composition of the peak, and in what counts are made of.
+
+    ``measurement`` is the one that was judged, which may have been explained since.
+    """
+    entry = baseline if isinstance(baseline, Baseline) else None
+    return replace(
+        verdict,
+        measurement=measurement,
+        growth=_growth(measurement, entry),
+        count_changes=_more(measurement, entry if verdict.reason is None else None),
     )
 
 
