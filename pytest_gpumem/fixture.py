@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_gpumem.devices.contract import CannotRun
@@ -11,7 +12,8 @@ from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.steps.config import ConfigError, StepConfig, as_config
-from pytest_gpumem.steps.measured import Asked, MeasuredStep, measure_function, measure_infer_step, measure_train_step
+from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
+from pytest_gpumem.steps.state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,8 +78,10 @@ class Gpumem:
         ``items`` is how many samples, tokens, ... one call works on; with it, throughput is measured. What ``fn`` holds
         (its closure, arguments bound to it, its object) belongs to the step; everything else that is live does not.
         """
-        step = measure_function(self._run.bench, fn, items, self._asked(name, explain))
-        return self._recorded(step, name)
+        run = self._run
+        with prepared_function(run.context, fn, items) as prepared:
+            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        return run.keep(judged)
 
     @contextmanager
     def track(self, name: str | None = None) -> Iterator[Region]:
@@ -92,13 +96,7 @@ class Gpumem:
         region = Region()
         with self._run.tracked() as figures:
             yield region
-        region.end(
-            self._run.keep(
-                self._run.draft(
-                    Workload("region"), figures().memory_metrics(), name=name, workspaces=figures().workspaces
-                )
-            )
-        )
+        region.end(self._run.keep_figures(Workload("region"), figures(), name))
 
     def train_step(
         self,
@@ -128,18 +126,15 @@ class Gpumem:
         Raises `ConfigError` for a config that cannot be read or has nothing to act on, ``ValueError`` or ``TypeError`` when
         model, batch, loss and optimizer do not make a step. What the device cannot run (TF32 on a CPU) skips the test.
         """
-        with self._or_refused():
-            step = measure_train_step(
-                self._run.bench,
-                model_or_factory,
-                batch,
-                config=as_config(config),
-                loss=loss,
-                optimizer=optimizer,
-                items=items,
-                asked=self._asked(name, explain),
-            )
-        return self._recorded(step, name)
+        run, parsed = self._run, as_config(config)
+        with (
+            self._or_refused(),
+            prepared_train_step(
+                run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer, items=items
+            ) as prepared,
+        ):
+            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        return run.keep(judged)
 
     def infer_step(
         self,
@@ -156,16 +151,13 @@ class Gpumem:
         With ``cache=on`` in the config: a prompt (the batch without its last token) and the token after it, with a
         key/value cache; with ``weights=int8``: int8 weights.
         """
-        with self._or_refused():
-            step = measure_infer_step(
-                self._run.bench,
-                model_or_factory,
-                batch,
-                config=as_config(config),
-                items=items,
-                asked=self._asked(name, explain),
-            )
-        return self._recorded(step, name)
+        run, parsed = self._run, as_config(config)
+        with (
+            self._or_refused(),
+            prepared_infer_step(run.context, model_or_factory, batch, config=parsed, items=items) as prepared,
+        ):
+            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        return run.keep(judged)
 
     def estimate(
         self,
@@ -183,20 +175,18 @@ class Gpumem:
         of what was measured. ``print()`` shows the table. A state that is more than 2 % off its formula is pointed out: in
         ``findings``, and at the end of the run. Arguments as for `train_step`.
         """
-        with self._or_refused():
-            step = measure_train_step(
-                self._run.bench,
-                model_or_factory,
-                batch,
-                config=as_config(config),
-                loss=loss,
-                optimizer=optimizer,
-                with_state=True,
-                asked=self._asked(name, None),
-            )
-        assert step.state is not None, "it was asked for"
-        findings = findings_of(step.state)
-        return Estimate(self._recorded(step, name, more_notes=findings), step.state, findings)
+        run, parsed = self._run, as_config(config)
+        with (
+            self._or_refused(),
+            prepared_train_step(
+                run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer
+            ) as prepared,
+        ):
+            step = run.measure(prepared)
+            state = state_of(prepared, step.figures)
+            findings = findings_of(state)
+            judged = run.judge(prepared, replace(step, notes=(*step.notes, *findings)), name)
+        return Estimate(run.keep(judged), state, findings)
 
     def assert_same_gradients(
         self,
@@ -234,37 +224,6 @@ class Gpumem:
         """
         assert_no_growth(self._run.device, self._run.windows, step, steps)
         self._run.relations += 1
-
-    def _recorded(self, step: MeasuredStep, name: str | None, more_notes: tuple[str, ...] = ()) -> Measurement:
-        return self._run.keep(self._measurement(step, name, more_notes))
-
-    def _measurement(self, step: MeasuredStep, name: str | None, more_notes: tuple[str, ...] = ()) -> Measurement:
-        return self._run.draft(
-            step.workload,
-            step.metrics(),
-            name=name,
-            settled=step.figures.settled,
-            notes=(*step.notes, *more_notes),
-            recomputed=step.recomputed,
-            explanation=step.explanation,
-            times=step.figures.times,
-            work=step.work,
-            lowest_peak=step.figures.lowest_peak,
-            workspaces=step.figures.memory.workspaces,
-            by_operator=step.figures.counted.by_operator,
-        )
-
-    def _asked(self, name: str | None, explain: bool | None) -> Asked:
-        """What the run asks of the measurement that a step will be; whether it is explained, the call may say."""
-        run = self._run
-
-        def wanted(step: MeasuredStep) -> bool:
-            return run.wants(self._measurement(step, name)) if explain is None else explain
-
-        def placed(step: MeasuredStep) -> bool:
-            return explain is not False and run.wants_places(self._measurement(step, name))
-
-        return Asked(wanted, doubted=lambda step: run.doubts(self._measurement(step, name)), placed=placed)
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:

@@ -15,9 +15,9 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.measured import measure_train_step
 from pytest_gpumem.steps.measuring_context import MeasuringContext
 from pytest_gpumem.steps.model_step import NotAStep, built_on
+from pytest_gpumem.steps.prepared import prepared_train_step
 from pytest_gpumem.timing.time_budget import TimeBudget
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.blocks import Block
     from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.measured import MeasuredStep
     from pytest_gpumem.steps.model_step import Loss
 
 _NO_BLOCKS = (
@@ -117,19 +118,23 @@ _SECONDS = 0.5
 
 
 def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
-    bench = MeasuringContext(device, Windows(device), TimeBudget(_SECONDS) if device.tells_time else None)
+    context = MeasuringContext(device, Windows(device), TimeBudget(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
         device.open()
         # In this order, since a device that has failed may not settle any more.
         stack.callback(device.close)
         stack.callback(device.quiesce)
         try:
-            step = measure_train_step(bench, subject.build, subject.batch, config=config, loss=subject.loss)
+            return _measured(context, subject, config).metrics()
         except Exception as error:
             # What the failed step held would be in the next one's way.
             traceback.clear_frames(error.__traceback__)
             raise
-    return step.metrics()
+
+
+def _measured(context: MeasuringContext, subject: Subject, config: StepConfig) -> MeasuredStep:
+    with prepared_train_step(context, subject.build, subject.batch, config=config, loss=subject.loss) as prepared:
+        return prepared.measure()
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,80 +1,73 @@
-"""Which tests are explained, and their calls run once more for it."""
+"""Which measurements of a test are explained, and how its call is run once more."""
 
 from __future__ import annotations
 
 import unittest
-from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.explain.artifacts import Artifacts
+from pytest_gpumem.baselines.update import entries_to_write
 from pytest_gpumem.explain.asking import asks_for_composition
 from pytest_gpumem.explain.recording import is_out_of_memory
-from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.reports.explanation import out_of_memory_lines
-from pytest_gpumem.steps.measuring_context import Explaining
-from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
+from pytest_gpumem.gate.baseline import Baseline, baseline_of
+from pytest_gpumem.reports.explanation import guilty_metrics, out_of_memory_lines
 
 if TYPE_CHECKING:
-    from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.session.judging import Judging
-    from pytest_gpumem.session.selection import Measured
+    from pytest_gpumem.metrics import Unit
+    from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.settings import Settings
-    from pytest_gpumem.session.test_run import TestRun
+    from pytest_gpumem.steps.measuring_context import Explaining
     from pytest_gpumem.values.composition import Explanation
 
 
-class ExplainingTests:
-    """What ``--gpumem-explain`` asks for, of the tests of a session."""
+class ExplainingTest:
+    """What ``--gpumem-explain`` asks for of one test. ``means`` is how it is explained, ``None`` where nothing ever is."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, judging: Judging) -> None:
+    def __init__(self, config: pytest.Config, settings: Settings, judging: Judging, means: Explaining | None) -> None:
         self._config = config
         self._settings = settings
         self._judging = judging
-        self._sites: Sites | None = None
+        self.means = means
 
-    def of(self, item: pytest.Item, device: Device) -> Explaining | None:
-        """How steps of a test are explained; ``None`` under ``--gpumem-explain=never``."""
-        if self._settings.explain == "never":
-            return None
-        if self._sites is None:
-            self._sites = Sites(self._config.rootpath)
-        artifacts = Artifacts(self._settings.artifacts_folder, item.nodeid, device)
-
-        def ran_out(explanation: Explanation) -> None:
-            lines = out_of_memory_lines(explanation, self._settings.units)
-            item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
-
-        debugger = bool(self._config.getoption("usepdb", False))
-        return Explaining(
-            self._sites, artifacts.keep, None if debugger else ran_out, over_time=bool(self._settings.report)
-        )
-
-    def wants(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
+    def wants(self, judged: Judged) -> bool:
         """Whether a measurement is to be explained: its test reads that, it fails by its bytes, or becomes a baseline."""
-        if self._settings.explain == "never":
-            return False
         # A test that only has the marker has no measurement to read.
-        asked = measured.has_fixture and asks_for_composition(getattr(item, "function", None))
-        return asked or self._judging.wants_explanation(item, measured, measurement)
+        judging = self._judging
+        asked = judging.measured.has_fixture and asks_for_composition(getattr(judging.item, "function", None))
+        return asked or self._wants(judged, "bytes")
 
-    def explain_call(self, item: pytest.Item, measured: Measured, run: TestRun) -> None:
-        """The call of a test that only has the marker is run again, recorded, when it is to be explained."""
-        if run.measures_itself or run.bench.explaining is None:
-            return
-        if self.wants(item, measured, run.measurements[-1]):
-            run.explain_call(lambda: call_again(item))
+    def wants_places(self, judged: Judged) -> bool:
+        """Whether the lines of its counts are to be told: it fails by them, or is going to be a baseline."""
+        return self._wants(judged, "count")
 
-    def explain_out_of_memory(self, item: pytest.Item, run: TestRun, error: BaseException) -> None:
-        """The call that ran out of memory is run again, recorded; the error stays what it is."""
-        explaining = run.bench.explaining
-        if run.measures_itself or explaining is None or explaining.ran_out is None or not is_out_of_memory(error):
-            return
-        clear_frames(error)
-        with suppress(*RAISED_BY_A_STEP):
-            run.explain_call_out_of_memory(lambda: call_again(item))
+    def _wants(self, judged: Judged, unit: Unit) -> bool:
+        if self._settings.explain != "on-failure":
+            return self._settings.explain == "always"
+        failing = self._judging.failing(self._judging.verdict([judged]))
+        if guilty_metrics(judged.verdict, failing, unit):
+            return True
+        mode, earlier = self._settings.update, judged.baseline
+        if mode is None or earlier is None:
+            return False
+        if mode == "all" and isinstance(earlier, Baseline):
+            lacks = earlier.composition is None if unit == "bytes" else not earlier.tells_lines
+            if lacks:
+                return True
+        key = self._judging.measured.key(judged.measurement.name)
+        # Another run's time is no reason: the bytes that would be explained are the same.
+        entry = replace(baseline_of(judged.measurement, "", None), runs=None)
+        return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: earlier}))
+
+    def explains(self, error: BaseException) -> bool:
+        """Whether it is told where memory went: it ran out, and no debugger is about to show the error's frames."""
+        return self.means is not None and not self._config.getoption("usepdb", False) and is_out_of_memory(error)
+
+    def tell_out_of_memory(self, explanation: Explanation) -> None:
+        """Put where memory went when it ran out into the test's report."""
+        lines = out_of_memory_lines(explanation, self._settings.units)
+        self._judging.item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
 
 
 def call_again(item: pytest.Item) -> None:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.store import StoreError
-from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write
-from pytest_gpumem.gate.baseline import Baseline, baseline_of
+from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.gate.emulated import tolerances_of_emulated
-from pytest_gpumem.gate.judge import failing_outcomes, judge
+from pytest_gpumem.gate.judge import failing_outcomes, judge, with_differences
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.explanation import guilty_metrics
 from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.session.hook_results import HookError, checked_tolerance
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.gate.baseline import NoBaseline
-    from pytest_gpumem.gate.budget import Budget
+    from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.metrics import Unit
     from pytest_gpumem.session.selection import Measured
     from pytest_gpumem.session.settings import Settings
 
@@ -79,129 +77,94 @@ def is_told(item: pytest.Item) -> bool:
     return any(name == PROPERTY for name, _ in item.user_properties)
 
 
-class Judging:
-    """The gate at the end of a test's call."""
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A measurement's verdict, and the baseline that it was held against."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
+    verdict: Verdict
+    baseline: Baseline | NoBaseline | None
+
+    @property
+    def measurement(self) -> Measurement:
+        return self.verdict.measurement
+
+    def explained(self, measurement: Measurement) -> Judged:
+        """The same of ``measurement``, which is the one that was judged and knows more of what it is made of."""
+        return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
+
+
+class Judging:
+    """The gate of one test."""
+
+    def __init__(
+        self, config: pytest.Config, settings: Settings, store: Store, item: pytest.Item, measured: Measured
+    ) -> None:
         self._config = config
         self._settings = settings
         self._store = store
+        self.item = item
+        self.measured = measured
 
-    def verdict(
-        self, item: pytest.Item, measured: Measured, measurements: Sequence[Measurement], relations: int = 0
-    ) -> TestVerdict:
-        """The verdict on what a test measured, and on the ``relations`` that it asserted."""
-        tolerances = self._tolerances(item, measured.budget)
+    def judge(self, measurement: Measurement) -> Judged:
+        """The verdict on a measurement of the test."""
+        baseline = self._baseline(measurement)
+        return Judged(judge(measurement, self.measured.budget, baseline, self._tolerances()), baseline)
+
+    def verdict(self, judged: Sequence[Judged], relations: int = 0) -> TestVerdict:
+        """The verdict on a test that measured this, and asserted so many ``relations``."""
+        measured = self.measured
         return TestVerdict(
             measured.file,
             measured.test,
-            tuple(judge(one, measured.budget, self._baseline(measured, one), tolerances) for one in measurements),
+            tuple(one.verdict for one in judged),
             relations=relations,
             cell=measured.cell,
             location=measured.location,
         )
 
-    def with_missing(self, measured: Measured, verdict: TestVerdict, slug: str) -> TestVerdict:
-        """Return ``verdict`` with the measurements that were not taken and have baselines for the device called ``slug``.
+    def missing(self, judged: Sequence[Judged], slug: str) -> tuple[str, ...]:
+        """Name the measurements, and counts of them, that were not taken and have baselines for the device called ``slug``.
 
         Of a test that came to the end of its call.
         """
-        if not self._compares:
-            return verdict
-        taken = {one.measurement.name: one.measurement for one in verdict.verdicts}
+        taken = {one.measurement.name: one for one in judged}
         missing = []
-        for name in self.stored_names(measured, slug):
+        for name in self.stored_names(slug):
             if name not in taken:
                 missing.append(name)
-            elif uncounted := self._uncounted(measured, taken[name]):
+            elif uncounted := _uncounted(taken[name]):
                 missing.append(f"{name} ({', '.join(uncounted)})")
-        return replace(verdict, missing=tuple(missing))
+        return tuple(missing)
 
-    def stored_names(self, measured: Measured, slug: str) -> list[str]:
-        """Return the names of the measurements of a test that have a baseline for the device called ``slug``."""
+    def stored_names(self, slug: str) -> list[str]:
+        """Return the names of the test's measurements that have a baseline for the device called ``slug``."""
         if not self._compares:
             return []
         compared = self._settings.compared_slug(slug)
-        return self._stored(lambda: self._store.names(compared, measured.file, measured.test))
+        return self._stored(lambda: self._store.names(compared, self.measured.file, self.measured.test))
 
-    def _uncounted(self, measured: Measured, measurement: Measurement) -> list[str]:
-        """The titles of the counts that the baseline of the same work has and the measurement has not."""
-        baseline = self._baseline(measured, measurement)
-        if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
-            return []
-        return [
-            METRICS[name].title
-            for name in baseline.metrics
-            if METRICS[name].unit == "count" and not METRICS[name].optional and name not in measurement.metrics
-        ]
-
-    def wants_explanation(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
-        """Whether a measurement is to be explained: it fails by its bytes, or is going to be a baseline."""
-        return self._wants(item, measured, measurement, "bytes", lambda earlier: earlier.composition is None)
-
-    def wants_places(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
-        """Whether the lines of its counts are to be told: it fails by them, or is going to be a baseline."""
-        return self._wants(item, measured, measurement, "count", lambda earlier: not earlier.tells_lines)
-
-    def _wants(
-        self,
-        item: pytest.Item,
-        measured: Measured,
-        measurement: Measurement,
-        unit: Unit,
-        lacks: Callable[[Baseline], bool],
-    ) -> bool:
-        if self._settings.explain != "on-failure":
-            return self._settings.explain == "always"
-        verdict = self.verdict(item, measured, [measurement])
-        failing = self._failing(verdict)
-        if any(guilty_metrics(one, failing, unit) for one in verdict.verdicts):
-            return True
-        mode = self._settings.update
-        earlier = self._baseline(measured, measurement)
-        if mode is None or earlier is None:
-            return False
-        if mode == "all" and isinstance(earlier, Baseline) and lacks(earlier):
-            return True
-        key = measured.key(measurement.name)
-        # Another run's time is no reason: the bytes that would be explained are the same.
-        entry = replace(baseline_of(measurement, "", None), runs=None)
-        return bool(entries_to_write(mode, {key: (verdict.verdicts[0], entry)}, {key: earlier}))
-
-    def doubts_time(
-        self, item: pytest.Item, measured: Measured, measurement: Measurement, *, decides_only: bool = False
-    ) -> bool:
+    def doubts_time(self, judged: Judged, *, decides_only: bool = False) -> bool:
         """Whether a step is to be timed once more: its speed has changed, or what was taken is no baseline to be kept.
 
         A third time where one of two samples shows a slowdown and the other cannot tell. ``decides_only``: only where the test
         fails otherwise.
         """
-        times = measurement.times
+        times = judged.measurement.times
         assert times is not None, "only asked for what was timed"
         if len(times.samples) > 1:
-            return self._is_undecided(item, measured, measurement)
-        verdict = self.verdict(item, measured, [measurement])
+            return _is_undecided(judged)
         doubted = {
             "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if self._compares else set(),
             "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
         }
-        metrics = verdict.verdicts[0].metrics
+        metrics = judged.verdict.metrics
         changed = {one.outcome for one in metrics if one.outcome in doubted.get(one.metric, ())}
         if decides_only:
-            return not changed.isdisjoint(self._failing(verdict))
+            return not changed.isdisjoint(self.failing(self.verdict([judged])))
         return bool(changed) or (self._settings.update is not None and times.best.invalid is not None)
 
-    def _is_undecided(self, item: pytest.Item, measured: Measured, measurement: Measurement) -> bool:
-        """Whether one more sample of a step's time may tell."""
-        verdict = self.verdict(item, measured, [measurement]).verdicts[0].of("step_time")
-        baseline = self._baseline(measured, measurement)
-        if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):
-            return False
-        assert measurement.times is not None, "only asked for what was timed"
-        assert baseline.runs is not None, "times are judged by those of the baseline"
-        return is_undecided(measurement.times.samples, baseline.runs, verdict.allowed / verdict.baseline)
-
-    def _failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
+    def failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
+        """The outcomes for which the test must fail."""
         return failing_outcomes(
             verdict,
             strict=self._settings.strict,
@@ -209,15 +172,16 @@ class Judging:
             compares=self._settings.baseline,
         )
 
-    def conclude(self, item: pytest.Item, measured: Measured, verdict: TestVerdict, memory: str = "Memory") -> None:
+    def conclude(self, verdict: TestVerdict, memory: str = "Memory") -> None:
         """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure.
 
         ``memory`` is what a failure calls that of the device that measured.
         """
+        item = self.item
         tell(item, verdict)
-        failing = self._failing(verdict)
-        if not failing and not verdict.unmeasured and not self._settings.no_time and measured.has_fixture:
-            idle = self._idle(item, measured.budget, [one.measurement for one in verdict.verdicts])
+        failing = self.failing(verdict)
+        if not failing and not verdict.unmeasured and not self._settings.no_time and self.measured.has_fixture:
+            idle = self._idle([one.measurement for one in verdict.verdicts])
             if idle is not None:
                 tell(item, replace(verdict, failure=idle))
                 pytest.fail(idle, pytrace=False)
@@ -234,22 +198,23 @@ class Judging:
             item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
             raise failure
 
-    def _idle(self, item: pytest.Item, budget: Budget, measurements: list[Measurement]) -> str | None:
+    def _idle(self, measurements: list[Measurement]) -> str | None:
         """Which limit on times holds nothing in a test that measured ``measurements``, as a sentence."""
+        budget = self.measured.budget
         if budget.min_throughput is not None:
             idle = idle_throughput(budget.min_throughput, measurements)
             if idle is not None:
                 return idle
         # As a limit of many tests it is a tolerance, which some of them may have no use for.
-        if budget.max_slowdown is not None and self._settings.baseline and sets_itself(item, "max_slowdown"):
+        if budget.max_slowdown is not None and self._settings.baseline and sets_itself(self.item, "max_slowdown"):
             return idle_slowdown(budget.max_slowdown, measurements)
         return None
 
-    def _baseline(self, measured: Measured, measurement: Measurement) -> Baseline | NoBaseline | None:
+    def _baseline(self, measurement: Measurement) -> Baseline | NoBaseline | None:
         if not self._compares:
             return None
         slug = self._settings.compared_slug(measurement.environment.slug)
-        return self._stored(lambda: self._store.find(measured.key(measurement.name), slug))
+        return self._stored(lambda: self._store.find(self.measured.key(measurement.name), slug))
 
     @property
     def _compares(self) -> bool:
@@ -265,7 +230,8 @@ class Judging:
             # The session has read the whole store at its start, so that somebody has changed it since.
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
-    def _tolerances(self, item: pytest.Item, budget: Budget) -> dict[str, Tolerance]:
+    def _tolerances(self) -> dict[str, Tolerance]:
+        item, budget = self.item, self.measured.budget
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
         if budget.max_slowdown is not None:
             tolerances["step_time"] = Tolerance(relative=budget.max_slowdown)
@@ -286,3 +252,26 @@ class Judging:
         """The test's id as it can be typed in the folder in which pytest was started."""
         path = os.path.relpath(self._config.rootpath / verdict.file, self._config.invocation_params.dir)
         return f"{path}::{verdict.test}"
+
+
+def _uncounted(judged: Judged) -> list[str]:
+    """The titles of the counts that the baseline of the same work has and the measurement has not."""
+    baseline, measurement = judged.baseline, judged.measurement
+    if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
+        return []
+    return [
+        METRICS[name].title
+        for name in baseline.metrics
+        if METRICS[name].unit == "count" and not METRICS[name].optional and name not in measurement.metrics
+    ]
+
+
+def _is_undecided(judged: Judged) -> bool:
+    """Whether one more sample of a step's time may tell."""
+    verdict, baseline = judged.verdict.of("step_time"), judged.baseline
+    if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):
+        return False
+    times = judged.measurement.times
+    assert times is not None, "only asked for what was timed"
+    assert baseline.runs is not None, "times are judged by those of the baseline"
+    return is_undecided(times.samples, baseline.runs, verdict.allowed / verdict.baseline)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
+from pytest_gpumem.explain.artifacts import Artifacts
+from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.verdict import SKIPPED
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
-from pytest_gpumem.session.explaining import ExplainingTests
+from pytest_gpumem.session.explaining import ExplainingTest
 from pytest_gpumem.session.hook_results import HookError, checked_details
 from pytest_gpumem.session.judging import Judging, forget_properties, is_told, shorten_summary, tell
 from pytest_gpumem.session.ownership import Residency
 from pytest_gpumem.session.spoiled_fixtures import SpoiledFixtures
 from pytest_gpumem.session.test_run import TestRun
+from pytest_gpumem.steps.measuring_context import Explaining
 from pytest_gpumem.timing.time_budget import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import SessionHeap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Generator, Mapping
     from typing import NoReturn
 
     from pytest_gpumem.baselines.store import Store
@@ -34,8 +38,8 @@ if TYPE_CHECKING:
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
 _STRICT = pytest.StashKey[bool]()
-_BASELINES: pytest.StashKey[Callable[[], list[str]]] = pytest.StashKey()
-"""Gives the names of the measurements that a test has baselines of on its device, where the session gates."""
+_GATED = pytest.StashKey[bool]()
+"""Whether the session fails tests that no longer take what they have baselines of."""
 _REFUSED = "gpumem: "
 
 
@@ -63,7 +67,7 @@ def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
     reason = item.stash[_UNAVAILABLE] if why is None else why
     if item.stash[_STRICT]:
         pytest.fail(f"Not measured, which --gpumem-strict does not let pass: {reason}", pytrace=False)
-    baselines = [] if why is None else item.stash[_BASELINES]()
+    baselines = item.stash[_RUN].stored_names() if why is not None and item.stash[_GATED] else []
     if baselines:
         pytest.fail(
             f"Not measured any more: {reason}; it has baselines on this device: {', '.join(baselines)}", pytrace=False
@@ -94,8 +98,7 @@ class Measuring:
         self._config = config
         self._settings = settings
         self._devices = devices
-        self._judging = Judging(config, settings, store)
-        self._explaining = ExplainingTests(config, settings, self._judging)
+        self._store = store
         self._measured = measured
         self._fixture_names = {name for item in measured for name in getattr(item, "fixturenames", ())}
         self._residencies: dict[str, Residency] = {}
@@ -116,6 +119,7 @@ class Measuring:
             return (yield)
         _forget(item)
         item.stash[_STRICT] = self._settings.strict
+        item.stash[_GATED] = self._settings.baseline
         try:
             self._begin(item, measured)
         except DeviceUnavailable as unavailable:
@@ -143,29 +147,25 @@ class Measuring:
             time_budget = (
                 None if self._settings.no_time or not device.tells_time else TimeBudget(self._settings.time_budget)
             )
-            run = TestRun(
-                item,
-                device,
-                self._residency(device),
-                self._environment(device),
-                time_budget=time_budget,
-                seen=lambda measurement: self._config.hook.pytest_gpumem_measurement(
-                    item=item, measurement=measurement
-                ),
-                explaining=self._explaining.of(item, device),
-                wants=lambda measurement: self._explaining.wants(item, measured, measurement),
-                wants_places=lambda measurement: self._judging.wants_places(item, measured, measurement),
-                doubts=lambda measurement: self._judging.doubts_time(
-                    item, measured, measurement, decides_only=time_budget is not None and not time_budget.may_look_again
-                ),
-            )
+            judging = self._judging(item, measured)
+            explaining = ExplainingTest(self._config, self._settings, judging, self._means(item, device))
+            environment = self._environment(device)
+            run = TestRun(judging, explaining, device, self._residency(device), environment, time_budget)
         except BaseException:
             device.close()
             raise
-        run.measures_itself = measured.has_fixture
         item.stash[_RUN] = self._open = run
-        slug = self._environment(device).slug
-        item.stash[_BASELINES] = lambda: self._judging.stored_names(measured, slug) if self._settings.baseline else []
+
+    @cached_property
+    def _sites(self) -> Sites:
+        return Sites(self._config.rootpath)
+
+    def _means(self, item: pytest.Item, device: Device) -> Explaining | None:
+        """How what a test measures is explained."""
+        if self._settings.explain == "never":
+            return None
+        artifacts = Artifacts(self._settings.artifacts_folder, item.nodeid, device)
+        return Explaining(self._sites, artifacts, over_time=bool(self._settings.report))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
@@ -256,33 +256,29 @@ class Measuring:
                 result = yield from _call_measured(run)
         except BaseException as error:
             run.failed(error)
-            self._explaining.explain_out_of_memory(item, run, error)
+            run.explain_call_out_of_memory(error)
             tell(item, _not_measured(measured, error))
             _tell_of_values(item, run, error)
-            if run.measurements:
+            if run.judged:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
             raise
         if run.lost is None:
             run.lost = run.device.lost() or self._spoiled.lost(item)
-        if run.lost is None and not run.measurements and not run.relations:
+        if run.lost is None and not run.judged and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
-        if run.lost is not None:
-            verdict = measured.not_measured(run.lost)
-        else:
-            self._explaining.explain_call(item, measured, run)
-            verdict = self._judging.verdict(item, measured, run.measurements, run.relations)
-        slug = self._environment(run.device).slug
-        verdict = self._judging.with_missing(measured, verdict, slug)
-        self._judging.conclude(item, measured, verdict, run.device.memory_title)
+        if run.lost is None:
+            run.explain_call()
+        run.judging.conclude(run.verdict(), run.device.memory_title)
         return result
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
+        judging = self._judging(item, measured)
         if measured.has_fixture:
             # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
-            self._judging.conclude(item, measured, verdict)
+            judging.conclude(verdict)
         result = yield
-        self._judging.conclude(item, measured, verdict)
+        judging.conclude(verdict)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -316,6 +312,9 @@ class Measuring:
             self._open.release()
             self._open = None
         self._heap.close()
+
+    def _judging(self, item: pytest.Item, measured: Measured) -> Judging:
+        return Judging(self._config, self._settings, self._store, item, measured)
 
     def _residency(self, device: Device) -> Residency:
         return self._residencies.setdefault(device.name, Residency(device))
@@ -362,7 +361,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
             result = yield
             ended = True
         if not run.measures_itself:
-            run.keep(run.draft(Workload("call"), figures().memory_metrics(), workspaces=figures().workspaces))
+            run.keep_figures(Workload("call"), figures())
     except MeasuringError as error:
         if not ended:
             raise

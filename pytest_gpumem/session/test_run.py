@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.explain.recording import Expected, Left, Subject, not_explained_note
-from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, Workload
+from pytest_gpumem.explain.recording import Expected, Left, Subject
+from pytest_gpumem.measurement import Measurement, MeasuringError
+from pytest_gpumem.session.explaining import call_again
 from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.measuring_context import MeasuringContext
 from pytest_gpumem.steps.random_numbers import RandomNumbers
@@ -21,66 +22,51 @@ from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import pytest
-
     from pytest_gpumem.devices.contract import Device, Known
     from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.measurement import Environment, Workload
+    from pytest_gpumem.session.explaining import ExplainingTest
+    from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.ownership import OwnBytes, Residency
-    from pytest_gpumem.steps.measuring_context import Explaining
+    from pytest_gpumem.steps.measured import MeasuredStep, PreparedStep
     from pytest_gpumem.timing.time_budget import TimeBudget
     from pytest_gpumem.values.composition import Explanation
-    from pytest_gpumem.values.operator_counts import Tally
-    from pytest_gpumem.values.times import Times
-
-
-def never(_: Measurement) -> bool:
-    """Nothing is explained, or taken again."""
-    return False
 
 
 class TestRun:
-    """A measured test from its set-up to the end of its call.
+    """A measured test from its set-up to the end of its call: measured, judged, and explained where that is wanted.
 
-    ``time_budget`` is what timing its steps may take, ``None`` where none is timed; ``seen`` is told every measurement;
-    ``wants`` tells which of them are explained, by means of ``explaining``, and ``doubts`` of which the time is taken again.
+    ``time_budget`` is what timing its steps may take, ``None`` where none is timed.
     """
 
     __test__ = False
 
     def __init__(
         self,
-        item: pytest.Item,
+        judging: Judging,
+        explaining: ExplainingTest,
         device: Device,
         residency: Residency,
         environment: Environment,
-        *,
         time_budget: TimeBudget | None,
-        seen: Callable[[Measurement], None],
-        explaining: Explaining | None = None,
-        wants: Callable[[Measurement], bool] = never,
-        doubts: Callable[[Measurement], bool] = never,
-        wants_places: Callable[[Measurement], bool] = never,
     ) -> None:
-        self.item = item
+        self.item = judging.item
+        self.judging = judging
         self.device = device
         self.windows = Windows(device)
-        self.bench = MeasuringContext(device, self.windows, time_budget, explaining)
-        self.wants = wants
-        """Whether a measurement of this test is to be explained."""
-        self.wants_places = wants_places
-        """Whether it is to be told at which lines the counts of a measurement come about."""
-        self.doubts = doubts
-        """Whether the time of a measurement of this test is to be taken again."""
-        self.measurements: list[Measurement] = []
-        self.measures_itself = False
+        self.context = MeasuringContext(device, self.windows, time_budget, explaining.means)
+        self.judged: list[Judged] = []
+        """What was measured, with the verdicts."""
+        self.measures_itself = judging.measured.has_fixture
         """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
         self.relations = 0
         """How many relations the test asserted with the fixture, and saw hold."""
         self.lost: str | None = None
         """Why its figures cannot be believed, as a clause."""
+        self._explaining = explaining
         self._residency = residency
         self._environment = environment
-        self._seen = seen
         self._failure: BaseException | None = None
         self._at_call: tuple[OwnBytes, int] | None = None
         self._random: RandomNumbers | None = None
@@ -88,6 +74,22 @@ class TestRun:
         self._known_at_call: Known = frozenset()
         self._attributes: frozenset[str] = frozenset()
         """What the test's instance had when its call began."""
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        return [one.measurement for one in self.judged]
+
+    def stored_names(self) -> list[str]:
+        """Return the names of the test's measurements that have a baseline for its device."""
+        return self.judging.stored_names(self._environment.slug)
+
+    def verdict(self) -> TestVerdict:
+        """The verdict on the test, which has come to the end of its call."""
+        if self.lost is not None:
+            verdict, judged = self.judging.measured.not_measured(self.lost), []
+        else:
+            verdict, judged = self.judging.verdict(self.judged, self.relations), self.judged
+        return replace(verdict, missing=self.judging.missing(judged, self._environment.slug))
 
     def begin_call(self) -> None:
         """The call is about to begin: from here on, what is allocated is the test's."""
@@ -145,74 +147,105 @@ class TestRun:
             )
         )
 
-    def keep(self, measurement: Measurement) -> Measurement:
-        """Keep a measurement of this test, which `draft` made."""
+    def measure(self, prepared: PreparedStep) -> MeasuredStep:
+        """Measure a step. Where memory runs out it is told where it went."""
+        try:
+            return prepared.measure()
+        except Exception as error:
+            self._explain_out_of_memory(error, prepared.subject())
+            raise
+
+    def judge(
+        self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
+    ) -> Judged:
+        """Judge a step that was measured, with other samples of its time while that is doubted; then explain it.
+
+        ``explain`` says whether it is explained; ``None`` where the verdict and the settings decide.
+        """
+        judged = self.judging.judge(self._draft_of(step, name))
+        while step.may_be_timed_again and self._doubts_time(judged):
+            step = prepared.time_again(step)
+            judged = self.judging.judge(self._draft_of(step, name))
+        explaining = self._explaining
+        if explaining.means is None:
+            return judged
+        if explain is not False and explaining.wants_places(judged):
+            by_operator = prepared.locate(step).figures.counted.by_operator
+            judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
+        if explaining.wants(judged) if explain is None else explain:
+            judged = _explained(judged, prepared.explain(step))
+        return judged
+
+    def _doubts_time(self, judged: Judged) -> bool:
+        time_budget = self.context.time_budget
+        decides_only = time_budget is not None and not time_budget.may_look_again
+        return self.judging.doubts_time(judged, decides_only=decides_only)
+
+    def keep(self, judged: Judged) -> Measurement:
+        """Keep a measurement of this test."""
+        measurement = judged.measurement
         if measurement.peak_allocated <= 0:
             self.lost = (
                 f"{measurement.name} held no tensor on {self.device.torch_device}: it runs elsewhere, or not at all"
             )
-        self.measurements.append(measurement)
-        self._seen(measurement)
+        self.judged.append(judged)
+        self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
 
-    def draft(
-        self,
-        workload: Workload,
-        metrics: dict[str, float] | dict[str, int],
-        *,
-        name: str | None = None,
-        settled: bool = True,
-        notes: tuple[str, ...] = (),
-        recomputed: int | None = None,
-        explanation: Explanation | None = None,
-        times: Times | None = None,
-        work: Mapping[str, float] | None = None,
-        lowest_peak: int | None = None,
-        by_operator: Mapping[str, tuple[Tally, ...]] | None = None,
-        workspaces: int = 0,
-    ) -> Measurement:
+    def keep_figures(self, workload: Workload, figures: Figures, name: str | None = None) -> Measurement:
+        """Judge and keep what `tracked` measured."""
+        draft = self._draft(workload, figures.memory_metrics(), name, workspaces=figures.workspaces)
+        return self.keep(self.judging.judge(draft))
+
+    def _draft_of(self, step: MeasuredStep, name: str | None) -> Measurement:
+        figures = step.figures
+        return self._draft(
+            step.workload,
+            step.metrics(),
+            name,
+            settled=figures.settled,
+            notes=step.notes,
+            recomputed=step.recomputed,
+            times=figures.times,
+            work=step.work,
+            lowest_peak=figures.lowest_peak,
+            by_operator=figures.counted.by_operator,
+            workspaces=figures.memory.workspaces,
+        )
+
+    def _draft(self, workload: Workload, metrics: Mapping[str, float], name: str | None, **more: Any) -> Measurement:
         """A measurement of this test. Raises ``ValueError`` when it already has one of that name."""
-        taken = {measurement.name for measurement in self.measurements}
+        taken = {one.measurement.name for one in self.judged}
         if name in taken:
             raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
         environment = self._environment
-        return Measurement(
-            name or _numbered(workload.step, taken),
-            workload,
-            replace(environment, details={**environment.details, **self.device.libraries()}),
-            metrics,
-            settled,
-            notes,
-            recomputed,
-            explanation,
-            times,
-            work or {},
-            lowest_peak,
-            by_operator or {},
-            workspaces,
-        )
+        environment = replace(environment, details={**environment.details, **self.device.libraries()})
+        return Measurement(name or _numbered(workload.step, taken), workload, environment, metrics, **more)
 
-    def explain_call(self, call: Callable[[], object]) -> None:
-        """Run the test's call once more, recorded, and put its explanation into the measurement of the call.
+    def explain_call(self) -> None:
+        """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
+        if self.measures_itself or self._explaining.means is None or not self._explaining.wants(self.judged[-1]):
+            return
+        expected = Expected(self.judged[-1].measurement.peak_allocated, turnover=None)
+        self.judged[-1] = _explained(self.judged[-1], self.context.explain(self._call_subject(), expected))
 
-        What goes wrong this time is no failure of the test, which has passed; it is noted.
-        """
-        measurement = self.measurements[-1]
-        try:
-            explanation = self.bench.explain(
-                self._call_subject(call), Expected(measurement.peak_allocated, turnover=None)
-            )
-        except RAISED_BY_A_STEP as error:
-            self.measurements[-1] = replace(measurement, notes=(*measurement.notes, not_explained_note(error)))
-        else:
-            self.measurements[-1] = replace(measurement, explanation=explanation)
+    def explain_call_out_of_memory(self, error: BaseException) -> None:
+        """Run the call that ran out of memory once more, recorded, and tell where it went."""
+        if not self.measures_itself and self._at_call is not None:
+            self._explain_out_of_memory(error, self._call_subject())
 
-    def explain_call_out_of_memory(self, call: Callable[[], object]) -> None:
-        """Run the call that ran out of memory once more, recorded, and tell where it went if it runs out again."""
-        if self._at_call is not None:
-            self.bench.explain_out_of_memory(self._call_subject(call))
+    def _explain_out_of_memory(self, error: BaseException, subject: Subject) -> None:
+        """Tell where memory went, if ``error`` says that it ran out; the error stays what it is."""
+        if not self._explaining.explains(error):
+            return
+        # What the failed frames hold has to go, or memory would run out earlier this time.
+        clear_frames(error)
+        with suppress(*RAISED_BY_A_STEP):
+            explanation = self.context.explain_out_of_memory(subject)
+            if explanation is not None:
+                self._explaining.tell_out_of_memory(explanation)
 
-    def _call_subject(self, call: Callable[[], object]) -> Subject:
+    def _call_subject(self) -> Subject:
         def prepare() -> None:
             # The call begins again as it did: what it left on its fixtures and its instance is the first run's.
             self._residency.clear_left_gradients(self.item)
@@ -237,7 +270,7 @@ class TestRun:
             tracker.know(inputs=values)
 
         return Subject(
-            lambda _: call(),
+            lambda _: call_again(self.item),
             own=lambda: list(self._residency.storages(self.item)),
             own_bytes=lambda: self._residency.own(self.item).total,
             know=know,
@@ -266,3 +299,11 @@ def _numbered(name: str, taken: set[str]) -> str:
     """``name``, or ``name-2``, ``name-3``, ...: the first that is not taken."""
     numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(candidate for candidate in numbered if candidate not in taken)
+
+
+def _explained(judged: Judged, explanation: Explanation | str) -> Judged:
+    """The measurement with its explanation, or with the clause that says why there is none."""
+    measurement = judged.measurement
+    if isinstance(explanation, str):
+        return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))
+    return judged.explained(replace(measurement, explanation=explanation))

@@ -1,251 +1,178 @@
-"""Measures a model's step under a config, from what a test author hands in to figures."""
+"""A step that is ready to run: measured, timed again, located and explained as its caller asks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.recording import Expected, is_out_of_memory, not_explained_note
+from pytest_gpumem.explain.places import Places
+from pytest_gpumem.explain.recording import Expected, Subject, phase
 from pytest_gpumem.measurement import ITEMS, Workload
-from pytest_gpumem.steps.batches import describe, number_of_items, on_device, work_in
-from pytest_gpumem.steps.compiling import compile_now, compiled
+from pytest_gpumem.steps.batches import describe, number_of_items, work_in
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.dry_run import dry_run_inference
-from pytest_gpumem.steps.inference import infer_phases, quantized
-from pytest_gpumem.steps.lazy import initialise
-from pytest_gpumem.steps.model_step import build_model, given_model, parameters_of, precision_of
-from pytest_gpumem.steps.precision import batch_in_precision, in_precision
-from pytest_gpumem.steps.prepared import can_run, prepared_train_step
+from pytest_gpumem.steps.counting import located
+from pytest_gpumem.steps.model_step import parameters_of, precision_of
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import Phase
-from pytest_gpumem.steps.state import StateBytes, state_of
-from pytest_gpumem.steps.surroundings import surroundings
-from pytest_gpumem.torch_support.private_api import compiled_graphs
-from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
+from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.explain.recording import Subject
+    import torch
+
     from pytest_gpumem.explain.sites import Site
     from pytest_gpumem.explain.tracker import Tracker
-    from pytest_gpumem.steps.measuring_context import MeasuringContext
-    from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
-    from pytest_gpumem.steps.runner import StepFigures
+    from pytest_gpumem.steps.measuring_context import MeasuringContext, Start
+    from pytest_gpumem.steps.runner import Phase, StepFigures
     from pytest_gpumem.values.composition import Explanation
 
-_PLAIN = StepConfig()
+PLAIN = StepConfig()
 MOST_SAMPLES = 3
 """Of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What measuring a model's step gave. ``state`` is there when it was asked for."""
+    """What measuring a step gave."""
 
     figures: StepFigures
     workload: Workload
     work: Mapping[str, float]
     """What the step works on, by its name (``samples``, ``tokens``, ``items``); throughput is of the first."""
     notes: tuple[str, ...] = ()
-    state: StateBytes | None = None
     recomputed: int | None = None
-    explanation: Explanation | None = None
+
+    @property
+    def may_be_timed_again(self) -> bool:
+        times = self.figures.times
+        return times is not None and len(times.samples) < MOST_SAMPLES
 
     def metrics(self) -> dict[str, float]:
         """Every metric of the step: bytes, counts, seconds, items per second."""
-        return metrics_of(self.figures, next(iter(self.work.values()), None))
+        figures = self.figures
+        metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
+        times = figures.times
+        if times is not None:
+            metrics["step_time"] = times.median
+            metrics |= {f"{name}_time": seconds for name, seconds in times.phases.items()}
+            items = next(iter(self.work.values()), None)
+            if items is not None and times.median > 0:
+                metrics["throughput"] = items / times.median
+        return metrics
 
 
-Asking = Callable[[MeasuredStep], bool]
-"""A question about a step that has been measured."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStep:
+    """A step that is ready to run; ``start`` is what was live before its model was built.
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Whether a step that has been measured is ``wanted`` explained, and whether its time is ``doubted`` and taken again.
-
-    ``placed``: whether it is told at which lines its counts come about.
+    ``model`` is ``None`` for a function of the test's own. A step that changes ``state()`` is not like the next one.
     """
 
-    wanted: Asking | None = None
-    doubted: Asking | None = None
-    placed: Asking | None = None
+    context: MeasuringContext
+    name: str
+    phases: Sequence[Phase]
+    start: Start
+    held: object
+    """What leads to everything that the step holds between steps."""
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    batch: object = None
+    config: StepConfig = PLAIN
+    precision: str | None = None
+    """That of the model before its weights were quantised; ``None`` where it has it still."""
+    items: float | str | None = None
+    state: Callable[[], object] | None = None
+    notes: tuple[str, ...] = ()
+    recomputed: int | None = None
+    creation_sites: Mapping[int, Site] = field(default_factory=dict)
 
+    def measure(self) -> MeasuredStep:
+        """Run the step until it repeats, then measure it."""
+        figures = measure_step(
+            self.phases,
+            self.context.device,
+            self.context.windows,
+            own=self._storages,
+            own_before=self.start.own,
+            live_before=self.start.live,
+            time_budget=self.context.time_budget,
+            state=self.state,
+            compiled=self._compiled,
+        )
+        return MeasuredStep(figures, self._workload(), self._work(), (*self.notes, *figures.notes()), self.recomputed)
 
-NOTHING = Asked()
+    def time_again(self, step: MeasuredStep) -> MeasuredStep:
+        """Return ``step``, which was measured and timed, with one more sample of its time."""
+        times, time_budget = step.figures.times, self.context.time_budget
+        assert times is not None, "only a step that was timed is timed again"
+        assert time_budget is not None, "same"
+        sample = sample_again(
+            self.phases, self.context.device, self.context.windows, self._storages, time_budget.second_look
+        )
+        time_budget.look(SECONDS_BETWEEN_SAMPLES + sample.spent)
+        times = replace(times, samples=(*times.samples, sample))
+        return replace(step, figures=replace(step.figures, times=times))
 
+    def locate(self, step: MeasuredStep) -> MeasuredStep:
+        """Return ``step`` with the lines at which what it counts is called; the step is run once more for that."""
+        counted, context = step.figures.counted, self.context
+        # Kernels are told by the GPU, which does not know lines.
+        if not any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs")):
+            return step
+        assert context.explaining is not None, "only asked for where something is explained"
+        context.windows.border()
+        places = Places(context.explaining.sites, context.device.torch_device)
+        with cyclic_collector_off(), random_numbers_given_back(context.device):
+            counted = located(lambda: [phase.run() for phase in self.phases], context.device, counted, places)
+        context.device.pop_peak()
+        return replace(step, figures=replace(step.figures, counted=counted))
 
-def metrics_of(figures: StepFigures, items: float | None) -> dict[str, float]:
-    """The metrics of a measured step; throughput when ``items`` says how much a step works on."""
-    metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
-    times = figures.times
-    if times is not None:
-        metrics["step_time"] = times.median
-        metrics |= {f"{name}_time": seconds for name, seconds in times.phases.items()}
-        if items is not None and times.median > 0:
-            metrics["throughput"] = items / times.median
-    return metrics
+    def explain(self, step: MeasuredStep) -> Explanation | str:
+        """Run the step once more, recorded, and tell what its peak is made of; a clause says why it cannot be told."""
+        figures = step.figures
+        memory = figures.memory
+        expected = Expected(memory.peak_allocated, memory.turnover or None, memory.own if figures.growth else None)
+        return self.context.explain(self.subject(), expected)
 
+    def subject(self) -> Subject:
+        """The step as it is recorded."""
 
-def measure_function(
-    bench: MeasuringContext, fn: Callable[[], object], items: float | None = None, asked: Asked = NOTHING
-) -> MeasuredStep:
-    """Measure ``fn()`` as a step that repeats. What it holds belongs to the step."""
-    with random_numbers_given_back(bench.device):
-        return _measured_function(bench, fn, items, asked)
+        def run(tracker: Tracker) -> None:
+            for one in self.phases:
+                with phase(tracker, one.name):
+                    one.run()
 
-
-def _measured_function(
-    bench: MeasuringContext, fn: Callable[[], object], items: float | None, asked: Asked
-) -> MeasuredStep:
-    start = bench.begin(fn)
-    phases = [Phase("step", fn)]
-
-    def know(tracker: Tracker) -> None:
-        tracker.known.within(fn)
-        tracker.know(inputs=fn)
-
-    subject = bench.subject(phases, start, lambda: fn, know=know)
-    with out_of_memory_explained(bench, subject, asked.wanted):
-        figures = bench.measure(phases, start, held=lambda: fn)
-    notes = figures.notes()
-    work = {} if items is None else {ITEMS: number_of_items(items)}
-    step = timed_again(MeasuredStep(figures, Workload("measure"), work, notes), bench, phases, lambda: fn, asked)
-    step = placed(step, bench, phases, asked)
-    return explained(step, bench, subject, asked.wanted)
-
-
-def measure_train_step(
-    bench: MeasuringContext,
-    model_or_factory: ModelOrFactory,
-    batch: Any,
-    *,
-    config: StepConfig | None = None,
-    loss: Loss | None = None,
-    optimizer: OptimizerOrFactory | None = None,
-    items: float | str | None = None,
-    with_state: bool = False,
-    asked: Asked = NOTHING,
-) -> MeasuredStep:
-    """Measure forward + backward + optimizer. Without a config: plainly, in the model's own precision, with AdamW.
-
-    Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no
-    step, and `CannotRun` where the device cannot.
-    """
-    with prepared_train_step(bench, model_or_factory, batch, config=config, loss=loss, optimizer=optimizer) as prepared:
-        training, seen = prepared.training, prepared.seen
-        subject = prepared.subject()
-        with out_of_memory_explained(bench, subject, asked.wanted):
-            figures = prepared.measure()
-        state = state_of(training, figures, bench) if with_state else None
-        notes = (*seen.notes, *figures.notes())
-        work = work_in(training.batch, items)
-        step = MeasuredStep(figures, prepared.workload(), work, notes, state, seen.recomputed)
-        step = timed_again(step, bench, prepared.phases, prepared.held, asked)
-        step = placed(step, bench, prepared.phases, asked)
-        return explained(step, bench, subject, asked.wanted)
-
-
-def timed_again(
-    step: MeasuredStep, bench: MeasuringContext, phases: Sequence[Phase], held: Callable[[], object], asked: Asked
-) -> MeasuredStep:
-    """The step, with other samples of its time as long as those that there are leave it ``doubted``, and `MOST_SAMPLES`."""
-    times = step.figures.times
-    while times is not None and len(times.samples) < MOST_SAMPLES and asked.doubted is not None and asked.doubted(step):
-        times = replace(times, samples=(*times.samples, bench.sample_again(phases, held)))
-        step = replace(step, figures=replace(step.figures, times=times))
-    return step
-
-
-def placed(step: MeasuredStep, bench: MeasuringContext, phases: Sequence[Phase], asked: Asked) -> MeasuredStep:
-    """The step, with the lines of its counts if they are asked for."""
-    counted = step.figures.counted
-    # Kernels are told by the GPU, which does not know lines.
-    if not any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs")):
-        return step
-    if bench.explaining is None or asked.placed is None or not asked.placed(step):
-        return step
-    return replace(step, figures=replace(step.figures, counted=bench.locate(phases, counted)))
-
-
-def explained(step: MeasuredStep, bench: MeasuringContext, subject: Subject, wanted: Asking | None) -> MeasuredStep:
-    """The step, with its explanation if it is ``wanted``."""
-    if bench.explaining is None or wanted is None or not wanted(step):
-        return step
-    memory = step.figures.memory
-    own = memory.own if step.figures.growth else None
-    expected = Expected(memory.memory_metrics()["peak_allocated"], memory.turnover or None, own)
-    try:
-        return replace(step, explanation=bench.explain(subject, expected))
-    except RAISED_BY_A_STEP as error:
-        return replace(step, notes=(*step.notes, not_explained_note(error)))
-
-
-@contextmanager
-def out_of_memory_explained(bench: MeasuringContext, subject: Subject, wanted: Asking | None) -> Iterator[None]:
-    """An out-of-memory error within is explained on its way out."""
-    try:
-        yield
-    except Exception as error:
-        explains = bench.explaining is not None and bench.explaining.ran_out is not None
-        if explains and wanted is not None and is_out_of_memory(error):
-            # What the step's frames hold has to go, or memory would run out earlier this time.
-            clear_frames(error)
-            with suppress(*RAISED_BY_A_STEP):
-                bench.explain_out_of_memory(subject)
-        raise
-
-
-def measure_infer_step(
-    bench: MeasuringContext,
-    model_or_factory: ModelOrFactory,
-    batch: Any,
-    *,
-    config: StepConfig | None = None,
-    items: float | str | None = None,
-    asked: Asked = NOTHING,
-) -> MeasuredStep:
-    """Measure one forward pass, or with ``cache=on`` a prompt and the token after it. Raises as `measure_train_step`."""
-    config = config or _PLAIN
-    config.only_for("infer_step")
-    device = bench.device.torch_device
-    can_run(bench.device, config)
-    batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = given_model(model_or_factory)
-    with ExitStack() as stack:
-        stack.enter_context(random_numbers_given_back(bench.device))
-        start = bench.begin((given, batch))
-        creation_sites: dict[int, Site] = {}
-        with bench.born(creation_sites):
-            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-            initialise(model, batch, config, bench.device, training=False)
-            precision = precision_of(model)
-            model = quantized(model, config, given is not None)
-        stack.enter_context(surroundings(model, config, bench.device, training=False))
-        dry_run_inference(infer_phases(model, model, batch, config, device), config)
-        run = stack.enter_context(compiled(model, config.compile))
-        phases = infer_phases(model, run, batch, config, device)
-        compile_now(phases, config.compile)
-        compiles = config.compile != "none"
-
-        def know(tracker: Tracker) -> None:
-            tracker.know(model, inputs=batch)
-
-        subject = bench.subject(
-            phases, start, lambda: (model, batch), know=know, births_of=creation_sites, compiled=compiles
+        return Subject(
+            run,
+            own=lambda: list(self._storages()),
+            own_bytes=lambda: self.start.own + self.context.device.live() - self.start.live,
+            know=self._know,
+            creation_sites=self.creation_sites,
+            compiled=self._compiled,
         )
 
-        def held() -> object:
-            return model, batch
+    def _know(self, tracker: Tracker) -> None:
+        if self.model is None:
+            tracker.known.within(self.held)
+            tracker.know(inputs=self.held)
+        else:
+            tracker.know(self.model, self.optimizer, self.batch)
 
-        with out_of_memory_explained(bench, subject, asked.wanted):
-            figures = bench.measure(
-                phases, start, held=held, state=compiled_graphs if compiles else None, compiled=compiles
-            )
-        workload = Workload("infer_step", config.text(precision), parameters_of(model), describe(batch))
-        step = MeasuredStep(figures, workload, work_in(batch, items), figures.notes())
-        step = placed(timed_again(step, bench, phases, held, asked), bench, phases, asked)
-        return explained(step, bench, subject, asked.wanted)
+    @property
+    def _compiled(self) -> bool:
+        return self.config.compile != "none"
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        return self.context.storages(self.held)
+
+    def _workload(self) -> Workload:
+        if self.model is None:
+            return Workload(self.name)
+        config = self.config.text(self.precision or precision_of(self.model))
+        return Workload(self.name, config, parameters_of(self.model), describe(self.batch))
+
+    def _work(self) -> dict[str, float]:
+        if self.model is not None:
+            return work_in(self.batch, self.items)
+        return {} if self.items is None else {ITEMS: number_of_items(self.items)}

@@ -1,4 +1,4 @@
-"""A model's step, ready to run: built on its device, rehearsed, checkpointed, in the surroundings that its config wants."""
+"""Steps made ready to run: built on their device, rehearsed, checkpointed, in the surroundings that their config wants."""
 
 from __future__ import annotations
 
@@ -7,122 +7,89 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.measurement import Workload
-from pytest_gpumem.steps.batches import describe, on_device
+from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.dry_run import DryRun, dry_run
+from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.dry_run import DryRun, dry_run, dry_run_inference
+from pytest_gpumem.steps.inference import infer_phases, quantized
 from pytest_gpumem.steps.lazy import initialise
-from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, parameters_of, precision_of
+from pytest_gpumem.steps.measured import PLAIN, PreparedStep
+from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, precision_of
 from pytest_gpumem.steps.optimizers import optimizer_named
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
+from pytest_gpumem.steps.runner import Phase
 from pytest_gpumem.steps.surroundings import surroundings
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.explain.recording import Subject
     from pytest_gpumem.explain.sites import Site
-    from pytest_gpumem.explain.tracker import Tracker
-    from pytest_gpumem.steps.measuring_context import MeasuringContext, Start
+    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.measuring_context import MeasuringContext
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
-    from pytest_gpumem.steps.runner import Phase, StepFigures
-
-_PLAIN = StepConfig()
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedTrainStep:
-    """A training step that is ready to run under its config, on ``bench``; ``start`` is what was live before its model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTrainStep(PreparedStep):
+    """A training step that is ready to run under its config."""
 
-    bench: MeasuringContext
     training: Training
-    phases: tuple[Phase, ...]
-    start: Start
-    seen: DryRun
-    creation_sites: Mapping[int, Site]
 
-    def measure(self) -> StepFigures:
-        """Run the step until it repeats, then measure it."""
-        training = self.training
-        compiles = training.config.compile != "none"
-        # A scale that falls in every step tells nothing of the next one.
-        scales = training.scaler is not None and not self.seen.overflows
-        return self.bench.measure(
-            self.phases,
-            self.start,
-            held=self.held,
-            state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
-            compiled=compiles,
+
+@contextmanager
+def prepared_function(
+    context: MeasuringContext, fn: Callable[[], object], items: float | None = None
+) -> Iterator[PreparedStep]:
+    """Within, ``fn()`` stands ready as a step that repeats. What it holds belongs to the step."""
+    with random_numbers_given_back(context.device):
+        start = context.begin(fn)
+        yield PreparedStep(
+            context=context, name="measure", phases=[Phase("step", fn)], start=start, held=fn, items=items
         )
-
-    def subject(self) -> Subject:
-        """The step as it is recorded."""
-        training = self.training
-
-        def know(tracker: Tracker) -> None:
-            tracker.know(training.model, training.optimizer, training.batch)
-
-        return self.bench.subject(
-            self.phases,
-            self.start,
-            held=self.held,
-            know=know,
-            births_of=self.creation_sites,
-            compiled=training.config.compile != "none",
-        )
-
-    def held(self) -> object:
-        """What leads to everything that the step holds between steps."""
-        training = self.training
-        return training.model, training.batch, training.optimizer, training.scaler
-
-    def workload(self) -> Workload:
-        """What is trained, and how."""
-        model = self.training.model
-        config = self.training.config.text(precision_of(model))
-        return Workload("train_step", config, parameters_of(model), describe(self.training.batch))
 
 
 @contextmanager
 def prepared_train_step(
-    bench: MeasuringContext,
+    context: MeasuringContext,
     model_or_factory: ModelOrFactory,
     batch: Any,
     *,
     config: StepConfig | None = None,
     loss: Loss | None = None,
     optimizer: OptimizerOrFactory | None = None,
+    items: float | str | None = None,
 ) -> Iterator[PreparedTrainStep]:
-    """Within, a training step stands ready: built on the bench's device, rehearsed if a config was given, checkpointed.
+    """Within, a training step stands ready: forward + backward + optimizer.
 
-    Raises as `measure_train_step`.
+    It is built on the device, rehearsed if a config was given, and checkpointed. Without a config it runs plainly, in the
+    model's own precision, with AdamW. Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and
+    `CannotRun` where the device cannot.
     """
-    config_given, config = config is not None, config or _PLAIN
+    config_given, config = config is not None, config or PLAIN
     config.only_for("train_step")
-    if optimizer is not None and config.optimizer != _PLAIN.optimizer:
+    if optimizer is not None and config.optimizer != PLAIN.optimizer:
         raise ConfigError(
             f"optimizer= is given, and the step config says optimizer={config.optimizer}; give one of them"
         )
-    device = bench.device.torch_device
-    can_run(bench.device, config)
+    device = context.device.torch_device
+    can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
     given = given_model(model_or_factory)
     if given is not None:
         # Gradients that somebody left would be in the first step and not in the others.
         given.zero_grad(set_to_none=True)
     with ExitStack() as stack:
-        stack.enter_context(random_numbers_given_back(bench.device))
-        start = bench.begin((given, batch, optimizer))
+        stack.enter_context(random_numbers_given_back(context.device))
+        start = context.begin((given, batch, optimizer))
         creation_sites: dict[int, Site] = {}
-        with bench.born(creation_sites):
+        with context.born(creation_sites):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-            initialise(model, batch, config, bench.device, training=True)
+            initialise(model, batch, config, context.device, training=True)
         made = None
         if optimizer is not None or config.optimizer != "none":
             maker = optimizer_named(config.optimizer) if optimizer is None else optimizer
@@ -132,13 +99,81 @@ def prepared_train_step(
         if config.optimizer.endswith("-8bit"):
             # It compiles its step by itself.
             stack.enter_context(warnings_of_compiling())
-        stack.enter_context(surroundings(model, config, bench.device, training=True))
+        stack.enter_context(surroundings(model, config, context.device, training=True))
         seen = dry_run(training) if config_given else DryRun()
         stack.enter_context(checkpointed(model, config))
         training.run = stack.enter_context(compiled(model, config.compile))
         phases = training.phases()
         compile_now(phases, config.compile)
-        yield PreparedTrainStep(bench, training, tuple(phases), start, seen, creation_sites)
+        compiles = config.compile != "none"
+        # A scale that falls in every step tells nothing of the next one.
+        scales = training.scaler is not None and not seen.overflows
+        yield PreparedTrainStep(
+            context=context,
+            name="train_step",
+            phases=phases,
+            start=start,
+            held=(model, batch, made, training.scaler),
+            model=model,
+            optimizer=made,
+            batch=batch,
+            config=config,
+            items=items,
+            state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
+            notes=seen.notes,
+            recomputed=seen.recomputed,
+            creation_sites=creation_sites,
+            training=training,
+        )
+
+
+@contextmanager
+def prepared_infer_step(
+    context: MeasuringContext,
+    model_or_factory: ModelOrFactory,
+    batch: Any,
+    *,
+    config: StepConfig | None = None,
+    items: float | str | None = None,
+) -> Iterator[PreparedStep]:
+    """Within, one forward pass stands ready, or with ``cache=on`` a prompt and the token after it.
+
+    Raises as `prepared_train_step`.
+    """
+    config = config or PLAIN
+    config.only_for("infer_step")
+    device = context.device.torch_device
+    can_run(context.device, config)
+    batch = batch_in_precision(on_device(batch, device), config.precision)
+    given = given_model(model_or_factory)
+    with ExitStack() as stack:
+        stack.enter_context(random_numbers_given_back(context.device))
+        start = context.begin((given, batch))
+        creation_sites: dict[int, Site] = {}
+        with context.born(creation_sites):
+            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            initialise(model, batch, config, context.device, training=False)
+            precision = precision_of(model)
+            model = quantized(model, config, given is not None)
+        stack.enter_context(surroundings(model, config, context.device, training=False))
+        dry_run_inference(infer_phases(model, model, batch, config, device), config)
+        run = stack.enter_context(compiled(model, config.compile))
+        phases = infer_phases(model, run, batch, config, device)
+        compile_now(phases, config.compile)
+        yield PreparedStep(
+            context=context,
+            name="infer_step",
+            phases=phases,
+            start=start,
+            held=(model, batch),
+            model=model,
+            batch=batch,
+            config=config,
+            precision=precision,
+            items=items,
+            state=compiled_graphs if config.compile != "none" else None,
+            creation_sites=creation_sites,
+        )
 
 
 def can_run(device: Device, config: StepConfig) -> None:

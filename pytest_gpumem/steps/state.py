@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.measuring_context import MeasuringContext
+    from pytest_gpumem.steps.prepared import PreparedTrainStep
     from pytest_gpumem.steps.runner import StepFigures
-    from pytest_gpumem.steps.training import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,11 @@ class StateBytes:
     peak: int
 
 
-def state_of(training: Training, figures: StepFigures, bench: MeasuringContext) -> StateBytes:
+def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     """Run one more step and look at what model, optimizer and batch hold when all gradients are there."""
+    training = prepared.training
     model, optimizer = training.model, training.optimizer
-    device = bench.device.torch_device
+    device = prepared.context.device.torch_device
     parameters = [parameter for parameter in model.parameters() if not is_uninitialised(parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     seen: list[dict[str, int]] = []

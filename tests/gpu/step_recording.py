@@ -17,13 +17,14 @@ from torch.nn import functional
 from pytest_gpumem.devices.cuda_history import HistoryEntry, in_order_of_time, with_requested_sizes
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.compose import composition_of_peak
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.explain.trace import trace_from_plain
 from pytest_gpumem.steps.config import as_config
-from pytest_gpumem.steps.measured import Asked, measure_train_step
 from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
+from pytest_gpumem.steps.prepared import prepared_train_step
 from pytest_gpumem.values.composition import composition_from_plain
 from pytest_gpumem.values.events import tokens_from_plain, tokens_to_plain
 from tests.gpu.project import REPOSITORY
@@ -146,20 +147,30 @@ class Ran:
     recorded: Recorded
 
 
+class Kept(Artifacts):
+    """Recordings as they are, in place of files."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.recordings: list[Recorded] = []
+
+    def keep(self, recorded: Recorded) -> str | None:
+        self.recordings.append(recorded)
+        return None
+
+
 def run_step(device: Device, config: str = "fp32") -> Ran:
     """Measure and explain a training step of `TwoLayers` on an open device."""
-    kept: list[Recorded] = []
-
-    def ran_out(explanation: Explanation) -> None:
-        raise AssertionError(f"the step ran out of memory: {explanation}")
-
-    bench = MeasuringContext(
-        device, Windows(device), time_budget=None, explaining=Explaining(Sites(REPOSITORY), kept.append, ran_out)
+    kept = Kept(None, "", device)
+    context = MeasuringContext(
+        device, Windows(device), time_budget=None, explaining=Explaining(Sites(REPOSITORY), kept)
     )
-    step = measure_train_step(bench, TwoLayers, batch(), config=as_config(config), asked=Asked(lambda _: True))
-    assert step.explanation is not None
-    (recorded,) = kept
-    return Ran(step.metrics()["peak_allocated"], step.explanation, recorded)
+    with prepared_train_step(context, TwoLayers, batch(), config=as_config(config)) as prepared:
+        step = prepared.measure()
+        explanation = prepared.explain(step)
+    assert not isinstance(explanation, str), explanation
+    (recorded,) = kept.recordings
+    return Ran(step.metrics()["peak_allocated"], explanation, recorded)
 
 
 def recording_of(ran: Ran, stretch: Stretch, device: str, details: Mapping[str, str | int]) -> StepRecording:

@@ -10,9 +10,11 @@ from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.lazy import is_uninitialised
-from pytest_gpumem.steps.measured import measure_infer_step, measure_train_step
 from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.torch_support.static_access import elements_of
+from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 16
 PARAMETERS = (WIDTH * 32 + 32) + 2 * 32 + (32 * 4 + 4)
@@ -85,9 +87,12 @@ def test_a_model_can_be_trained_after_it_was_first_used_in_inference(bench):
 
 
 def test_a_lazy_module_that_is_never_called_counts_nothing(bench):
-    step = train(bench, PartlyUsed, with_state=True)
+    config = StepConfig.parse("fp32")
+    with prepared_train_step(bench, PartlyUsed, torch.ones(8, WIDTH), config=config) as prepared:
+        step = prepared.measure()
+        state = state_of(prepared, step.figures)
     assert step.workload.parameters == PARAMETERS
-    assert step.state.parameters.formula == step.state.parameters.measured == 4 * PARAMETERS
+    assert state.parameters.formula == state.parameters.measured == 4 * PARAMETERS
 
 
 def test_gradients_of_a_lazy_model_are_compared_with_equal_weights(bench):

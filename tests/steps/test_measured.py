@@ -11,16 +11,11 @@ import torch
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measured import (
-    MOST_SAMPLES,
-    Asked,
-    MeasuredStep,
-    measure_function,
-    measure_infer_step,
-    measure_train_step,
-)
+from pytest_gpumem.steps.measured import MOST_SAMPLES, MeasuredStep
 from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
 from pytest_gpumem.timing.time_budget import TimeBudget
+from tests.measuring import measure_function, measure_infer_step, measure_train_step
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 4
 F32 = 4
@@ -126,42 +121,47 @@ def test_the_phases_of_a_step_have_times_of_their_own(bench):
     assert all(seconds > 0 for seconds in phases.values())
 
 
-@timed
-def test_a_step_whose_time_is_doubted_has_another_sample_and_the_same_bytes(bench):
-    seen = []
-
-    def doubted(step: MeasuredStep) -> bool:
-        seen.append(step)
-        return True
-
-    believed = train(bench, asked=Asked(doubted=lambda _: False))
-    again = train(bench, asked=Asked(doubted=doubted))
-    assert len(believed.figures.times.samples) == len(seen[0].figures.times.samples) == 1
-    assert again.figures.times.samples[0] == seen[0].figures.times.samples[0]
-    assert len(again.figures.times.samples) == MOST_SAMPLES
-    assert again.figures.memory == believed.figures.memory
+def timed_as_often_as_it_may_be(prepared) -> MeasuredStep:
+    step = prepared.measure()
+    while step.may_be_timed_again:
+        step = prepared.time_again(step)
+    return step
 
 
 @timed
-@pytest.mark.parametrize("measure", [measure_function, measure_infer_step])
-def test_every_kind_of_step_is_timed_again_when_its_time_is_doubted(bench, measure):
-    given = (lambda: torch.ones(SAMPLES),) if measure is measure_function else (Model, batch)
-    step = measure(bench, *given, asked=Asked(doubted=lambda _: True))
+def test_a_step_that_is_timed_again_has_another_sample_and_the_same_bytes(bench):
+    with prepared_train_step(bench, Model, batch) as prepared:
+        first = prepared.measure()
+        again = prepared.time_again(first)
+    assert len(first.figures.times.samples) == 1
+    assert again.figures.times.samples[0] == first.figures.times.samples[0]
+    assert len(again.figures.times.samples) == 2
+    assert again.figures.memory == first.figures.memory
+
+
+@timed
+@pytest.mark.parametrize("prepare", [prepared_function, prepared_infer_step, prepared_train_step])
+def test_every_kind_of_step_is_timed_again_until_it_has_samples_enough(bench, prepare):
+    given = (lambda: torch.ones(SAMPLES),) if prepare is prepared_function else (Model, batch)
+    with prepare(bench, *given) as prepared:
+        step = timed_as_often_as_it_may_be(prepared)
     assert len(step.figures.times.samples) == MOST_SAMPLES == 3
 
 
 @timed
 def test_what_a_test_draws_after_a_function_was_measured_does_not_depend_on_how_often_it_was_timed(bench):
     before = torch.get_rng_state()
-    measure_function(bench, lambda: torch.rand(8), asked=Asked(doubted=lambda _: True))
+    with prepared_function(bench, lambda: torch.rand(8)) as prepared:
+        timed_as_often_as_it_may_be(prepared)
     assert torch.equal(torch.get_rng_state(), before)
     measure_function(replace(bench, time_budget=None), lambda: torch.rand(8))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_step_that_is_not_timed_is_not_timed_again(bench):
-    step = train(bench, asked=Asked(doubted=lambda _: True))
+def test_a_step_that_is_not_timed_may_not_be_timed_again(bench):
+    step = train(bench)
     assert step.figures.times is None
+    assert not step.may_be_timed_again
 
 
 def test_gradients_that_overflow_at_every_scale_leave_a_note(bench):

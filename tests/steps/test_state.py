@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measured import MeasuredStep, measure_train_step
 from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.prepared import prepared_train_step
 from pytest_gpumem.steps.state import Share, StateBytes
+from pytest_gpumem.steps.state import state_of as state_of_step
+
+if TYPE_CHECKING:
+    from pytest_gpumem.steps.measured import MeasuredStep
 
 INPUTS, OUTPUTS, SAMPLES = 64, 64, 8
 F32, COUNT = 4, 4
@@ -23,21 +29,22 @@ def bench(device):
 
 
 def state_of(bench, config="fp32", model=None, optimizer=None) -> StateBytes:
-    step = measured(bench, config, model, optimizer)
-    assert step.state.peak == step.figures.memory.memory_metrics()["peak_allocated"]
-    return step.state
+    return measured(bench, config, model, optimizer)[1]
 
 
-def measured(bench, config="fp32", model=None, optimizer=None) -> MeasuredStep:
-    return measure_train_step(
+def measured(bench, config="fp32", model=None, optimizer=None) -> tuple[MeasuredStep, StateBytes]:
+    with prepared_train_step(
         bench,
         model or (lambda: torch.nn.Linear(INPUTS, OUTPUTS)),
         lambda: torch.ones(SAMPLES, INPUTS),
         config=StepConfig.parse(config),
         loss=lambda output, _batch: output.sum(),
         optimizer=optimizer,
-        with_state=True,
-    )
+    ) as prepared:
+        step = prepared.measure()
+        state = state_of_step(prepared, step.figures)
+    assert state.peak == step.figures.memory.memory_metrics()["peak_allocated"]
+    return step, state
 
 
 def exactly(nbytes: int) -> Share:
@@ -150,6 +157,6 @@ def test_what_nobody_accounts_for_is_told_as_other(bench):
 
 
 def test_without_an_optimizer_a_step_has_no_optimizer_phase_and_no_state(bench):
-    step = measured(bench, "fp32,optimizer=none")
-    assert step.state.optimizer_state == exactly(0)
+    step, state = measured(bench, "fp32,optimizer=none")
+    assert state.optimizer_state == exactly(0)
     assert "peak_optimizer" not in step.metrics()

@@ -8,9 +8,11 @@ import torch
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measured import measure_infer_step, measure_train_step
 from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.torch_support.private_api import outside_autocast
+from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 32
 
@@ -200,12 +202,7 @@ def test_a_scripted_model_is_seen_to_autocast(device):
 def test_gradients_that_the_optimizer_leaves_are_no_copy_of_its_state(device):
     model = Model()
     optimizer = torch.optim.AdamW(model.blocks[0].parameters())
-    step = measure_train_step(
-        MeasuringContext(device, Windows(device), time_budget=None),
-        model,
-        torch.ones(16, WIDTH),
-        optimizer=optimizer,
-        with_state=True,
-    )
-    assert step.state is not None
-    assert step.state.other == 0
+    context = MeasuringContext(device, Windows(device), time_budget=None)
+    with prepared_train_step(context, model, torch.ones(16, WIDTH), optimizer=optimizer) as prepared:
+        state = state_of(prepared, prepared.measure().figures)
+    assert state.other == 0

@@ -1,0 +1,25 @@
+"""Steps that are prepared and measured once, as nothing but a test of theirs needs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
+
+if TYPE_CHECKING:
+    from pytest_gpumem.steps.measured import MeasuredStep
+
+
+def measure_function(*args: Any, **kwargs: Any) -> MeasuredStep:
+    with prepared_function(*args, **kwargs) as prepared:
+        return prepared.measure()
+
+
+def measure_train_step(*args: Any, **kwargs: Any) -> MeasuredStep:
+    with prepared_train_step(*args, **kwargs) as prepared:
+        return prepared.measure()
+
+
+def measure_infer_step(*args: Any, **kwargs: Any) -> MeasuredStep:
+    with prepared_infer_step(*args, **kwargs) as prepared:
+        return prepared.measure()
