@@ -1,0 +1,148 @@
+"""The route of one training step through the package: how many files and frames it takes, and how often it is judged."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import pytest_gpumem
+from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.fixture import Gpumem
+from pytest_gpumem.gate.judge import judge
+from pytest_gpumem.measurement import Measurement
+from pytest_gpumem.session.judging import Judging
+from pytest_gpumem.steps.figures import Figures
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+PACKAGE = str(Path(pytest_gpumem.__file__).parent)
+STEP = """
+def test_it(gpumem):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    gpumem.train_step(model, torch.ones(8, 16), config="fp32", loss=lambda output, _: output.sum())
+"""
+MOST_FILES = 53
+"""A third of them are features of a step, a file each, and the device; what stands around these is to become less."""
+LONGEST_CHAIN = 14
+"""Frames of the package that call one another without any other code in between: down to the reading of the device."""
+DEEPEST = 20
+"""Frames of the package in all, with those that torch calls back while operators are counted."""
+
+
+@dataclass
+class Route:
+    """The functions of the package that ran from `Gpumem.train_step` to the verdict on the test."""
+
+    files: set[str] = field(default_factory=set)
+    calls: Counter[CodeType] = field(default_factory=Counter)
+    deepest: tuple[str, ...] = ()
+    chain: tuple[str, ...] = ()
+    _stack: list[FrameType] = field(default_factory=list)
+
+    def profile(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        # A part of a function, which Python has inlined since 3.12.
+        if not code.co_filename.startswith(PACKAGE) or code.co_name in ("<listcomp>", "<dictcomp>", "<setcomp>"):
+            return
+        if event == "call":
+            self.files.add(code.co_filename)
+            self.calls[code] += 1
+            self._stack.append(frame)
+            if len(self._stack) > len(self.deepest):
+                self.deepest = _names(self._stack)
+            own = self._stack[self._begins() :]
+            if len(own) > len(self.chain):
+                self.chain = _names(own)
+        elif event == "return":
+            self._stack.pop()
+
+    def _begins(self) -> int:
+        """The place in the stack from which on every frame was called by the one before."""
+        place = len(self._stack) - 1
+        while place > 0 and self._stack[place].f_back is self._stack[place - 1]:
+            place -= 1
+        return place
+
+    def times(self, function: Any) -> int:
+        return self.calls[function.__code__]
+
+
+def _names(stack: list[FrameType]) -> tuple[str, ...]:
+    return tuple(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}" for frame in stack)
+
+
+@pytest.fixture
+def route(monkeypatch):
+    """The route that the next step takes."""
+    taken = Route()
+    train_step, conclude = Gpumem.train_step, Judging.conclude
+
+    def begins(*args, **kwargs):
+        sys.setprofile(taken.profile)
+        return train_step(*args, **kwargs)
+
+    def ends(*args):
+        try:
+            return conclude(*args)
+        finally:
+            sys.setprofile(None)
+
+    def follow() -> Route:
+        monkeypatch.setattr(Gpumem, "train_step", begins)
+        monkeypatch.setattr(Judging, "conclude", ends)
+        return taken
+
+    yield follow
+    sys.setprofile(None)
+
+
+@pytest.fixture
+def recorded(project):
+    """A project with one step, and a baseline of it."""
+    project.write(STEP)
+    assert project.run("--gpumem-update=new").ret == 0
+    return project
+
+
+def test_a_step_takes_so_many_files_and_frames(recorded, route):
+    route = route()
+    assert recorded.run("--gpumem-baseline").ret == 0
+    assert len(route.files) <= MOST_FILES, sorted(route.files)
+    assert route.chain[0] == "fixture.train_step"
+    assert len(route.chain) <= LONGEST_CHAIN, route.chain
+    assert len(route.deepest) <= DEEPEST, route.deepest
+
+
+@pytest.mark.parametrize("explain", ["never", "on-failure", "always"])
+def test_a_step_is_judged_once(recorded, route, explain):
+    route = route()
+    assert recorded.run("--gpumem-baseline", f"--gpumem-explain={explain}").ret == 0
+    assert [route.times(one) for one in (judge, Measurement.__post_init__, Store.find)] == [
+        1,
+        # What it is made of is put into the measurement that was judged.
+        3 if explain == "always" else 1,
+        1,
+    ]
+
+
+def test_bytes_are_made_of_readings_once_for_each_step_that_is_compared_and_once_for_the_measurement(recorded, route):
+    route = route()
+    assert recorded.run("--gpumem-baseline").ret == 0
+    assert route.times(Figures.memory_metrics) == 3
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_a_step_is_judged_once_more_after_each_other_sample_of_its_time(recorded, route, monkeypatch, samples):
+    doubts = iter([True] * (samples - 1) + [False])
+    monkeypatch.setattr(Judging, "doubts_time", lambda *_, **__: next(doubts))
+    route = route()
+    assert recorded.run("--gpumem-baseline", "--junitxml=report.xml", timed=True).ret == 0
+    (verdict,) = recorded.verdicts()["test_it"]["verdicts"]
+    assert len(verdict["measurement"]["times"]["samples"]) == samples
+    assert route.times(judge) == samples
