@@ -145,7 +145,7 @@ def test_a_test_that_gave_no_figures_is_gone_with_the_reason_and_worse_if_it_fai
 
 OVER_BUDGET = measured(Outcome.OVER_BUDGET, failed=True)
 TORN = measured(failed=True)
-TORN = replace(TORN, verdict=replace(TORN.verdict, failure=None))
+TORN = replace(TORN, verdict=replace(TORN.verdict, failure=None), failed_in="teardown")
 RELATIONS = TestResult(
     TestVerdict("a.py", "test_r", failure="GPU memory: a relation does not hold\n\n  more"), False, True
 )
@@ -161,10 +161,10 @@ def after(*results, **changes):
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        (after(not_run=(TEST,)), ("a.py", "test_a", "it did not run to its end")),
+        (after(not_run=(TEST,)), ("a.py", "test_a", "It was selected, and did not finish")),
         (after(replace(OVER_BUDGET, verdict=replace(OVER_BUDGET.verdict, failure="over\nx"))), (*TEST, "over")),
-        (after(TORN), (*TEST, "its tear-down failed")),
-        (after(replace(TORN, verdict=replace(TORN.verdict, failed_by_itself=True))), (*TEST, "it failed by itself")),
+        (after(TORN), (*TEST, "Its tear-down failed")),
+        (after(replace(TORN, failed_in="call")), (*TEST, "The test itself failed")),
         (after(measured(), RELATIONS), ("a.py", "test_r", "GPU memory: a relation does not hold")),
     ],
     ids=["not run", "over budget", "tear-down", "by itself", "relations"],

@@ -208,7 +208,7 @@ def test_what_the_device_cannot_run_fails_a_strict_run(project):
     result = project.run("--gpumem-no-time", "--gpumem-strict")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
-        ["*Not measured, which --gpumem-strict does not let pass: TF32 is a format of NVIDIA GPUs, and this is a CPU"]
+        ["*Not measured (required by --gpumem-strict): TF32 is a format of NVIDIA GPUs, and this is a CPU"]
     )
 
 

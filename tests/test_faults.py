@@ -137,7 +137,7 @@ def test_a_killed_worker_loses_only_the_test_that_it_was_running(project):
     )
     result = project.run("--gpumem-update=new", "-n", "1", separate=True)
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["gpumem: 0 gated, 2 new, 1 not run to the end"])
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 2 new, 1 did not finish"])
     (text,) = project.stored().values()
     assert "tests.test_first.call" in text
     assert "tests.test_last.call" in text
@@ -200,7 +200,7 @@ def pytest_runtest_setup(item):
 def test_maxfail_keeps_what_was_measured(project):
     project.write(GOOD.format(name="first") + "def test_wrong():\n    assert False\n\n\n" + GOOD.format(name="never"))
     result = project.run("--gpumem-update=new", "-x")
-    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 new, 1 not run to the end"])
+    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 new, 1 did not finish"])
     (text,) = project.stored().values()
     assert "tests.test_first.call" in text
     assert "tests.test_never" not in text

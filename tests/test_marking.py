@@ -130,7 +130,7 @@ def test_doctests_and_tests_of_unittest_that_a_conftest_marks_run(project):
 
 IN_A_FIXTURE = "@pytest.fixture(autouse=True)\ndef late(request):\n    request.node.add_marker(pytest.mark.gpumem(max_memory='1 B'))\n\n\n"
 IN_SET_UP = "def pytest_runtest_setup(item):\n    item.add_marker(pytest.mark.gpumem(max_memory='1 B'))\n"
-LATE = "@pytest.mark.gpumem was added to this test when it was running already, and holds nothing: *"
+LATE = "@pytest.mark.gpumem was added to this test when it was running already, and has no effect: *"
 
 
 @pytest.mark.parametrize("option", ["--gpumem-baseline", "--gpumem-strict"])
@@ -229,7 +229,7 @@ def test_what_is_no_array_of_patterns_is_a_usage_error_with_file_and_key(project
 
 
 TOLD = "gpumem: measure = 'tests/gone/**' marks nothing: it matches no test; *"
-BUDGET_TOLD = "gpumem: the budget for tests = 'tests/gone/*' holds nothing: it matches no test; *"
+BUDGET_TOLD = "gpumem: the budget for tests = 'tests/gone/*' has no effect: it matches no test; *"
 
 
 @pytest.mark.parametrize(
@@ -259,5 +259,5 @@ def test_in_a_run_of_the_testpaths_every_pattern_is_looked_at(suite):
     lines = [line for line in suite.run().outlines if "matches no test" in line]
     assert [line.partition(";")[0] for line in lines] == [
         "gpumem: measure = 'test_*' marks nothing: it matches no test",
-        "gpumem: the budget for tests = '*_huge' holds nothing: it matches no test",
+        "gpumem: the budget for tests = '*_huge' has no effect: it matches no test",
     ]

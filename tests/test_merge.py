@@ -107,18 +107,18 @@ def test_each_test_that_failed_or_did_not_run_is_named_with_why(folder):
     gated = measured(Outcome.REGRESSED, ("a.py", "test_gated"), failed=True)
     results = (
         replace(gated, verdict=replace(gated.verdict, failure="GPU memory regressed: peak\n\n  a table")),
-        skipped(("a.py", "test_alone"), "it failed by itself", failed=True),
-        replace(measured(test=("a.py", "test_torn")), passed=False, failed=True),
+        replace(skipped(("a.py", "test_alone"), "the test itself failed", failed=True), failed_in="call"),
+        replace(measured(test=("a.py", "test_torn")), passed=False, failed=True, failed_in="teardown"),
         measured(test=("a.py", "test_well")),
     )
     write(folder, "a.json", shard(*results, not_run=(("b.py", "test_lost"),)))
     result = merge("a.json")
     assert result.exit_code == 1
     assert [line for line in result.output.splitlines() if line.startswith(("FAILED", "NOT RUN"))] == [
-        "FAILED a.py::test_alone - Not measured: it failed by itself",
+        "FAILED a.py::test_alone - The test itself failed",
         "FAILED a.py::test_gated - GPU memory regressed: peak",
-        "FAILED a.py::test_torn - It failed in its set-up or tear-down",
-        "NOT RUN b.py::test_lost - it was selected, and did not run to the end",
+        "FAILED a.py::test_torn - Its tear-down failed",
+        "NOT RUN b.py::test_lost - It was selected, and did not finish",
     ]
 
 
@@ -128,8 +128,8 @@ def test_whatever_a_test_that_failed_or_did_not_run_is_called_it_is_named_whole_
     write(folder, "a.json", shard(replace(measured(test=("a.py", test)), failed=True), not_run=(("a.py", lost),)))
     lines = merge("a.json").output.split("\n")
     shows = Screen().legible
-    assert lines.count(f"FAILED a.py::{shows(test)} - It failed in its set-up or tear-down") == 1
-    assert lines.count(f"NOT RUN a.py::{shows(lost)} - it was selected, and did not run to the end") == 1
+    assert lines.count(f"FAILED a.py::{shows(test)} - It failed in its set-up, its tear-down or a subtest") == 1
+    assert lines.count(f"NOT RUN a.py::{shows(lost)} - It was selected, and did not finish") == 1
     assert all(line.isprintable() for line in lines)
 
 

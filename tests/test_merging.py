@@ -16,7 +16,7 @@ from pytest_gpumem.reports.matrix import matrices
 from pytest_gpumem.reports.merging import MergeError, in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
-from pytest_gpumem.reports.summary import measured_in
+from pytest_gpumem.reports.view import measured_in
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -11,6 +12,9 @@ import pytest
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.json_report import from_json
+from pytest_gpumem.reports.layout import text_of
+from pytest_gpumem.reports.terminal import failure_lines
+from pytest_gpumem.reports.text_width import Screen
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 from tests.reports.test_github import command
@@ -216,3 +220,84 @@ def test_a_report_that_settings_ask_for_is_left_alone_by_sessions_that_measure_n
     project.write(source)
     project.run()
     assert ((project.path / "r.json").read_text(encoding="utf-8") == "an earlier one") is kept
+
+
+FAILING = """
+@pytest.fixture
+def broken():
+    raise RuntimeError("no data")
+
+
+@pytest.fixture
+def torn():
+    yield
+    raise RuntimeError("a file is left")
+
+
+@pytest.mark.gpumem(max_gb=0.01)
+class TestFailing:
+    def test_set_up(self, broken):
+        pass
+
+    def test_itself(self):
+        assert torch.ones(10).sum() == 9
+
+    def test_subtest(self, subtests):
+        torch.ones(10)
+        with subtests.test(msg="one of them"):
+            raise ValueError("wrong")
+
+    def test_tear_down(self, torn):
+        torch.ones(10)
+
+    def test_budget(self):
+        torch.ones(10 ** 7)
+
+    def test_after_a_subtest(self, subtests):
+        with subtests.test():
+            raise ValueError("wrong")
+        assert torch.ones(10).sum() == 9
+"""
+WHY = {
+    "test_set_up": "Its set-up failed",
+    "test_itself": "The test itself failed",
+    "test_subtest": "A subtest failed",
+    "test_tear_down": "Its tear-down failed",
+    "test_budget": "Memory over budget: peak 40.00 MB, budget 10.00 MB: +30.00 MB (+300.0 %)",
+    "test_after_a_subtest": "The test itself failed",
+}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["one process", "workers"])
+def test_why_a_test_failed_is_told_alike_wherever_it_is_told(github, workers):
+    github.write(FAILING)
+    ran = github.run("--gpumem-report=r.json", "--gpumem-report=r.html", "--gpumem-report=r.md", *workers)
+    found = [command(line) for line in ran.outlines if line.startswith("::error") and "Failing" in line]
+    annotated = {one["title"].rpartition("::")[2]: data.split("\n")[0] for _, one, data in found}
+    assert annotated == WHY
+    report = from_json((github.path / "r.json").read_text(encoding="utf-8"), "r.json")
+    told = [text_of(line) for line in failure_lines(report, Screen())]
+    assert sorted(told) == sorted(f"FAILED test_it.py::TestFailing::{test} - {why}" for test, why in WHY.items())
+    markdown = (github.path / "r.md").read_text(encoding="utf-8").replace("\\", "")
+    assert all(f"❌ `test_it.py::TestFailing::{test}`  \n{why}" in markdown for test, why in WHY.items())
+    assert markdown in (github.path / "summary.md").read_text(encoding="utf-8").replace("\\", "")
+    html = (github.path / "r.html").read_text(encoding="utf-8")
+    headlines = re.findall(
+        r'<h2 class="alone">test_it.py::TestFailing::(\w+)</h2>.*?<h3 class="why">(.*?)</h3>', html, re.DOTALL
+    )
+    assert dict(headlines) == WHY
+
+
+REFUSED = """
+def test_tf32(gpumem):
+    model = torch.nn.Linear(8, 8)
+    gpumem.train_step(model, torch.rand(4, 8), config="tf32")
+"""
+
+
+def test_what_the_gate_does_not_let_pass_unmeasured_did_not_fail_by_itself(github):
+    github.write(REFUSED)
+    ran = github.run("--gpumem-strict")
+    why = "Not measured (required by --gpumem-strict): TF32 is a format of NVIDIA GPUs, and this is a CPU"
+    assert [command(line)[2] for line in ran.outlines if "test_tf32" in line and line.startswith("::error")] == [why]
+    ran.stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (TF32 is a format of NVIDIA GPUs, and this is a CPU)"])

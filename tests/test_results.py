@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.results import PROPERTY, Results, TestResult, accounting, headline, nothing_gated
+from pytest_gpumem.reports.results import PROPERTY, Results, TestResult, accounting, nothing_gated
+from pytest_gpumem.reports.view import headline, why_failed
 
 unhurried = settings(deadline=None)
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -111,7 +112,7 @@ def test_a_test_that_fails_again_replaces_its_earlier_success():
         report(regressed, "call", "failed"),
         report(regressed, "teardown"),
     )
-    assert result == TestResult(regressed, passed=False, failed=True)
+    assert result == TestResult(regressed, passed=False, failed=True, failed_in="call")
 
 
 def test_a_test_that_is_run_again_and_does_not_get_to_its_end_did_not_pass():
@@ -185,8 +186,10 @@ def test_a_measured_test_that_failed_is_not_among_the_others_whether_it_has_a_re
 def test_a_failure_without_a_verdict_is_that_of_the_measured_test_it_is_of():
     """As of a subtest, which reports before its test does, and of a worker that crashed in a tear-down."""
     passed = [report(OK, "setup"), report(None, "call", "failed"), report(OK, "call"), report(OK, "teardown")]
-    assert collected(*passed) == [TestResult(OK, passed=False, failed=True)]
-    assert collected(report(OK, "call"), report(None, "???", "failed")) == [TestResult(OK, passed=False, failed=True)]
+    passed[1].context = "of a subtest"
+    assert collected(*passed) == [TestResult(OK, passed=False, failed=True, failed_in="subtest")]
+    crashed = [report(OK, "call"), report(None, "???", "failed")]
+    assert collected(*crashed) == [TestResult(OK, passed=False, failed=True, failed_in="worker")]
 
 
 @pytest.mark.parametrize(
@@ -196,13 +199,17 @@ def test_a_failure_without_a_verdict_is_that_of_the_measured_test_it_is_of():
             TestResult(replace(OK, failure="\n\nGPU memory regressed: ...\n  table"), False, True),
             "GPU memory regressed: ...",
         ),
-        (TestResult(unmeasured("no CUDA device"), False, True), "Not measured: no CUDA device"),
-        (TestResult(replace(OK, failed_by_itself=True), False, True), "It failed by itself"),
-        (TestResult(OK, False, True), "It failed in its set-up or tear-down"),
+        (TestResult(replace(OK, failed_by_itself=True), False, True), "The test itself failed"),
+        (TestResult(unmeasured("no CUDA device"), False, True, "call"), "The test itself failed"),
+        (TestResult(OK, False, True, "setup"), "Its set-up failed"),
+        (TestResult(OK, False, True, "subtest"), "A subtest failed"),
+        (TestResult(OK, False, True, "teardown"), "Its tear-down failed"),
+        (TestResult(OK, False, True, "worker"), "The process that ran it crashed"),
+        (TestResult(OK, False, True), "It failed in its set-up, its tear-down or a subtest"),
     ],
 )
 def test_why_a_test_failed_is_told_in_a_line(result, why):
-    assert headline(result) == why
+    assert headline(why_failed(result)) == why
 
 
 # Accounting
@@ -252,8 +259,8 @@ def test_of_many_reasons_two_are_told():
     assert line == "gpumem: 0 gated, 4 unmeasured (reason a; reason b; ...)"
 
 
-def test_tests_that_did_not_run_to_their_end_are_counted():
-    assert accounting(results(OK), not_run=3) == "gpumem: 1 gated, 3 not run to the end"
+def test_tests_that_did_not_finish_are_counted():
+    assert accounting(results(OK), not_run=3) == "gpumem: 1 gated, 3 did not finish"
 
 
 def test_a_test_within_its_budget_that_has_no_baseline_counts_as_gated_and_as_new():

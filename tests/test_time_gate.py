@@ -461,11 +461,11 @@ def test_a_budget_of_throughput_that_holds_nothing_fails(timed):
     result = timed.run()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["min_throughput='8 tokens/s' holds nothing: nothing is known of what its steps work on; *"]
+        ["min_throughput='8 tokens/s' has no effect: nothing is known of what its steps work on; *"]
     )
 
 
-# A limit on slowdowns that holds nothing
+# A limit on slowdowns that has no effect
 
 
 ONLY_TRACKED = """
@@ -490,7 +490,7 @@ def test_a_limit_of_a_test_that_times_no_step_fails_where_baselines_are_compared
     assert timed.run("--gpumem-update=new").ret == 0
     result = timed.run("--gpumem-baseline")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["max_slowdown='5 %' holds nothing: no step of this test was timed; *"])
+    result.stdout.fnmatch_lines(["max_slowdown='5 %' has no effect: no step of this test was timed; *"])
     assert timed.run("--gpumem-baseline", timed=False).parseoutcomes().get("failed") is None
 
 

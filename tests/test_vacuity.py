@@ -53,7 +53,7 @@ def test_strict_fails_each_test_that_could_not_be_measured(project, workers):
     result = project.run("--gpumem-strict", *workers, device=None, separate=HIDING or bool(workers))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["Not measured, which --gpumem-strict does not let pass: no CUDA device: *"])
+    result.stdout.fnmatch_lines(["Not measured (required by --gpumem-strict): no CUDA device: *"])
 
 
 def test_the_body_of_a_test_with_the_fixture_does_not_run_without_a_device(project):
@@ -107,7 +107,7 @@ def test_a_budget_that_matches_only_unmeasured_tests_is_pointed_out(project):
     result = project.run()
     assert result.ret == 0
     result.stdout.fnmatch_lines(
-        ["gpumem: the budget for tests = 'test_it.py' holds nothing: *give them @pytest.mark.gpumem, or *"]
+        ["gpumem: the budget for tests = 'test_it.py' has no effect: *give them @pytest.mark.gpumem, or *"]
     )
 
 
@@ -120,14 +120,14 @@ def test_a_budget_of_times_that_matches_only_tests_without_a_step_is_pointed_out
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         [
-            f"gpumem: {limit} of the budget for tests = 'test_it.py' holds nothing: no step is timed in the tests that it "
+            f"gpumem: {limit} of the budget for tests = 'test_it.py' has no effect: no step is timed in the tests that it "
             "matches; measure one with the gpumem fixture"
             for limit in ("max_slowdown", "min_throughput")
         ]
     )
     project.write("def test_step(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n", "test_it.py")
     result = project.run()
-    result.stdout.no_fnmatch_line("*holds nothing*")
+    result.stdout.no_fnmatch_line("*has no effect*")
 
 
 def test_a_gate_without_any_measured_test_says_so_and_strict_ends_red(project):

@@ -55,7 +55,7 @@ class Figures:
 
     figures: tuple[Figure, ...]
     without: int = 0
-    """Tests without a figure: not measured, not run to the end, or held by relations only."""
+    """Tests without a figure: not measured, not finished, or held by relations only."""
     disturbed: tuple[str, ...] = ()
     """Of each measurement whose times are left out, the clause that says why."""
     not_finite: tuple[str, ...] = ()

@@ -107,14 +107,14 @@ def work_of(measurement: Measurement, minimum: Rate | None) -> tuple[str, float]
 
 
 def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
-    """Why ``max_slowdown`` holds nothing in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
+    """Why ``max_slowdown`` has no effect in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
     if any(one.times is not None for one in measurements):
         return None
     return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
 
 
 def idle_throughput(minimum: Rate, measurements: list[Measurement]) -> str | None:
-    """Why ``min_throughput`` holds nothing in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
+    """Why ``min_throughput`` has no effect in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
     timed = [one for one in measurements if one.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")
@@ -123,13 +123,13 @@ def idle_throughput(minimum: Rate, measurements: list[Measurement]) -> str | Non
     known = sorted({name for one in timed for name in one.work})
     has = f"only {' and '.join(known)} are known" if known else "nothing is known"
     return (
-        f"min_throughput={str(minimum)!r} holds nothing: {has} of what its steps work on; "
+        f"min_throughput={str(minimum)!r} has no effect: {has} of what its steps work on; "
         f"say items=, the number of {minimum.of} of a step"
     )
 
 
 def _nothing_timed(limit: str) -> str:
     return (
-        f"{limit} holds nothing: no step of this test was timed; measure one with "
+        f"{limit} has no effect: no step of this test was timed; measure one with "
         "gpumem.measure, train_step or infer_step"
     )

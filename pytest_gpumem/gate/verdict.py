@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.gate.difference import Difference
 from pytest_gpumem.measurement import Measurement, from_plain
@@ -167,6 +167,19 @@ class Location:
 SKIPPED = "it was skipped"
 """Why a test that skipped itself was not measured."""
 
+FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
+"""Where a test failed: in one of pytest's phases, in a subtest, or because the process that ran it crashed."""
+
+WHY_FAILED: Mapping[FailedIn | None, str] = {
+    "setup": "its set-up failed",
+    "call": "the test itself failed",
+    "subtest": "a subtest failed",
+    "teardown": "its tear-down failed",
+    "worker": "the process that ran it crashed",
+    None: "it failed in its set-up, its tear-down or a subtest",
+}
+"""Why a test failed that the gate did not fail, as a clause; ``None`` stands for a test that does not say where."""
+
 
 @dataclass(frozen=True, slots=True)
 class TestVerdict:
@@ -191,6 +204,8 @@ class TestVerdict:
     """What the gate failed it with, as it was told; ``None`` when the gate let it pass."""
     missing: tuple[str, ...] = ()
     """The names of the measurements that it has baselines of on this device, and did not take."""
+    accept: str | None = None
+    """The command that makes what the gate failed it for its baseline; ``None`` where there is none."""
 
     @property
     def nodeid(self) -> str:
@@ -237,6 +252,7 @@ class TestVerdict:
             "location": None if self.location is None else asdict(self.location),
             "failure": self.failure,
             "missing": list(self.missing),
+            "accept": self.accept,
         }
 
     @classmethod
@@ -252,4 +268,5 @@ class TestVerdict:
             None if plain["location"] is None else Location(**plain["location"]),
             plain["failure"],
             tuple(plain["missing"]),
+            plain["accept"],
         )

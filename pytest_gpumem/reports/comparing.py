@@ -13,17 +13,15 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.comparison import Change, Compared, Failure, LeftOut, Row
+from pytest_gpumem.reports.view import rows_of
 from pytest_gpumem.values.device_names import EMULATED_SLUG
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.metrics import Tolerance
     from pytest_gpumem.reports.comparison import Place, Word
     from pytest_gpumem.reports.session_report import SessionReport
-
-_NOT_RUN = "it did not run to its end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +93,19 @@ def side_of_report(name: str, report: SessionReport) -> Side:
     figures: dict[Place, Measurement | Baseline] = {}
     unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
     failures: list[Failure] = []
-    for result in report.results:
-        test = result.verdict
-        if result.failed:
-            slugs = frozenset(one.measurement.environment.slug for one in test.verdicts)
-            failures.append(Failure(test.file, test.test, _why_failed(test), slugs))
-        if test.unmeasured:
-            unmeasured[test.file, test.test] = ("failed" if result.failed else "unmeasured"), test.unmeasured
-            continue
-        for one in test.verdicts:
-            place = Key(test.file, test.test, one.measurement.name), one.measurement.environment.slug
-            figures[place] = one.measurement
-    unmeasured |= dict.fromkeys(report.not_run, ("failed", _NOT_RUN))
-    failures += [Failure(*test, _NOT_RUN) for test in report.not_run]
+    for row in rows_of(report):
+        measurements = [one.verdict.measurement for one in row.measured]
+        if row.status.fails:
+            slugs = frozenset(one.environment.slug for one in measurements)
+            failures.append(Failure(row.file, row.test, row.headline, slugs))
+        why_not = None if row.result is None else row.result.verdict.unmeasured
+        if row.result is None or why_not:
+            unmeasured[row.file, row.test] = (
+                ("failed" if row.status.fails else "unmeasured"),
+                row.headline or why_not or "",
+            )
+        for one in measurements:
+            figures[Key(row.file, row.test, one.name), one.environment.slug] = one
     failures.sort(key=lambda one: (one.file, one.test))
     return Side(name, figures, unmeasured, tuple(failures), frozenset(report.not_collected))
 
@@ -115,14 +113,6 @@ def side_of_report(name: str, report: SessionReport) -> Side:
 def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Side:
     """The baselines of a store, as (slug, key, entry)."""
     return Side(name, {(key, slug): entry for slug, key, entry in entries})
-
-
-def _why_failed(test: TestVerdict) -> str:
-    if test.failure:
-        return test.failure.strip().partition("\n")[0]
-    if test.unmeasured:
-        return test.unmeasured
-    return "it failed by itself" if test.failed_by_itself else "its tear-down failed"
 
 
 def _row(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pytest_gpumem.gate.verdict import MetricVerdict
-    from pytest_gpumem.reports.summary import Measured
+    from pytest_gpumem.reports.view import Measured
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Explanation
 

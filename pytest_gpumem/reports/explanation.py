@@ -85,19 +85,15 @@ def growth_lines(difference: Difference, units: UnitSystem) -> list[str]:
     told = difference.explaining()
     rows = []
     for change in told:
-        row = change.row
         before = change.before.nbytes if change.before else 0
         after = change.after.nbytes if change.after else 0
         rows.append(
             (
-                category_of(row),
+                category_of(change.row),
                 format_bytes(before, units) if before else "-",
                 format_bytes(after, units) if after else "-",
                 format_bytes_change(change.nbytes, units),
-                row.module or _nowhere(row),
-                row.where,
-                row.operator if row.operator != REST else "",
-                row.what if row.operator != REST else "",
+                *places_of(change.row),
                 change.reason,
             )
         )
@@ -120,17 +116,7 @@ def composition_lines(title: str, composition: Composition, units: UnitSystem, m
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int, *, indent: int = 0) -> Table:
     """The largest rows of a composition."""
-    rows = [
-        (
-            category_of(row),
-            format_bytes(row.nbytes, units),
-            row.module or _nowhere(row),
-            row.where,
-            row.operator,
-            row.what,
-        )
-        for row in composition.rows[:most]
-    ]
+    rows = [(category_of(row), format_bytes(row.nbytes, units), *places_of(row)) for row in composition.rows[:most]]
     return Table(
         (
             Column(title, left=True),
@@ -178,5 +164,8 @@ def category_of(row: Row) -> str:
     return PLURALS.get(row.category, row.category)
 
 
-def _nowhere(row: Row) -> str:
-    return "" if row.operator == REST or not row.where else "(no module)"
+def places_of(row: Row) -> tuple[str, str, str, str]:
+    """The module, the line and the operator that blocks are of, and what they are; of the smaller rows nothing is known."""
+    if row.operator == REST:
+        return "", "", "", ""
+    return row.module or ("(no module)" if row.where else ""), row.where, row.operator, row.what

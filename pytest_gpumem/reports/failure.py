@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
@@ -10,7 +11,8 @@ from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
 from pytest_gpumem.reports.text_width import Screen
-from pytest_gpumem.reports.values import allowance, change, difference, shown
+from pytest_gpumem.reports.values import allowance, difference, shown, texts_of
+from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
 
@@ -25,21 +27,18 @@ def failure_text(
     verdict: TestVerdict,
     failing: frozenset[Outcome],
     units: UnitSystem,
-    *,
-    path: str,
+    accept: str | None = None,
     memory: str = "Memory",
-    options: Sequence[str] = (),
 ) -> str:
-    """Why a test fails for the outcomes in ``failing``.
+    """Return why a test fails for the outcomes in ``failing``.
 
-    ``path`` is the test's id as it can be typed, ``memory`` what its device's is called, ``options`` those of this session that
-    a command must repeat.
+    ``accept`` is the command of `accept_command`, ``memory`` what the memory of the device is called.
     """
     missing = verdict.missing_text if Outcome.MISSING in failing else None
     if verdict.unmeasured:
         unmeasured = Screen().legible(verdict.unmeasured)
         if missing is None:
-            return f"Not measured, which --gpumem-strict does not let pass: {unmeasured}"
+            return f"Not measured (required by --gpumem-strict): {unmeasured}"
         names = Screen().legible(", ".join(verdict.missing))
         lines = [
             f"Not measured any more: {unmeasured}",
@@ -55,7 +54,32 @@ def failure_text(
         return f"{blocks[0]}\n\n  mend:     measure it again, or take its baseline out of the store"
     if guilty or missing is None:
         blocks += [_block(one, failing, units, several, memory) for one in guilty or verdict.verdicts]
-    return "\n\n".join([*blocks, *_mending(verdict, guilty, failing, path, options)])
+    over = Outcome.OVER_BUDGET in failing and any(
+        metric.outcome is Outcome.OVER_BUDGET for one in guilty for metric in one.metrics
+    )
+    mending = [
+        *(["  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]"] if over else []),
+        *([f"  accept:   {accept}"] if accept else []),
+    ]
+    return "\n\n".join([*blocks, *(["\n".join(mending)] if mending else [])])
+
+
+def accept_command(
+    verdict: TestVerdict, failing: frozenset[Outcome], *, path: str, options: Sequence[str] = ()
+) -> str | None:
+    """Return the command that accepts what a test fails for, or ``None`` where no baseline would mend it.
+
+    ``path`` is the test's id as it can be typed, ``options`` those of this session that the command must repeat.
+    """
+    metrics = [one for each in verdict.verdicts for one in each.metrics if one.outcome in failing]
+    outcomes = {one.outcome for one in metrics} | ({Outcome.MISSING} & failing if verdict.missing else set())
+    new = {Outcome.NEW, Outcome.FOREIGN}
+    acceptable = new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE, Outcome.MISSING}
+    if verdict.unmeasured or not verdict.verdicts or outcomes.isdisjoint(acceptable):
+        return None
+    # Times that a baseline lacks, or has of another machine, only "all" replaces.
+    mode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
+    return " ".join(map(_quoted, ["pytest", path, f"--gpumem-update={mode}", *options]))
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
@@ -85,13 +109,9 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     if notes:
         lines += ["", *(f"  note: {note}" for note in notes)]
     if verdict.origin is not None:
-        origin = verdict.origin
-        parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
-        if origin.commit:
-            parts.append(f"commit {origin.commit}")
-        lines += ["", f"  baseline: {', '.join(parts)}"]
-        if origin.reason:
-            lines.append(f"  reason:   {origin.reason}")
+        lines += ["", f"  baseline: {origin_line(verdict.origin)}"]
+        if verdict.origin.reason:
+            lines.append(f"  reason:   {verdict.origin.reason}")
     return "\n".join(map(Screen().legible, lines))
 
 
@@ -115,7 +135,7 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
         workload = f"; another workload: {verdict.reason}" if verdict.reason else ""
         return f"{_subject(first, memory, what)} {against}, allowed {allowance(first, units)}{workload}"
     reason = verdict.reason or "it has no budget, and --gpumem-baseline was not given"
-    return f"Not compared, which --gpumem-strict does not let pass ({outcome.words}): {reason}"
+    return f"Not compared (required by --gpumem-strict): {outcome.words}, {reason}"
 
 
 def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
@@ -140,19 +160,7 @@ def _against(verdict: MetricVerdict, other: float | None, what: str, units: Unit
 
 def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> list[str]:
     guilty = _units_of(verdict, failing)
-    rows = [
-        (
-            METRICS[metric.metric].title,
-            shown(metric.metric, metric.baseline, units),
-            shown(metric.metric, metric.value, units, metric.of),
-            change(metric, units),
-            allowance(metric, units),
-            shown(metric.metric, metric.budget, units, metric.of),
-            "" if metric.outcome is Outcome.RECORDED else metric.outcome.words,
-        )
-        for metric in verdict.metrics
-        if _bears_on(metric, guilty)
-    ]
+    rows = [astuple(texts_of(metric, units)) for metric in verdict.metrics if _bears_on(metric, guilty)]
     header = ("metric", "baseline", "now", "change", "allowed", "budget", "")
     used = [number for number in range(len(header)) if number in (0, 2) or any(row[number] for row in rows)]
     last = len(used) - 1 if used[-1] == len(header) - 1 else -1
@@ -173,26 +181,6 @@ def _bears_on(metric: MetricVerdict, guilty: Collection[Unit]) -> bool:
         # The work, and what each phase took, tell why a step is slower; in growing memory they would be noise.
         return unit in guilty or (unit != "bytes" and not {"seconds", "items/s"}.isdisjoint(guilty))
     return True
-
-
-def _mending(
-    test: TestVerdict, guilty: Sequence[Verdict], failing: frozenset[Outcome], path: str, options: Sequence[str]
-) -> list[str]:
-    outcomes = {metric.outcome for one in guilty for metric in one.metrics}
-    outcomes = (outcomes | ({Outcome.MISSING} if test.missing else set())) & failing
-    lines = []
-    if Outcome.OVER_BUDGET in outcomes:
-        lines.append("  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]")
-    new = {Outcome.NEW, Outcome.FOREIGN}
-    if outcomes & (new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE, Outcome.MISSING}):
-        # Times that a baseline lacks, or has of another machine, only "all" replaces.
-        times = any(
-            metric.outcome in failing and metric.metric == "step_time" for one in guilty for metric in one.metrics
-        )
-        mode = "new" if outcomes <= new and not times else "all"
-        words = ["pytest", path, f"--gpumem-update={mode}", *options]
-        lines.append("  accept:   " + " ".join(_quoted(word) for word in words))
-    return ["\n".join(lines)] if lines else []
 
 
 def _quoted(word: str) -> str:

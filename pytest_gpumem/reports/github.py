@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_SUMMARY, markdown
+from pytest_gpumem.reports.view import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_gpumem.gate.verdict import TestVerdict
-    from pytest_gpumem.reports.results import TestResult
     from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.view import Row
 
 MOST_ANNOTATIONS = 10
 """Of a kind that GitHub shows of a step:
@@ -37,23 +37,19 @@ def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
     """Lines that the runner turns into annotations, errors before warnings, the most serious first.
 
     ``folder`` is the root directory as seen from the repository's root. An error for whatever makes the session red, a
-    warning for what is uncertain or holds nothing. Of more than `MOST_ANNOTATIONS` of a kind, the last tells how many more.
+    warning for what is uncertain or has no effect. Of more than `MOST_ANNOTATIONS` of a kind, the last tells how many more.
     """
-    failed = sorted((one for one in report.results if one.failed), key=_seriousness, reverse=True)
+    failed = sorted((row for row in rows_of(report) if row.status.fails), key=_seriousness, reverse=True)
     errors = [
         *(_line("error", "gpumem", problem) for problem in report.problems),
-        *(_of_a_test("error", one.verdict, _why_failed(one), folder) for one in failed),
-        *(
-            _line("error", f"gpumem: {test}", "it was selected, and did not run to the end", _at(f"{folder}{file}"))
-            for file, test in report.not_run
-        ),
+        *(_of_a_test("error", row, row.why, folder) for row in failed),
     ]
     warnings = [
         *(_line("warning", "gpumem", idle) for idle in report.selection.idle_budgets),
         *(
-            _of_a_test("warning", one.verdict, why, folder)
-            for one in report.results
-            if not one.failed and (why := _why_uncertain(one.verdict))
+            _of_a_test("warning", row, why, folder)
+            for row in rows_of(report)
+            if not row.status.fails and (why := _why_uncertain(row))
         ),
     ]
     return [*_limited("error", errors), *_limited("warning", warnings)]
@@ -64,8 +60,9 @@ def notice_line(message: str) -> str:
     return _line("notice", "gpumem", message)
 
 
-def _seriousness(result: TestResult) -> tuple[bool, int]:
-    return not result.verdict.failed_by_itself, _ORDER.index(result.verdict.outcome)
+def _seriousness(row: Row) -> tuple[bool, bool, int]:
+    verdict = row.result.verdict if row.result is not None else None
+    return (False, False, 0) if verdict is None else (True, not verdict.failed_by_itself, _ORDER.index(verdict.outcome))
 
 
 def _limited(kind: str, lines: list[str]) -> list[str]:
@@ -75,29 +72,22 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
     return [*lines[: MOST_ANNOTATIONS - 1], _line(kind, "gpumem", f"{more} more, for which GitHub has no room here")]
 
 
-def _why_failed(result: TestResult) -> str:
-    verdict = result.verdict
-    if verdict.failure is not None:
-        return verdict.failure
-    return verdict.unmeasured or "it failed by itself"
-
-
-def _why_uncertain(verdict: TestVerdict) -> str:
+def _why_uncertain(row: Row) -> str:
     told = [
         f"{one.metric} is uncertain: {one.reason or 'its interval reaches beyond what is allowed'}"
-        for each in verdict.verdicts
-        for one in each.metrics
+        for each in row.measured
+        for one in each.verdict.metrics
         if one.outcome is Outcome.UNCERTAIN
     ]
     return "\n".join(told)
 
 
-def _of_a_test(kind: str, verdict: TestVerdict, message: str, folder: str) -> str:
-    title = f"gpumem: {verdict.test}"
+def _of_a_test(kind: str, row: Row, message: str, folder: str) -> str:
+    title = f"gpumem: {row.test}"
     if len(visible(title)) > MOST_OF_A_TITLE:
-        message = f"{verdict.nodeid}\n{message}"
-    place = verdict.location
-    where = _at(f"{folder}{verdict.file}") if place is None else _at(f"{folder}{place.file}", place.line)
+        message = f"{row.title}\n{message}"
+    place = row.result.verdict.location if row.result is not None else None
+    where = _at(f"{folder}{row.file}") if place is None else _at(f"{folder}{place.file}", place.line)
     return _line(kind, title, message, where)
 
 

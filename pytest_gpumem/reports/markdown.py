@@ -9,16 +9,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.baselines.unused import unused_line
 from pytest_gpumem.reports import markdown_tables as tables
 from pytest_gpumem.reports.escaping import block, code, details, html_code, plain
 from pytest_gpumem.reports.matrix import matrices
-from pytest_gpumem.reports.results import headline
+from pytest_gpumem.reports.summary import reasons
+from pytest_gpumem.reports.view import origin_line, rows_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_gpumem.reports.results import TestResult
     from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.view import Row
+    from pytest_gpumem.units import UnitSystem
 
 MOST_OF_A_SUMMARY = 2**20
 """Bytes of a step's summary. Of more GitHub shows nothing, and reports an error:
@@ -42,10 +45,11 @@ _HEAD, _PROBLEM, _FAILED, _NOT_RUN, _DETAILS, _CHANGED, _NOT_COMPARED, _SAID, _E
 _MANY = {
     _PROBLEM: "problems",
     _FAILED: "tests that failed",
-    _NOT_RUN: "files with tests that did not run to the end",
+    _NOT_RUN: "files with tests that did not finish",
     _DETAILS: "tests' details",
     _MATRIX: "tables of configs",
 }
+_VERDICTS = {"passed": "✅ gpumem passed", "failed": "❌ gpumem failed", "idle": "⚪ gpumem gated nothing"}
 
 
 def markdown(report: SessionReport, *, most: int | None = None) -> str:
@@ -71,58 +75,51 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
         size -= _size(left_out[-1].text) + 2
     text = _joined(list(kept.values()), left_out)
     # An accounting line of kilobytes: reasons that tests gave.
-    return text if _size(text) <= most else f"### {_verdict(report)}\n\n{_omitted([])}\n"
+    return text if _size(text) <= most else f"### {_VERDICTS[state_of(report)]}\n\n{_omitted([])}\n"
 
 
 def _parts(report: SessionReport) -> Iterator[_Part]:
     units = report.terms.units
-    failed = [result for result in report.results if result.failed]
+    rows = rows_of(report)[: len(report.results)]
     line = report.accounting.removeprefix("gpumem: ")
-    yield _Part(_HEAD, "", f"### {_verdict(report)}: {plain(line)}")
+    yield _Part(_HEAD, "", f"### {_VERDICTS[state_of(report)]}: {plain(line)}")
     for problem in report.problems:
         yield _Part(_PROBLEM, "the problems", f"- **{plain(problem)}**")
     for file, tests in groupby(report.not_run, key=lambda test: test[0]):
         ids = ", ".join(code(f"{file}::{test}") for _, test in tests)
-        yield _Part(_NOT_RUN, "the tests that did not run to the end", f"- Not run to the end: {ids}")
-    for result in failed:
-        yield _Part(_FAILED, "a test that failed", f"❌ {code(result.verdict.nodeid)}  \n{plain(headline(result))}")
-        figures = _figures(result, report)
+        yield _Part(_NOT_RUN, "the tests that did not finish", f"- Did not finish: {ids}")
+    for row in [row for row in rows if row.status.fails]:
+        yield _Part(_FAILED, "a test that failed", f"❌ {code(row.title)}  \n{plain(row.headline)}")
+        figures = _figures(row, units)
         if figures:
             yield _Part(_DETAILS, "a test's details", details("What was measured", figures))
-    others = [result for result in report.results if not result.failed]
-    changed = tables.changed(others, units)
+    others = [row for row in rows if not row.status.fails]
+    changed = tables.changed([one for row in others for one in row.measured], units)
     if changed:
         title = "Changed, and not failed for it"
         yield _Part(_CHANGED, "what changed without failing", f"#### {title}\n\n{changed}")
-    reasons = tables.reasons(others)
-    if reasons:
-        yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in reasons))
-    said = [*report.said, *report.selection.idle_budgets, *_unused(report)]
+    why_not = reasons(result.verdict for result in report.results if not result.failed)
+    if why_not:
+        yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in why_not))
+    unused = [unused_line(report.unused)] if report.unused and report.passed else []
+    said = [*report.said, *report.selection.idle_budgets, *unused]
     if said:
         yield _Part(_SAID, "what became of the store", "\n".join(f"- {plain(one)}" for one in said))
-    every = tables.all_tests(report.results, units)
+    every = tables.all_tests(rows, units)
     if every:
         yield _Part(_ALL, "the table of all tests", details("All measured tests", every))
-    for title, rows in matrices(report.results).items():
-        yield _Part(
-            _MATRIX, "a table of configs", details(f"Configs of {html_code(title)}", tables.matrix(rows, units))
-        )
+    for title, configs in matrices(report.results).items():
+        table = tables.matrix(configs, units)
+        yield _Part(_MATRIX, "a table of configs", details(f"Configs of {html_code(title)}", table))
     yield _Part(_ENVIRONMENT, "the environment", details("Environment", tables.environment(report)))
 
 
-def _verdict(report: SessionReport) -> str:
-    if not report.passed:
-        return "❌ gpumem failed"
-    # Green is for what was held against something.
-    return "✅ gpumem passed" if any(result.verdict.gated for result in report.results) else "⚪ gpumem gated nothing"
-
-
-def _figures(result: TestResult, report: SessionReport) -> str:
+def _figures(row: Row, units: UnitSystem) -> str:
     """What was measured against what, what grew, and the command that accepts it."""
-    verdict, units = result.verdict, report.terms.units
     found = []
-    for one in verdict.verdicts:
-        if len(verdict.verdicts) > 1:
+    for measured in row.measured:
+        one = measured.verdict
+        if len(row.measured) > 1:
             found.append(f"**{plain(one.measurement.name)}**")
         found.append(tables.metrics(one, units))
         found += tables.explained(one, units)
@@ -130,23 +127,10 @@ def _figures(result: TestResult, report: SessionReport) -> str:
         if notes:
             found.append("\n".join(f"- {plain(note)}" for note in dict.fromkeys(notes)))
         if one.origin is not None:
-            origin = one.origin
-            commit = f", commit {code(origin.commit)}" if origin.commit else ""
-            why = f": {plain(origin.reason)}" if origin.reason else ""
-            recorded = plain(f"{origin.recorded}, {origin.device}, torch {origin.torch}")
-            found.append(f"Baseline: {recorded}{commit}{why}")
-    command = (verdict.failure or "").rpartition("\n  accept:   ")[2] if verdict.failure else ""
-    if command and command != verdict.failure:
-        found.append(f"To accept it:\n\n{block(command)}")
+            found.append(f"Baseline: {plain(origin_line(one.origin, reason=True))}")
+    if row.accept:
+        found.append(f"To accept it:\n\n{block(row.accept)}")
     return "\n\n".join(found)
-
-
-def _unused(report: SessionReport) -> list[str]:
-    unused = report.unused
-    if not unused or not report.passed:
-        return []
-    shown = ", ".join(str(key) for _, key in unused[:3]) + (", ..." if len(unused) > 3 else "")
-    return [f"{len(unused)} unused baseline{'' if len(unused) == 1 else 's'}: {shown}; `gpumem prune` removes them"]
 
 
 def _omitted(left_out: list[_Part]) -> str:

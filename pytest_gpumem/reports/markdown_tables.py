@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.difference import REST
@@ -11,20 +12,20 @@ from pytest_gpumem.reports.counts import count_tables, grown_counts
 from pytest_gpumem.reports.escaping import code_in_table, plain, table
 from pytest_gpumem.reports.explanation import MOST_ROWS, category_of, retained_title
 from pytest_gpumem.reports.matrix import matrix_cells, said_of
-from pytest_gpumem.reports.summary import metric_reasons, test_reasons, told_once, whole_reasons
-from pytest_gpumem.reports.values import allowance, change, shown
+from pytest_gpumem.reports.values import change, shown, texts_of
+from pytest_gpumem.reports.view import measured_in
 from pytest_gpumem.units import format_bytes, format_bytes_change
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.gate.difference import Difference
-    from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
+    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.reports.counts import CountTable
-    from pytest_gpumem.reports.matrix import Row
-    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.matrix import Row as ConfigRow
     from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.view import Measured, Row
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Composition
     from pytest_gpumem.values.composition import Row as CompositionRow
@@ -35,11 +36,7 @@ _CHANGED = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER
 def metrics(verdict: Verdict, units: UnitSystem) -> str:
     """What each metric of a measurement is, was and may be. Columns that say nothing of any are left out."""
     rows = [
-        [
-            METRICS[one.metric].title,
-            *_against(one, units),
-            "" if one.outcome is Outcome.RECORDED else _loud(one.outcome),
-        ]
+        [*map(plain, astuple(texts_of(one, units))[:-1]), "" if one.outcome is Outcome.RECORDED else _loud(one.outcome)]
         for one in verdict.metrics
     ]
     header = ["metric", "baseline", "now", "change", "allowed", "budget", "verdict"]
@@ -47,17 +44,6 @@ def metrics(verdict: Verdict, units: UnitSystem) -> str:
     return table(
         [header[number] for number in used], [[row[number] for number in used] for row in rows], (0, len(used) - 1)
     )
-
-
-def _against(one: MetricVerdict, units: UnitSystem) -> list[str]:
-    values = (
-        shown(one.metric, one.baseline, units),
-        shown(one.metric, one.value, units, one.of),
-        change(one, units),
-        allowance(one, units),
-        shown(one.metric, one.budget, units, one.of),
-    )
-    return [plain(value) for value in values]
 
 
 def _loud(outcome: Outcome) -> str:
@@ -131,46 +117,37 @@ def _cells(row: CompositionRow) -> list[str]:
     return [plain(category_of(row)), *map(code_in_table, (row.module, row.where, row.operator, row.what))]
 
 
-def changed(results: Iterable[TestResult], units: UnitSystem) -> str:
+def changed(measured: Iterable[Measured], units: UnitSystem) -> str:
     """The metrics that changed; empty where none did."""
     rows = [
         [
-            code_in_table(title(result.verdict, verdict)),
-            METRICS[one.metric].title,
-            *_against(one, units)[:3],
+            code_in_table(each.title),
+            *map(plain, astuple(texts_of(one, units))[:4]),
             _loud(one.outcome),
         ]
-        for result, verdict in _measured(results)
-        for one in verdict.metrics
+        for each in measured
+        for one in each.verdict.metrics
         if one.outcome in _CHANGED
     ]
     return table(["test", "metric", "baseline", "now", "change", "verdict"], rows, (0, 1, 5)) if rows else ""
 
 
-def reasons(results: Iterable[TestResult]) -> list[str]:
-    """Why tests were not compared, or not measured: each reason once, with how often."""
-    everything = list(results)
-    told = [reason for one in everything for reason in test_reasons(one.verdict)]
-    for _, verdict in _measured(everything):
-        told += [*whole_reasons(verdict), *metric_reasons(verdict)]
-    return told_once(told)
-
-
-def all_tests(results: Sequence[TestResult], units: UnitSystem) -> str:
+def all_tests(tests: Sequence[Row], units: UnitSystem) -> str:
     """A row a measurement, and one a test that has none; empty where there is no test."""
-    rows = _measured(results)
-    values = {name: [one.value for _, verdict in rows if (one := verdict.of(name)) is not None] for name in METRICS}
+    verdicts = [one.verdict for row in tests for one in row.measured]
+    values = {
+        name: [found.value for verdict in verdicts if (found := verdict.of(name)) is not None] for name in METRICS
+    }
     used = [name for name, metric in METRICS.items() if metric.has_column(values[name])]
     lines = []
-    for result in results:
-        test = result.verdict
-        if test.unmeasured or not test.verdicts:
+    for row in tests:
+        for one in row.measured:
+            cells = [cell for name in used for cell in _value_and_change(one.verdict.of(name), units)]
+            lines.append([code_in_table(one.title), *cells, _loud(one.verdict.outcome)])
+        if row.result is not None and not row.measured:
+            test = row.result.verdict
             why = "held by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)
-            lines.append([code_in_table(test.nodeid), *[""] * (2 * len(used)), why])
-            continue
-        for verdict in test.verdicts:
-            cells = [cell for name in used for cell in _value_and_change(verdict.of(name), units)]
-            lines.append([code_in_table(title(test, verdict)), *cells, _loud(verdict.outcome)])
+            lines.append([code_in_table(row.title), *[""] * (2 * len(used)), why])
     header = ["test", *(cell for name in used for cell in (METRICS[name].title, "change")), "verdict"]
     # Where nothing was compared, no column of changes.
     kept = [number for number, name in enumerate(header) if name != "change" or any(line[number] for line in lines)]
@@ -182,7 +159,7 @@ def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str
     return ("", "") if one is None else (plain(shown(one.metric, one.value, units, one.of)), change(one, units))
 
 
-def matrix(rows: Sequence[Row], units: UnitSystem) -> str:
+def matrix(rows: Sequence[ConfigRow], units: UnitSystem) -> str:
     """A table of step configs, and what its columns are."""
     header, cells = matrix_cells(rows, units)
     lines = [[code_in_table(config), *map(plain, others)] for config, *others in cells]
@@ -199,21 +176,10 @@ def environment(report: SessionReport) -> str:
     if report.shards > 1:
         rows.append(["shards", str(report.shards)])
     found: list[Environment] = []
-    for _, verdict in _measured(report.results):
-        if verdict.measurement.environment not in found:
-            found.append(verdict.measurement.environment)
-    for one in found:
-        rows.append(["device", plain(one.device)])
-        rows += [[plain(name), plain(str(value))] for name, value in one.details.items()]
+    for one in measured_in(report.results):
+        if one.verdict.measurement.environment not in found:
+            found.append(one.verdict.measurement.environment)
+    for environment in found:
+        rows.append(["device", plain(environment.device)])
+        rows += [[plain(name), plain(str(value))] for name, value in environment.details.items()]
     return table(["", ""], rows, (0, 1))
-
-
-def title(test: TestVerdict, verdict: Verdict) -> str:
-    """The test's id, with the measurement's name where it has several."""
-    return f"{test.nodeid} ({verdict.measurement.name})" if len(test.verdicts) > 1 else test.nodeid
-
-
-def _measured(results: Iterable[TestResult]) -> list[tuple[TestResult, Verdict]]:
-    return [
-        (result, verdict) for result in results if not result.verdict.unmeasured for verdict in result.verdict.verdicts
-    ]

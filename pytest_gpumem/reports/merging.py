@@ -163,7 +163,7 @@ def _selection(selections: Sequence[Selection]) -> Selection:
     return Selection(
         measured=frozenset[tuple[str, str]]().union(*(one.measured for one in selections)),
         files=frozenset[str]().union(*(one.files for one in selections)),
-        # A budget that holds nothing in one shard may well hold a test of another.
+        # A budget that has no effect in one shard may well hold a test of another.
         idle_budgets=tuple(sorted(set.intersection(*(set(one.idle_budgets) for one in selections)))),
         error=_clauses(one.error for one in selections),
         collected=frozenset[tuple[str, str]]().union(*(one.collected for one in selections)),

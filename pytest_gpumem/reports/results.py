@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.gate.verdict import FailedIn, Outcome, TestVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -30,13 +30,20 @@ class TestResult:
     verdict: TestVerdict
     passed: bool
     failed: bool = False
+    failed_in: FailedIn | None = None
+    """Where it failed first; ``None`` where it did not."""
 
     def to_plain(self) -> dict[str, Any]:
-        return {"passed": self.passed, "failed": self.failed, "verdict": self.verdict.to_plain()}
+        return {
+            "passed": self.passed,
+            "failed": self.failed,
+            "failed_in": self.failed_in,
+            "verdict": self.verdict.to_plain(),
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> TestResult:
-        return cls(TestVerdict.from_plain(plain["verdict"]), plain["passed"], plain["failed"])
+        return cls(TestVerdict.from_plain(plain["verdict"]), plain["passed"], plain["failed"], plain["failed_in"])
 
 
 @dataclass
@@ -45,17 +52,17 @@ class Results:
 
     _verdicts: dict[str, TestVerdict] = field(default_factory=dict)
     _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
-    _failed: set[tuple[str, str]] = field(default_factory=set)
-    """Tests of which any report failed, measured or not, as (node id, pytest-xdist's worker)."""
+    _failed: dict[tuple[str, str], FailedIn] = field(default_factory=dict)
+    """Where each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
 
     def add(self, report: pytest.TestReport) -> bool:
         """Take what a report says of a measured test; of others only whether they failed. Whether it was a measured one."""
         place = (report.nodeid, getattr(report, "worker_id", ""))
         if report.when == "setup":
             # It may be run again.
-            self._failed.discard(place)
+            self._failed.pop(place, None)
         if report.outcome == "failed" and not hasattr(report, "wasxfail"):
-            self._failed.add(place)
+            self._failed.setdefault(place, _where(report))
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
             return False
@@ -89,7 +96,9 @@ class Results:
 
     def _by_nodeid(self) -> dict[str, TestResult]:
         # A subtest that failed, or a worker that crashed in a tear-down, has a report without a verdict.
-        failed = {nodeid for nodeid, _ in self._failed} | self._rewritten()
+        failed: dict[str, FailedIn] = {nodeid: where for (nodeid, _), where in self._failed.items()}
+        for nodeid in self._rewritten():
+            failed[nodeid] = "call"
         return {
             nodeid: TestResult(
                 verdict,
@@ -97,6 +106,9 @@ class Results:
                 and outcomes.keys() >= {"call", "teardown"}
                 and set(outcomes.values()) == {"passed"},
                 failed=nodeid in failed,
+                failed_in="call"
+                if failed.get(nodeid) == "subtest" and verdict.failed_by_itself
+                else failed.get(nodeid),
             )
             for nodeid, verdict in self._verdicts.items()
             if (outcomes := self._outcomes[nodeid])
@@ -118,14 +130,11 @@ def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
     return verdict.failure is not None or (verdict.failed_by_itself and set(outcomes) == {"passed"})
 
 
-def headline(result: TestResult) -> str:
-    """Why a test failed, in a line."""
-    verdict = result.verdict
-    if verdict.failure is not None:
-        return next((line for line in verdict.failure.split("\n") if line.strip()), "The gate failed it")
-    if verdict.unmeasured is not None:
-        return f"Not measured: {verdict.unmeasured}"
-    return "It failed by itself" if verdict.failed_by_itself else "It failed in its set-up or tear-down"
+def _where(report: pytest.TestReport) -> FailedIn:
+    if hasattr(report, "context"):
+        return "subtest"
+    # Of a worker that crashed pytest-xdist does not know in which phase it did.
+    return report.when if report.when in ("setup", "call", "teardown") else "worker"
 
 
 def accounting(results: Iterable[TestResult], not_run: int = 0) -> str:
@@ -150,7 +159,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0) -> str:
     if counts["failed"]:
         parts.append(f"{counts['failed']} failed by themselves" if counts["failed"] > 1 else "1 failed by itself")
     if not_run:
-        parts.append(f"{not_run} not run to the end")
+        parts.append(f"{not_run} did not finish")
     return "gpumem: " + ", ".join(parts)
 
 

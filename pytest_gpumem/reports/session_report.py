@@ -154,7 +154,7 @@ class SessionReport:
             clauses.append("1 measured test failed" if failed == 1 else f"{failed} measured tests failed")
         if self.not_run:
             tests = "1 measured test" if len(self.not_run) == 1 else f"{len(self.not_run)} measured tests"
-            clauses.append(f"{tests} did not run to the end")
+            clauses.append(f"{tests} did not finish")
         return "; ".join(clauses) or None
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict, Verdict, worst
+from pytest_gpumem.gate.verdict import Outcome, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
 from pytest_gpumem.reports.values import change, shown
@@ -14,8 +13,9 @@ from pytest_gpumem.reports.values import change, shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.view import Measured
     from pytest_gpumem.units import UnitSystem
 
 MOST_FIGURES = 60
@@ -44,37 +44,7 @@ _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
 """The weight of the column of changes: it gives way when those of metrics have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A measurement with the test that took it."""
-
-    test: TestVerdict
-    verdict: Verdict
-    device: str | None = None
-    """Where shards measured the test on several devices, this one's."""
-
-    @property
-    def title(self) -> str:
-        """The test's id, with the measurement's name where there are several, and with the device where there are."""
-        name = f" ({self.verdict.measurement.name})" if len(self.test.verdicts) > 1 else ""
-        return f"{self.test.nodeid}{name}{f' on {self.device}' if self.device else ''}"
-
-
 _NO_TIMES_HELP = "the baseline has no times; --gpumem-update=new adds them when little else is at work"
-
-
-def measured_in(results: Iterable[TestResult]) -> list[Measured]:
-    """The measurements of all tests that have any."""
-    tests = [result.verdict for result in results if not result.verdict.unmeasured]
-    devices = Counter(
-        nodeid
-        for nodeid, _ in {(test.nodeid, one.measurement.environment.device) for test in tests for one in test.verdicts}
-    )
-    return [
-        Measured(test, one, one.measurement.environment.device if devices[test.nodeid] > 1 else None)
-        for test in tests
-        for one in test.verdicts
-    ]
 
 
 def to_be_shown(measured: Iterable[Measured], *, gating: bool) -> list[Measured]:
@@ -115,25 +85,26 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
     )
 
 
-def reasons(measured: Iterable[Measured]) -> list[str]:
-    """Why something was not compared, each reason once."""
-    rows = list(measured)
-    verdicts = [one.verdict for one in rows]
-    return told_once(
-        [reason for one in {row.test.nodeid: row.test for row in rows}.values() for reason in test_reasons(one)]
-        + [reason for one in verdicts for reason in whole_reasons(one)]
-        + [reason for one in verdicts for reason in metric_reasons(one)]
+def reasons(tests: Iterable[TestVerdict]) -> list[str]:
+    """Why something was not compared, or not measured: each reason once, with how often."""
+    everything = list(tests)
+    verdicts = [one for test in everything if not test.unmeasured for one in test.verdicts]
+    counted = Counter(
+        [reason for test in everything for reason in _test_reasons(test)]
+        + [reason for one in verdicts for reason in _whole_reasons(one)]
+        + [f"{one.outcome.words}: {one.reason}" for verdict in verdicts for one in verdict.metrics if one.reason]
     )
+    return [f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in counted.items()]
 
 
-def test_reasons(test: TestVerdict) -> list[str]:
+def _test_reasons(test: TestVerdict) -> list[str]:
     """Why something of a whole test was not compared, after the outcome that says so."""
     if test.missing_text is not None:
         return [f"{Outcome.MISSING.words}: {test.missing_text}"]
     return [f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] if test.unmeasured else []
 
 
-def whole_reasons(verdict: Verdict) -> list[str]:
+def _whole_reasons(verdict: Verdict) -> list[str]:
     """Why a whole measurement was not compared, after the outcome that says so: a budget may have been broken all the same."""
     if not verdict.reason:
         return []
@@ -141,16 +112,6 @@ def whole_reasons(verdict: Verdict) -> list[str]:
     grew = any(metric.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) for metric in verdict.metrics)
     said = "another workload" if grew else without.words if without in _WITHOUT_BASELINE else "not compared"
     return [f"{said}: {verdict.reason}"]
-
-
-def metric_reasons(verdict: Verdict) -> list[str]:
-    """What there is to say of single metrics, after their outcomes."""
-    return [f"{one.outcome.words}: {one.reason}" for one in verdict.metrics if one.reason]
-
-
-def told_once(reasons: Iterable[str]) -> list[str]:
-    """Each of them once, with how often it was there."""
-    return [f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in Counter(reasons).items()]
 
 
 def ungated_times(report: SessionReport) -> list[str]:

@@ -9,10 +9,9 @@ from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.reports.details import NOTHING, Piece, compositions, details
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
-from pytest_gpumem.reports.results import headline, recording_notes
+from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.summary import (
     LEAST_NAME,
-    measured_in,
     not_shown,
     notes,
     reasons,
@@ -21,14 +20,15 @@ from pytest_gpumem.reports.summary import (
     ungated_times,
     unstored_times,
 )
+from pytest_gpumem.reports.view import measured_in, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.reports.matrix import Row
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.summary import Measured
     from pytest_gpumem.reports.text_width import Screen
+    from pytest_gpumem.reports.view import Measured
     from pytest_gpumem.units import UnitSystem
 
 MARKUP: dict[Style | None, dict[str, bool]] = {
@@ -68,7 +68,9 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces.append(summary_table(told, report.terms.units, everything=everything))
         pieces += [_line(said, "aside") for said in not_shown(measured, told)]
     if not quiet:
-        pieces += map(_line, [*reasons(measured), *notes(measured)])
+        pieces += map(
+            _line, [*reasons(one.verdict for one in report.results if one.verdict.verdicts), *notes(measured)]
+        )
         pieces += [NOTHING] if pieces else []
         pieces += _figures(report, measured, verbosity, explain_all=explain_all)
     warnings = [*report.selection.idle_budgets, *ungated_times(report)]
@@ -84,9 +86,11 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
 
 def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
     """A line for each test that failed or did not run to its end, with why: what pytest tells of a session's own tests."""
-    failed = [f"FAILED {one.verdict.nodeid} - {headline(one)}" for one in report.results if one.failed]
-    missing = [f"NOT RUN {file}::{test} - it was selected, and did not run to the end" for file, test in report.not_run]
-    return _shown([_line(said, "bad") for said in (*failed, *missing)], screen)
+    failed = [row for row in rows_of(report) if row.status.fails]
+    return _shown(
+        [_line(f"{'FAILED' if row.result else 'NOT RUN'} {row.title} - {row.headline}", "bad") for row in failed],
+        screen,
+    )
 
 
 def _figures(report: SessionReport, measured: Sequence[Measured], verbosity: int, *, explain_all: bool) -> list[Piece]:

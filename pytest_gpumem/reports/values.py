@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, Unit
 from pytest_gpumem.units import (
     UnitSystem,
@@ -25,6 +27,33 @@ _WHOLE: dict[Unit, Callable[[str, int, UnitSystem], str]] = {
     "bytes": lambda _metric, value, units: format_bytes(value, units),
     "count": lambda metric, value, _units: format_flops(value) if metric == "flops" else format_count(value),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class MetricTexts:
+    """A metric against its baseline and its budget, as texts; empty where there is nothing to say."""
+
+    title: str
+    baseline: str
+    now: str
+    change: str
+    allowed: str
+    budget: str
+    words: str
+    """Its outcome."""
+
+
+def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
+    """Return what a table of metrics has of one."""
+    return MetricTexts(
+        METRICS[verdict.metric].title,
+        shown(verdict.metric, verdict.baseline, units, verdict.of),
+        shown(verdict.metric, verdict.value, units, verdict.of),
+        change(verdict, units),
+        allowance(verdict, units),
+        shown(verdict.metric, verdict.budget, units, verdict.of),
+        "" if verdict.outcome is Outcome.RECORDED else verdict.outcome.words,
+    )
 
 
 def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = None) -> str:

@@ -21,10 +21,11 @@ from pytest_gpumem.baselines.update import entries_to_write, times_left_out
 from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
 from pytest_gpumem.reports.files import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
-from pytest_gpumem.reports.results import Results, TestResult, headline
+from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, terminal_text
 from pytest_gpumem.reports.text_width import Screen
+from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.values.device_names import NO_CUDNN
 from pytest_gpumem.values.selection import Selection
@@ -115,7 +116,7 @@ class Controller:
             return
         results = self._results.all()
         self._errors += [
-            f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(result)}"
+            f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"
             for result in self._results.rewritten()
             # What becomes of a test's own failure is its project's affair where no gate was asked for.
             if result.verdict.failure is not None or self._settings.gates

@@ -19,7 +19,7 @@ from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.failure import failure_text
+from pytest_gpumem.reports.failure import accept_command, failure_text
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.session.hook_results import HookError, checked_tolerance
 from pytest_gpumem.session.marker import sets_itself
@@ -186,20 +186,15 @@ class Judging:
                 tell(item, replace(verdict, failure=idle))
                 pytest.fail(idle, pytrace=False)
         if failing:
-            text = failure_text(
-                verdict,
-                failing,
-                self._settings.units,
-                path=self._path_from_here(verdict),
-                memory=memory,
-                options=options_given(self._config),
-            )
-            tell(item, replace(verdict, failure=text))
+            path, options = self._path_from_here(verdict), options_given(self._config)
+            accept = accept_command(verdict, failing, path=path, options=options)
+            text = failure_text(verdict, failing, self._settings.units, accept, memory)
+            tell(item, replace(verdict, failure=text, accept=accept))
             item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
             raise failure
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
-        """Which limit on times holds nothing in a test that measured ``measurements``, as a sentence."""
+        """Which limit on times has no effect in a test that measured ``measurements``, as a sentence."""
         budget = self.measured.budget
         if budget.min_throughput is not None:
             idle = idle_throughput(budget.min_throughput, measurements)

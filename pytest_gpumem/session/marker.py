@@ -110,7 +110,7 @@ def tell_late_marker(item: pytest.Item, *, gates: bool) -> None:
     if tuple(item.iter_markers(MARKER)) == item.stash.get(_KNOWN, ()):
         return
     said = (
-        f"@pytest.mark.{MARKER} was added to this test when it was running already, and holds nothing: add it while tests "
+        f"@pytest.mark.{MARKER} was added to this test when it was running already, and has no effect: add it while tests "
         "are collected, in pytest_collection_modifyitems or pytest_itemcollected of a conftest.py"
     )
     if gates:

@@ -10,7 +10,7 @@ import pytest
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.gate.verdict import SKIPPED
+from pytest_gpumem.gate.verdict import SKIPPED, WHY_FAILED
 from pytest_gpumem.measurement import Environment, MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
@@ -31,16 +31,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
-    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.gate.verdict import FailedIn, TestVerdict
     from pytest_gpumem.session.selection import Measured
     from pytest_gpumem.session.settings import Settings
 
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
-_STRICT = pytest.StashKey[bool]()
-_GATED = pytest.StashKey[bool]()
-"""Whether the session fails tests that no longer take what they have baselines of."""
-_REFUSED = "gpumem: "
+_REFUSED = pytest.StashKey[tuple[BaseException, str]]()
+"""What ended a test that cannot be measured here, and why it cannot, as a clause."""
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
@@ -60,19 +58,14 @@ def run_of(item: pytest.Item) -> TestRun | None:
 
 
 def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
-    """Skip the test that cannot be measured here, or fail it under ``--gpumem-strict``.
+    """Skip the test that cannot be measured here; where the gate does not let that pass, the test fails instead.
 
     ``why`` is a clause; without one it is that the device cannot be used.
     """
     reason = item.stash[_UNAVAILABLE] if why is None else why
-    if item.stash[_STRICT]:
-        pytest.fail(f"Not measured, which --gpumem-strict does not let pass: {reason}", pytrace=False)
-    baselines = item.stash[_RUN].stored_names() if why is not None and item.stash[_GATED] else []
-    if baselines:
-        pytest.fail(
-            f"Not measured any more: {reason}; it has baselines on this device: {', '.join(baselines)}", pytrace=False
-        )
-    pytest.skip(f"{_REFUSED}{reason}")
+    refused = pytest.skip.Exception(f"gpumem: {reason}")
+    item.stash[_REFUSED] = refused, reason
+    raise refused
 
 
 def _forget(item: pytest.Item) -> None:
@@ -118,8 +111,6 @@ class Measuring:
         if measured is None:
             return (yield)
         _forget(item)
-        item.stash[_STRICT] = self._settings.strict
-        item.stash[_GATED] = self._settings.baseline
         try:
             self._begin(item, measured)
         except DeviceUnavailable as unavailable:
@@ -133,7 +124,7 @@ class Measuring:
             run = item.stash.get(_RUN, None)
             if run is not None:
                 run.failed(error)
-                tell(item, _not_measured(measured, error))
+            self._conclude_ended(item, measured, run, error, "setup")
             raise
 
     def _begin(self, item: pytest.Item, measured: Measured) -> None:
@@ -257,10 +248,10 @@ class Measuring:
         except BaseException as error:
             run.failed(error)
             run.explain_call_out_of_memory(error)
-            tell(item, _not_measured(measured, error))
             _tell_of_values(item, run, error)
             if run.judged:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
+            self._conclude_ended(item, measured, run, error, "call")
             raise
         if run.lost is None:
             run.lost = run.device.lost() or self._spoiled.lost(item)
@@ -271,13 +262,32 @@ class Measuring:
         run.judging.conclude(run.verdict(), run.device.memory_title)
         return result
 
+    def _conclude_ended(
+        self, item: pytest.Item, measured: Measured, run: TestRun | None, error: BaseException, when: FailedIn
+    ) -> None:
+        """Tell the verdict on a test that ``error`` ended, and fail it where it was refused and must not be."""
+        refused, why = item.stash.get(_REFUSED, (None, ""))
+        if error is not refused:
+            # Of a test whose device cannot be used that is told already.
+            if run is not None:
+                tell(item, _not_measured(measured, error, when))
+        elif run is None:
+            self._judging(item, measured).conclude(measured.not_measured(why))
+        else:
+            run.lost = why
+            run.judging.conclude(run.verdict(), run.device.memory_title)
+
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
         judging = self._judging(item, measured)
         if measured.has_fixture:
             # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
             judging.conclude(verdict)
-        result = yield
+        try:
+            result = yield
+        except BaseException as error:
+            self._conclude_ended(item, measured, None, error, "call")
+            raise
         judging.conclude(verdict)
         return result
 
@@ -290,7 +300,7 @@ class Measuring:
         measured = self._measured.get(item)
         if measured is not None and call.excinfo is not None and not is_told(item):
             # A hook of somebody else's ended it before ours saw anything of it.
-            tell(item, _not_measured(measured, call.excinfo.value))
+            tell(item, _not_measured(measured, call.excinfo.value, "setup" if call.when == "setup" else "call"))
             report.user_properties = list(item.user_properties)
         return report
 
@@ -332,14 +342,11 @@ class Measuring:
         return self._environments[device.name]
 
 
-def _not_measured(measured: Measured, error: BaseException) -> TestVerdict:
-    """The verdict on a test that did not get to its end because of ``error``."""
+def _not_measured(measured: Measured, error: BaseException, when: FailedIn) -> TestVerdict:
+    """The verdict on a test that ``error`` ended in a phase."""
     if isinstance(error, pytest.skip.Exception):
-        # Skipped by `refuse`, or by the test itself.
-        said = str(error.msg)
-        refused = said.startswith(_REFUSED)
-        return measured.not_measured(said.removeprefix(_REFUSED) if refused else SKIPPED)
-    return measured.not_measured("it failed by itself", failed_by_itself=True)
+        return measured.not_measured(SKIPPED)
+    return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
 
 
 def _tell_of_values(item: pytest.Item, run: TestRun, error: BaseException) -> None:

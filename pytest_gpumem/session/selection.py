@@ -119,15 +119,15 @@ def idle_patterns(
         matching = [item for item in everything if entry.matches(without_group(item))]
         held = [measured[item] for item in matching if item in measured]
         if not matching and is_whole(entry.tests):
-            idle.append(f"the budget for tests = {entry.tests!r} holds nothing: {_MATCHES_NONE}")
+            idle.append(f"the budget for tests = {entry.tests!r} has no effect: {_MATCHES_NONE}")
         elif matching and not held:
             idle.append(
-                f"the budget for tests = {entry.tests!r} holds nothing: none of the tests that it matches is measured; "
+                f"the budget for tests = {entry.tests!r} has no effect: none of the tests that it matches is measured; "
                 "give them @pytest.mark.gpumem, or name them in [tool.gpumem] measure"
             )
         elif held and not any(one.has_fixture for one in held):
             idle += [
-                f"{limit} of the budget for tests = {entry.tests!r} holds nothing: no step is timed in the tests that it "
+                f"{limit} of the budget for tests = {entry.tests!r} has no effect: no step is timed in the tests that it "
                 "matches; measure one with the gpumem fixture"
                 for limit in TIMED_LIMITS
                 if getattr(entry.budget, limit) is not None

@@ -1,4 +1,4 @@
-"""What the gate says of a step's speed: when it is compared, what a budget of throughput holds, and what holds nothing."""
+"""What the gate says of a step's speed: when it is compared, what a budget of throughput holds, and what has no effect."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_budget_holds_something_where_one_of_several_measurements_can_be_held_
 @pytest.mark.parametrize("measurements", [[], [measured()]], ids=["nothing measured", "nothing timed"])
 def test_a_budget_of_a_test_that_times_no_step_holds_nothing(measurements):
     assert idle_throughput(Rate(5, "steps"), measurements) == (
-        "min_throughput='5 steps/s' holds nothing: no step of this test was timed; measure one with "
+        "min_throughput='5 steps/s' has no effect: no step of this test was timed; measure one with "
         "gpumem.measure, train_step or infer_step"
     )
 
@@ -219,7 +219,7 @@ def test_a_slowdown_is_held_to_its_limit_where_one_of_several_steps_is_timed():
 @pytest.mark.parametrize("measurements", [[], [measured()]], ids=["nothing measured", "nothing timed"])
 def test_a_limit_on_slowdowns_of_a_test_that_times_no_step_holds_nothing(measurements):
     assert idle_slowdown(0.05, measurements) == (
-        "max_slowdown='5 %' holds nothing: no step of this test was timed; measure one with "
+        "max_slowdown='5 %' has no effect: no step of this test was timed; measure one with "
         "gpumem.measure, train_step or infer_step"
     )
 
@@ -234,6 +234,6 @@ def test_a_limit_on_slowdowns_of_a_test_that_times_no_step_holds_nothing(measure
 )
 def test_a_budget_in_a_unit_that_no_step_is_known_to_work_on_holds_nothing(minimum, work, has):
     assert idle_throughput(minimum, [measured(1.0, work=work)]) == (
-        f"min_throughput='{minimum}' holds nothing: {has} of what its steps work on; "
+        f"min_throughput='{minimum}' has no effect: {has} of what its steps work on; "
         f"say items=, the number of {minimum.of} of a step"
     )

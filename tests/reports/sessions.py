@@ -60,6 +60,7 @@ REGRESSED = result(
     test="test_b",
     failure="GPU memory regressed: peak 9.31 GB, baseline 8.12 GB\n\n  metric ...\n\n"
     '  accept:   pytest "tests/test_gpt.py::test_b" --gpumem-update=all',
+    accept='pytest "tests/test_gpt.py::test_b" --gpumem-update=all',
 )
 
 
@@ -119,9 +120,11 @@ def everything(text: str) -> SessionReport:
     verdict = Verdict(measurement, metrics, origin, text, (text,), growth, {"syncs": made_of(text)})
     cell = Cell(text, text, 1)
     location = Location(text, 7)
-    failing = TestVerdict(text, text, (verdict, verdict), None, relations=2, cell=cell, location=location, failure=text)
+    failing = TestVerdict(
+        text, text, (verdict, verdict), None, relations=2, cell=cell, location=location, failure=text, accept=text
+    )
     results = (
-        TestResult(failing, passed=False, failed=True),
+        TestResult(failing, passed=False, failed=True, failed_in="teardown"),
         TestResult(replace(failing, test=f"b{text}", failure=None, cell=replace(cell, index=0)), passed=True),
         TestResult(TestVerdict(text, f"c{text}", unmeasured=text, failed_by_itself=True), passed=False, failed=True),
         TestResult(TestVerdict(text, f"d{text}", unmeasured=text, cell=cell), passed=True),

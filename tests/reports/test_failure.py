@@ -19,7 +19,7 @@ from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.failure import failure_text, measured_section
+from pytest_gpumem.reports.failure import accept_command, failure_text, measured_section
 from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import Runs
@@ -54,7 +54,13 @@ def text_of(
     verdict = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", verdicts)
     failing = failing_outcomes(verdict, strict=strict, compares=True, accepts=frozenset())
     assert failing, "a test that does not fail has no such text"
-    return failure_text(verdict, failing, units, path=path, memory=memory, options=options)
+    return failure_text(verdict, failing, units, accept_command(verdict, failing, path=path, options=options), memory)
+
+
+def missing_text(test: TestVerdict) -> str:
+    """The failure of a test that no longer takes a measurement that has a baseline."""
+    failing = frozenset({Outcome.MISSING})
+    return failure_text(test, failing, "si", accept_command(test, failing, path=PATH))
 
 
 def literal(text: str) -> str:
@@ -191,7 +197,7 @@ def test_a_new_test_under_strict():
     now = measured(peak_allocated=9_310_000_000, peak_forward=5 * GB)
     assert text_of((now, Budget(), NoBaseline()), strict=True) == literal(
         """
-        Not compared, which --gpumem-strict does not let pass (new): there is no baseline for NVIDIA H100 80GB HBM3 yet
+        Not compared (required by --gpumem-strict): new, there is no baseline for NVIDIA H100 80GB HBM3 yet
 
           metric              now
           peak allocated  9.31 GB  new
@@ -206,7 +212,7 @@ def test_a_foreign_test_under_strict():
     now = measured(peak_allocated=9_310_000_000)
     assert text_of((now, Budget(), NoBaseline(("NVIDIA A100",))), strict=True) == literal(
         """
-        Not compared, which --gpumem-strict does not let pass (foreign): there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3
+        Not compared (required by --gpumem-strict): foreign, there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3
 
           metric              now
           peak allocated  9.31 GB  foreign
@@ -220,7 +226,7 @@ def test_a_stale_test_under_strict():
     earlier = stored(workload=Workload("train_step", "fp32", 1000, "int64[4, 1024]"), peak_allocated=GB)
     assert text_of((measured(peak_allocated=GB), Budget(), earlier), strict=True) == literal(
         """
-        Not compared, which --gpumem-strict does not let pass (stale): batch int64[8, 1024], was int64[4, 1024]
+        Not compared (required by --gpumem-strict): stale, batch int64[8, 1024], was int64[4, 1024]
 
           metric              now
           peak allocated  1.00 GB  stale
@@ -255,7 +261,7 @@ def test_a_step_that_keeps_more_each_time_is_told_before_the_peak_that_rises_wit
 def test_a_measurement_that_is_not_taken_any_more():
     taken = (judge(measured(peak_allocated=GB), Budget(), stored(peak_allocated=GB), DEFAULT_TOLERANCES),)
     test = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", taken, missing=("eval", "other"))
-    assert failure_text(test, frozenset({Outcome.MISSING}), "si", path=PATH) == literal(
+    assert missing_text(test) == literal(
         """
         Measurement missing: it has baselines on this device of measurements that it no longer takes: eval, other
 
@@ -266,7 +272,7 @@ def test_a_measurement_that_is_not_taken_any_more():
 
 def test_a_test_that_measures_nothing_any_more_has_no_command_that_accepts_that():
     test = TestVerdict("tests/test_gpt.py", "test_a", relations=1, missing=("measure",))
-    assert failure_text(test, frozenset({Outcome.MISSING}), "si", path=PATH) == literal(
+    assert missing_text(test) == literal(
         """
         Measurement missing: it has baselines on this device of measurements that it no longer takes: measure
 
@@ -277,7 +283,7 @@ def test_a_test_that_measures_nothing_any_more_has_no_command_that_accepts_that(
 
 def test_a_test_that_is_not_measured_any_more():
     test = TestVerdict("tests/test_gpt.py", "test_a", unmeasured="another profiler was active", missing=("call",))
-    assert failure_text(test, frozenset({Outcome.MISSING}), "si", path=PATH) == literal(
+    assert missing_text(test) == literal(
         """
         Not measured any more: another profiler was active
 
@@ -290,7 +296,7 @@ def test_a_test_that_is_not_measured_any_more():
 def test_a_test_without_anything_to_hold_it_to_under_strict():
     assert text_of((measured(peak_allocated=GB), Budget(), None), strict=True) == literal(
         """
-        Not compared, which --gpumem-strict does not let pass (recorded): it has no budget, and --gpumem-baseline was not given
+        Not compared (required by --gpumem-strict): recorded, it has no budget, and --gpumem-baseline was not given
 
           metric              now
           peak allocated  1.00 GB
@@ -320,8 +326,8 @@ def test_an_uncertain_regression_under_strict():
 def test_a_test_that_was_not_measured_under_strict():
     verdict = TestVerdict("a.py", "test_a", unmeasured="no CUDA device: torch 2.11.0 is built without CUDA")
     failing = failing_outcomes(verdict, strict=True, compares=True, accepts=frozenset())
-    assert failure_text(verdict, failing, "si", path="a.py::test_a") == (
-        "Not measured, which --gpumem-strict does not let pass: no CUDA device: torch 2.11.0 is built without CUDA"
+    assert failure_text(verdict, failing, "si") == (
+        "Not measured (required by --gpumem-strict): no CUDA device: torch 2.11.0 is built without CUDA"
     )
 
 
@@ -494,7 +500,7 @@ def test_no_note_and_no_reason_moves_the_cursor():
     text = text_of((measured(peak_allocated=2 * GB, notes=("one\ntwo\x1b[2J",)), Budget(), stored(peak_allocated=GB)))
     assert r"  note: one\ntwo\x1b[2J" in text.split("\n")
     unmeasured = TestVerdict("a.py", "test_a", unmeasured="so\x1b[31m")
-    assert r"so\x1b[31m" in failure_text(unmeasured, frozenset(), "si", path="a.py")
+    assert r"so\x1b[31m" in failure_text(unmeasured, frozenset(), "si")
 
 
 # The section of a test that failed for a reason of its own

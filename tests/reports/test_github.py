@@ -74,10 +74,10 @@ def test_what_makes_a_session_red_beside_its_tests_is_an_error_without_a_file():
     ]
 
 
-def test_what_is_uncertain_or_holds_nothing_is_a_warning():
-    report = session(OK, UNSURE, selection=Selection(idle_budgets=("the budget holds nothing",)))
+def test_what_is_uncertain_or_has_no_effect_is_a_warning():
+    report = session(OK, UNSURE, selection=Selection(idle_budgets=("the budget has no effect",)))
     assert commands(report) == [
-        ("warning", {"title": "gpumem"}, "the budget holds nothing"),
+        ("warning", {"title": "gpumem"}, "the budget has no effect"),
         (
             "warning",
             {"file": "tests/test_gpt.py", "line": "7", "title": "gpumem: test_c"},
@@ -86,11 +86,11 @@ def test_what_is_uncertain_or_holds_nothing_is_a_warning():
     ]
 
 
-def test_a_test_that_did_not_run_to_the_end_and_one_that_failed_by_itself_are_errors():
+def test_a_test_that_did_not_finish_and_one_that_failed_by_itself_are_errors():
     broke = result(measured(peak(Outcome.OK)), failed_by_itself=True)
     assert [(kind, data) for kind, _, data in commands(session(broke, not_run=(("a.py", "test_z"),)))] == [
-        ("error", "it failed by itself"),
-        ("error", "it was selected, and did not run to the end"),
+        ("error", "The test itself failed"),
+        ("error", "It was selected, and did not finish"),
     ]
 
 

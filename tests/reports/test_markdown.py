@@ -35,7 +35,7 @@ def cells(text: str) -> list[list[str]]:
         (session(OK), "### ✅ gpumem passed: 1 gated"),
         (session(OK, REGRESSED), "### ❌ gpumem failed: 2 gated, 1 regressed"),
         (session(OK, errors=("the disk is full",)), "### ❌ gpumem failed: 1 gated"),
-        (session(OK, not_run=(("a.py", "test_z"),)), "### ❌ gpumem failed: 1 gated, 1 not run to the end"),
+        (session(OK, not_run=(("a.py", "test_z"),)), "### ❌ gpumem failed: 1 gated, 1 did not finish"),
         (session(NEW), "### ❌ gpumem failed: 0 gated, 1 new"),
         (session(NEW, terms=Terms()), "### ⚪ gpumem gated nothing: 0 gated, 1 new"),
         (session(terms=Terms()), "### ⚪ gpumem gated nothing: 0 gated"),
@@ -61,7 +61,9 @@ def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accep
         growth=growing,
         measurement={"notes": ("so",)},
     )
-    text = markdown(session(result(verdict, test="test_b", failure=REGRESSED.verdict.failure)))
+    text = markdown(
+        session(result(verdict, test="test_b", failure=REGRESSED.verdict.failure, accept=REGRESSED.verdict.accept))
+    )
     assert text.splitlines()[2:8] == [
         "❌ `tests/test_gpt.py::test_b`  ",
         "GPU memory regressed: peak 9.31 GB, baseline 8.12 GB",
@@ -75,7 +77,7 @@ def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accep
     assert ["activations", "", "5.00 GB", "+5.00 GB", "x", "x (from x)", "x", "24 x x", "x"] in rows
     assert ["2 other changes", "", "", "-4.00 GB", "", "", "", "", ""] in rows
     assert "\n- so\n" in text
-    assert "Baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.10.0, commit `abc123456`" in text
+    assert "Baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.10.0, commit abc123456" in text
     assert 'To accept it:\n\n```text\npytest "tests/test_gpt.py::test_b" --gpumem-update=all\n```' in text
 
 
@@ -93,9 +95,11 @@ def test_a_test_that_is_over_budget_shows_what_is_there_at_its_peak_and_has_noth
 @pytest.mark.parametrize(
     ("verdict", "told"),
     [
-        (TestVerdict("a.py", "test_a", unmeasured="no CUDA device"), "Not measured: no CUDA device"),
-        (TestVerdict("a.py", "test_a", (measured(peak(Outcome.OK)),), failed_by_itself=True), "It failed by itself"),
-        (TestVerdict("a.py", "test_a", (measured(peak(Outcome.OK)),)), "It failed in its set-up or tear-down"),
+        (TestVerdict("a.py", "test_a", (measured(peak(Outcome.OK)),), failed_by_itself=True), "The test itself failed"),
+        (
+            TestVerdict("a.py", "test_a", (measured(peak(Outcome.OK)),)),
+            "It failed in its set-up, its tear-down or a subtest",
+        ),
     ],
 )
 def test_a_test_that_the_gate_did_not_fail_says_what_did(verdict, told):

@@ -7,18 +7,17 @@ import textwrap
 from pytest_gpumem.gate.baseline import NoBaseline
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports import markdown_tables
 from pytest_gpumem.reports.columns import columns, plain_lines
 from pytest_gpumem.reports.summary import (
     MOST_FIGURES,
     STYLES,
-    measured_in,
     not_shown,
     notes,
     reasons,
     summary_table,
     to_be_shown,
 )
+from pytest_gpumem.reports.view import measured_in
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.reports.made_up import GB, new, ok, recorded, regressed, result, verdict_on
 
@@ -192,7 +191,7 @@ def test_a_column_in_which_something_was_found_gives_way_last():
 
 def test_why_measurements_were_not_compared_is_said_once():
     rows = [new("test_a"), new("test_b"), result(verdict_on({"peak_allocated": GB}, NoBaseline(("NVIDIA A100",))))]
-    assert reasons(measured_in(rows)) == [
+    assert reasons(one.verdict for one in rows) == [
         "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 times)",
         "foreign: there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3",
     ]
@@ -206,15 +205,14 @@ def test_a_broken_budget_is_not_why_something_was_not_compared():
     assert (over.verdict.outcome, alone.verdict.outcome) == (Outcome.OVER_BUDGET,) * 2
     why = "there is no baseline for NVIDIA H100 80GB HBM3 yet"
     told = [f"new: {why}", f"not compared: {why}"]
-    assert reasons(measured_in([over, alone])) == told
-    assert markdown_tables.reasons([over, alone]) == told
+    assert reasons([over.verdict, alone.verdict]) == told
 
 
 def test_why_times_were_not_compared_is_told_once_for_all_tests():
     now = {"peak_allocated": GB, "step_time": 0.5}
     times = Times((Sample((Round(0.5),)),))
     rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
-    assert reasons(measured_in(rows)) == ["new: time is not compared: the baseline has no times (3 times)"]
+    assert reasons(one.verdict for one in rows) == ["new: time is not compared: the baseline has no times (3 times)"]
 
 
 def test_a_note_is_told_with_its_test_unless_the_step_had_not_settled():

@@ -109,10 +109,10 @@ def test_q_leaves_the_accounting_line_and_why_the_session_is_red():
         new(1),
         said=("store: ...",),
         errors=("baselines were not written: no room",),
-        selection=Selection(idle_budgets=("the budget holds nothing",)),
+        selection=Selection(idle_budgets=("the budget has no effect",)),
     )
     assert lines(said, -1) == [
-        "gpumem: the budget holds nothing",
+        "gpumem: the budget has no effect",
         "gpumem: baselines were not written: no room",
         f"gpumem: {said.nothing_gated}",
         "gpumem: 0 gated, 1 new",
@@ -142,7 +142,7 @@ def test_asking_for_a_gate_of_nothing_is_told():
 
 
 def test_tests_that_were_not_run_are_accounted_for():
-    assert lines(report(not_run=(("a.py", "test_b"),))) == ["gpumem: 0 gated, 1 not run to the end"]
+    assert lines(report(not_run=(("a.py", "test_b"),))) == ["gpumem: 0 gated, 1 did not finish"]
 
 
 # Styles

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.gate.difference import REST
-from pytest_gpumem.gate.verdict import FAILING, Outcome
+from pytest_gpumem.gate.verdict import FAILING
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.counts import count_tables, grown_counts
-from pytest_gpumem.reports.explanation import category_of, retained_title
+from pytest_gpumem.reports.explanation import category_of, places_of, retained_title
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
-from pytest_gpumem.reports.values import allowance, change, shown
+from pytest_gpumem.reports.values import MetricTexts, texts_of
+from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.units import format_bytes, format_bytes_change
 from pytest_gpumem.values.composition import CATEGORIES
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pytest_gpumem.gate.difference import Change, Difference
-    from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
+    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.reports.counts import CountTable
     from pytest_gpumem.units import UnitSystem
-    from pytest_gpumem.values.composition import Composition, Row
+    from pytest_gpumem.values.composition import Composition
 
 MOST_ROWS = 30
 """Of a table that explains; the others are one row together."""
@@ -53,13 +53,7 @@ class Bar:
 class MetricRow:
     """A metric against its baseline and its budget, as texts, and as a bar."""
 
-    title: str
-    now: str
-    baseline: str
-    change: str
-    allowed: str
-    budget: str
-    words: str
+    texts: MetricTexts
     fails: bool
     bar: Bar | None
     """``None`` where it was held against nothing."""
@@ -72,10 +66,8 @@ class PartRow:
 
     category: str
     nbytes: str
-    module: str
-    where: str
-    operator: str
-    what: str
+    places: tuple[str, ...]
+    """Module, line, operator, and what they are."""
     share: float = 0.0
     before: str = ""
     after: str = ""
@@ -113,19 +105,15 @@ class Panel:
     notes: tuple[str, ...]
 
 
-def panels_of(verdict: TestVerdict, units: UnitSystem) -> tuple[Panel, ...]:
-    """A panel for each measurement of a test."""
-    return tuple(_panel(one, units) for one in verdict.verdicts)
-
-
-def _panel(verdict: Verdict, units: UnitSystem) -> Panel:
+def panel_of(verdict: Verdict, units: UnitSystem) -> Panel:
+    """What there is to say of a measurement."""
     measurement, explanation = verdict.measurement, verdict.measurement.explanation
     over_time = None if explanation is None else explanation.over_time
     return Panel(
         in_one_line(measurement.name),
         _workload(verdict),
         tuple(_metric(metric, units) for metric in verdict.metrics),
-        _origin(verdict),
+        "" if verdict.origin is None else in_one_line(origin_line(verdict.origin, reason=True)),
         _growth(verdict.growth, units) if verdict.growth is not None and verdict.growth.changes else None,
         tuple(_counts(verdict, units)),
         tuple(_compositions(verdict, units)),
@@ -150,13 +138,7 @@ def _workload(verdict: Verdict) -> tuple[str, ...]:
 
 def _metric(metric: MetricVerdict, units: UnitSystem) -> MetricRow:
     return MetricRow(
-        METRICS[metric.metric].title,
-        in_one_line(shown(metric.metric, metric.value, units, metric.of)),
-        in_one_line(shown(metric.metric, metric.baseline, units, metric.of)),
-        change(metric, units),
-        allowance(metric, units),
-        in_one_line(shown(metric.metric, metric.budget, units, metric.of)),
-        "" if metric.outcome is Outcome.RECORDED else metric.outcome.words,
+        MetricTexts(*map(in_one_line, astuple(texts_of(metric, units)))),
         metric.outcome in FAILING,
         bar_of(metric),
         in_lines(metric.reason or ""),
@@ -191,18 +173,6 @@ def bar_of(metric: MetricVerdict) -> Bar | None:
 
 def _multiple(ratio: float) -> str:
     return f"{ratio:.1f} x" if ratio < 10 else f"{ratio:,.0f} x" if ratio < 10_000 else "> 9,999 x"
-
-
-def _origin(verdict: Verdict) -> str:
-    origin = verdict.origin
-    if origin is None:
-        return ""
-    parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
-    if origin.commit:
-        parts.append(f"commit {origin.commit}")
-    if origin.reason:
-        parts.append(f"reason: {origin.reason}")
-    return in_one_line(", ".join(parts))
 
 
 def _compositions(verdict: Verdict, units: UnitSystem) -> Iterable[PartTable]:
@@ -251,14 +221,10 @@ def _growth(growth: Difference, units: UnitSystem) -> PartTable:
 
 def _change(one: Change, largest: int, units: UnitSystem) -> PartRow:
     row = one.row
-    told = row.operator != REST
     return PartRow(
         in_one_line(category_of(row)),
         format_bytes_change(one.nbytes, units),
-        in_one_line(row.module or _nowhere(row)),
-        in_one_line(row.where),
-        in_one_line(row.operator if told else ""),
-        in_one_line(row.what if told else ""),
+        tuple(map(in_one_line, places_of(row))),
         abs(one.nbytes) / largest if largest else 0.0,
         format_bytes(one.before.nbytes, units) if one.before else "",
         format_bytes(one.after.nbytes, units) if one.after else "",
@@ -277,10 +243,7 @@ def _composition(title: str, composition: Composition, units: UnitSystem) -> Par
             PartRow(
                 in_one_line(category_of(row)),
                 format_bytes(row.nbytes, units),
-                in_one_line(row.module or _nowhere(row)),
-                in_one_line(row.where),
-                in_one_line(row.operator),
-                in_one_line(row.what),
+                tuple(map(in_one_line, places_of(row))),
                 max(0.0, row.nbytes / largest) if largest else 0.0,
                 colour=row.category if row.category in CATEGORIES else "",
             )
@@ -288,10 +251,6 @@ def _composition(title: str, composition: Composition, units: UnitSystem) -> Par
         ),
         format_bytes(rest, units) if rest else "",
     )
-
-
-def _nowhere(row: Row) -> str:
-    return "" if row.operator == REST or not row.where else "(no module)"
 
 
 def _notes(verdict: Verdict) -> tuple[str, ...]:

@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.reports.html.anchors import anchor_of, unique
 from pytest_gpumem.reports.html.charts import matrix_chart
-from pytest_gpumem.reports.html.panels import Panel, panels_of
-from pytest_gpumem.reports.html.status import BY_ITSELF, NOT_RUN, Status
+from pytest_gpumem.reports.html.panels import Panel, panel_of
 from pytest_gpumem.reports.html.texts import in_lines, in_one_line
 from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
 from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.values import change, shown
+from pytest_gpumem.reports.view import rows_of, state_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.gate.verdict import TestVerdict, Verdict
+    from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.measurement import Environment
-    from pytest_gpumem.reports.results import TestResult
-    from pytest_gpumem.reports.session_report import SessionReport, Terms
+    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.status import Status
+    from pytest_gpumem.reports.view import Row
     from pytest_gpumem.units import UnitSystem
 
-_ACCEPT = "\n  accept:   "
-"""What a failure's text has before the command that accepts it, which comes last."""
 _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}
 _METRICS = ("peak_allocated", "step_time")
 
@@ -58,9 +57,9 @@ class TestRow:
     accept: str = ""
     """The command that accepts what failed."""
     headline: str = ""
-    """The first line of the failure."""
+    """Why it failed, in a line."""
     said: tuple[str, ...] = ()
-    """Why it was not measured, and what else there is to say of the whole test."""
+    """What else there is to say of the whole test."""
     line: str = ""
 
 
@@ -114,18 +113,7 @@ class Page:
 def page_of(report: SessionReport) -> Page:
     """What the page of ``report`` shows. Tests that fail come first."""
     units = report.terms.units
-    tests = [_row(result, report.terms) for result in report.results]
-    tests += [
-        TestRow(
-            anchor_of(f"{file}::{test}"),
-            in_one_line(file),
-            in_one_line(test),
-            Status(NOT_RUN, fails=True),
-            cells=(Cell(),) * (2 * len(_METRICS)),
-            said=("it was selected and gave no result: the session ended before it had run to its end",),
-        )
-        for file, test in report.not_run
-    ]
+    tests = [_row(row, units) for row in rows_of(report)]
     tests.sort(key=lambda row: (not row.status.fails, -row.status.severity, row.file, row.test))
     tests = [
         replace(row, anchor=anchor) for row, anchor in zip(tests, unique(row.anchor for row in tests), strict=True)
@@ -134,7 +122,7 @@ def page_of(report: SessionReport) -> Page:
     first = {row.status.words: row.status for row in tests}
     counted = sorted(((first[words], count) for words, count in counts.items()), key=lambda one: -one[0].severity)
     return Page(
-        verdict=_verdict(report),
+        verdict=state_of(report),
         accounting=in_lines(report.accounting.removeprefix("gpumem: ")),
         problems=_problems(report, sum(result.failed for result in report.results)),
         facts=_facts(report),
@@ -150,54 +138,35 @@ def page_of(report: SessionReport) -> Page:
     )
 
 
-def _verdict(report: SessionReport) -> Literal["passed", "failed", "idle"]:
-    if not report.passed:
-        return "failed"
-    return "passed" if any(result.verdict.gated for result in report.results) else "idle"
-
-
 def _problems(report: SessionReport, failed: int) -> tuple[str, ...]:
     problems = [in_lines(problem) for problem in report.problems]
-    for count, what in ((failed, "failed"), (len(report.not_run), "did not run to the end")):
+    for count, what in ((failed, "failed"), (len(report.not_run), "did not finish")):
         if count:
             problems.append(f"{count} test{'' if count == 1 else 's'} {what}")
     return tuple(problems)
 
 
-def _row(result: TestResult, terms: Terms) -> TestRow:
-    verdict, units = result.verdict, terms.units
-    words = BY_ITSELF if verdict.failed_by_itself else verdict.outcome.words
-    telling = _telling(verdict)
-    failure = in_lines(verdict.failure or "")
-    where = verdict.location
+def _row(row: Row, units: UnitSystem) -> TestRow:
+    # The figures in the table are those of the measurement with the worst outcome, and of such the first.
+    verdicts = [one.verdict for one in row.measured]
+    telling = max(verdicts, key=lambda one: list(Outcome).index(one.outcome), default=None)
+    test = None if row.result is None else row.result.verdict
+    where = None if test is None else test.location
     return TestRow(
-        anchor_of(verdict.nodeid),
-        in_one_line(verdict.file),
-        in_one_line(verdict.test),
-        Status(words, fails=result.failed),
+        anchor_of(row.title),
+        in_one_line(row.file),
+        in_one_line(row.test),
+        row.status,
         device="" if telling is None else in_one_line(telling.measurement.environment.device),
-        part=in_one_line(telling.measurement.name) if telling is not None and len(verdict.verdicts) > 1 else "",
+        part=in_one_line(telling.measurement.name) if telling is not None and len(verdicts) > 1 else "",
         cells=_cells(telling, units),
-        panels=panels_of(verdict, units),
-        failure=failure,
-        accept=_accepting(failure),
-        headline=failure.partition("\n")[0],
-        said=_said(result, terms.update),
+        panels=tuple(panel_of(one, units) for one in verdicts),
+        failure=in_lines(test.failure or "") if test is not None else "",
+        accept=in_lines(row.accept),
+        headline=in_one_line(row.headline),
+        said=tuple(map(in_lines, row.notes)),
         line="" if where is None else in_one_line(f"{where.file}:{where.line}"),
     )
-
-
-def _accepting(failure: str) -> str:
-    """The command that accepts what failed; empty where there is none, or an id or a note pretends to be one."""
-    _, *commands = failure.split(_ACCEPT)
-    return commands[0].strip() if len(commands) == 1 and commands[0].startswith("pytest ") else ""
-
-
-def _telling(verdict: TestVerdict) -> Verdict | None:
-    """The measurement whose figures stand in the table: of the worst outcome, and of those the first."""
-    if verdict.unmeasured:
-        return None
-    return max(verdict.verdicts, key=lambda one: list(Outcome).index(one.outcome), default=None)
 
 
 def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[Cell, ...]:
@@ -213,31 +182,6 @@ def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[Cell, ...]:
             Cell(change(metric, units), ratio, bad=metric.outcome in FAILING),
         ]
     return tuple(cells)
-
-
-def _said(result: TestResult, update: str | None) -> tuple[str, ...]:
-    verdict = result.verdict
-    said = []
-    if verdict.unmeasured:
-        said.append(f"not measured: {in_lines(verdict.unmeasured)}")
-    if verdict.missing_text is not None:
-        said.append(in_lines(verdict.missing_text))
-    if verdict.failed_by_itself:
-        told = "" if verdict.unmeasured else "; what it measured until then is not judged"
-        said.append(f"it failed for a reason of its own{told}")
-    elif result.failed and verdict.failure is None:
-        said.append("it failed in its set-up, its tear-down or a subtest: what was measured is not what failed it")
-    elif not result.failed and verdict.outcome in FAILING:
-        said.append(f"it did not fail for this: {_why_spared(verdict, update)}")
-    if verdict.relations:
-        said.append(f"it asserted {verdict.relations} relation{'' if verdict.relations == 1 else 's'}, which held")
-    return tuple(said)
-
-
-def _why_spared(verdict: TestVerdict, update: str | None) -> str:
-    if verdict.failure is None and update is not None:
-        return f"--gpumem-update={update} compares only to know what to write"
-    return "it is expected to fail (xfail), or passed when it ran again"
 
 
 def _matrix(title: str, rows: list[Any], units: UnitSystem) -> MatrixView:

@@ -1,0 +1,158 @@
+"""What all formats tell of a session's tests, derived once: how each ended, why it failed, what accepts it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.gate.verdict import FAILING, WHY_FAILED
+from pytest_gpumem.reports.status import BY_ITSELF, NOT_RUN, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_gpumem.baselines.update_modes import UpdateMode
+    from pytest_gpumem.gate.verdict import Origin, TestVerdict, Verdict
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.session_report import SessionReport
+
+_NOT_JUDGED = "what was measured is not what failed it"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measurement with the test that took it."""
+
+    test: TestVerdict
+    verdict: Verdict
+    device: str | None = None
+    """Where shards measured the test on several devices, this one's."""
+
+    @property
+    def title(self) -> str:
+        """The test's id, with the measurement's name where there are several, and with the device where there are."""
+        name = f" ({self.verdict.measurement.name})" if len(self.test.verdicts) > 1 else ""
+        return f"{self.test.nodeid}{name}{f' on {self.device}' if self.device else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A test of a session: how it ended, and what else there is to say of it."""
+
+    file: str
+    test: str
+    status: Status
+    why: str = ""
+    """Why it failed: the whole text of the gate, or a sentence. Empty where it did not fail."""
+    accept: str = ""
+    """The command that accepts what failed."""
+    notes: tuple[str, ...] = ()
+    """Why it was not measured, and what else there is to say of the whole test, as clauses."""
+    measured: tuple[Measured, ...] = ()
+    result: TestResult | None = None
+    """``None`` where it gave none."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.file}::{self.test}"
+
+    @property
+    def headline(self) -> str:
+        """Why it failed, in a line."""
+        return headline(self.why)
+
+
+def rows_of(report: SessionReport) -> tuple[Row, ...]:
+    """The tests of a session, those that gave no result last."""
+    several = _on_several_devices(report.results)
+    return (
+        *(_row(result, several, report.terms.update) for result in report.results),
+        *(
+            Row(file, test, Status(NOT_RUN, fails=True), "It was selected, and did not finish")
+            for file, test in report.not_run
+        ),
+    )
+
+
+def measured_in(results: Iterable[TestResult]) -> list[Measured]:
+    """The measurements of all tests that have any."""
+    everything = list(results)
+    several = _on_several_devices(everything)
+    return [one for result in everything for one in _measured(result.verdict, several)]
+
+
+def why_failed(result: TestResult) -> str:
+    """Return why a test failed: the whole text that the gate failed it with, or else a sentence that says where it failed."""
+    verdict = result.verdict
+    if verdict.failure:
+        return verdict.failure
+    return _sentence(WHY_FAILED[result.failed_in or ("call" if verdict.failed_by_itself else None)])
+
+
+def headline(why: str) -> str:
+    """The first line of a failure's text."""
+    return next((line for line in why.split("\n") if line.strip()), "The gate failed it" if why else "")
+
+
+def state_of(report: SessionReport) -> Literal["passed", "failed", "idle"]:
+    """Return how a session ended; ``idle`` where nothing failed because nothing was held against anything."""
+    if not report.passed:
+        return "failed"
+    return "passed" if any(result.verdict.gated for result in report.results) else "idle"
+
+
+def origin_line(origin: Origin, *, reason: bool = False) -> str:
+    """Return when, where and with what a baseline was recorded, and with ``reason`` why it was accepted."""
+    parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
+    parts += [f"commit {origin.commit}"] if origin.commit else []
+    parts += [f"reason: {origin.reason}"] if reason and origin.reason else []
+    return ", ".join(parts)
+
+
+def _row(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Row:
+    verdict = result.verdict
+    return Row(
+        verdict.file,
+        verdict.test,
+        Status(BY_ITSELF if verdict.failed_by_itself else verdict.outcome.words, fails=result.failed),
+        why_failed(result) if result.failed else "",
+        verdict.accept or "",
+        tuple(_notes(result, update)),
+        tuple(_measured(verdict, several)),
+        result,
+    )
+
+
+def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
+    verdict = result.verdict
+    if verdict.unmeasured and not verdict.failed_by_itself:
+        yield f"not measured: {verdict.unmeasured}"
+    if verdict.missing_text is not None:
+        yield verdict.missing_text
+    if result.failed and verdict.failure is None and not verdict.unmeasured:
+        yield _NOT_JUDGED
+    elif not result.failed and verdict.outcome in FAILING:
+        if verdict.failure is None and update is not None:
+            yield f"it did not fail for this: --gpumem-update={update} compares only to know what to write"
+        else:
+            yield "it did not fail for this: it is expected to fail (xfail), or passed when it ran again"
+    if verdict.relations:
+        yield f"it asserted {verdict.relations} relation{'' if verdict.relations == 1 else 's'}, which held"
+
+
+def _measured(test: TestVerdict, several: frozenset[str]) -> Iterable[Measured]:
+    for one in () if test.unmeasured else test.verdicts:
+        yield Measured(test, one, one.measurement.environment.device if test.nodeid in several else None)
+
+
+def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:
+    """The ids of the tests that were measured on several devices."""
+    tests = [result.verdict for result in results if not result.verdict.unmeasured]
+    places = {(test.nodeid, one.measurement.environment.device) for test in tests for one in test.verdicts}
+    devices = Counter(nodeid for nodeid, _ in places)
+    return frozenset(nodeid for nodeid, count in devices.items() if count > 1)
+
+
+def _sentence(clause: str) -> str:
+    return clause[0].upper() + clause[1:]
