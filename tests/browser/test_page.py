@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import re
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from pytest_gpumem.gate.verdict import Cell, Outcome
 from pytest_gpumem.reports.html.anchors import anchor_of
@@ -13,7 +17,7 @@ from pytest_gpumem.values.times import Round, Sample, Times
 from tests.browser.conftest import INK, prefer
 from tests.browser.reports import FAILURE, explained, many, small
 from tests.hostile import TEXTS
-from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
+from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
 
 SMALL = small()
 TEXTS_ONLY = session(REGRESSED, OK)
@@ -26,6 +30,7 @@ CUT_OFF = (
 )
 OPEN_TESTS = "document.querySelectorAll('tbody[data-outcome] th button').forEach((one) => one.click())"
 PANEL = "tbody[data-outcome] td.panel"
+WIDE = f"document.querySelector('{PANEL} .wide')"
 
 
 def shown(page: Any) -> list[str]:
@@ -311,3 +316,84 @@ def test_no_script_but_those_of_the_package_runs_and_nothing_is_fetched(opens):
     page.evaluate(PAINTED)
     assert page.evaluate("window.broken") is None
     assert {"connect-src", "img-src", "script-src-elem", "script-src-attr"} <= set(page.evaluate("violated"))
+
+
+# What a reader looks for.
+
+
+def test_the_memory_chart_has_lines_for_the_baseline_and_a_budget_that_is_near(opens):
+    far = replace(explained().metrics[0], budget=100 * GB)
+    page = opens(session(result(explained()), result(replace(explained(), metrics=(far,)), test="test_z")))
+    page.evaluate(OPEN_TESTS)
+    assert drawn(page, PANEL) == 4
+    legends = [chart.locator(".legendtext").all_text_contents() for chart in page.locator(".over_time").all()]
+    assert sorted(legend[2:] for legend in legends) == [["baseline 8.12 GB"], ["baseline 8.12 GB", "budget 12.00 GB"]]
+    tops = page.evaluate(
+        "[...document.querySelectorAll('.over_time .plot')].map((one) => one._fullLayout.yaxis.range[1])"
+    )
+    assert 8.12 < min(tops) < 12 < max(tops) < 14
+
+
+BRIGHTNESS_AT = """async ([picture, side]) => {
+  const image = new Image();
+  image.src = `data:image/png;base64,${picture}`;
+  await image.decode();
+  const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
+  context.drawImage(image, 0, 0);
+  // The outermost column may be shared with what is beside the table.
+  const { data } = context.getImageData(side === "right" ? image.width - 2 : 1, 0, 1, image.height);
+  const points = Array.from({ length: image.height }, (_, at) => (data[4 * at] + data[4 * at + 1] + data[4 * at + 2]) / 3);
+  return points.sort((one, other) => one - other)[Math.floor(image.height / 2)];
+}"""
+
+
+def edge(page: Any, side: str) -> float:
+    """The median brightness, from 0 to 255, of the first or last column of what is seen of the first table of metrics."""
+    picture = base64.b64encode(page.locator(f"{PANEL} .wide").first.screenshot()).decode()
+    return page.evaluate(BRIGHTNESS_AT, [picture, side])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_table_that_is_wider_than_the_screen_has_a_shadow_where_there_is_more(opens, scheme):
+    page = opens(session(REGRESSED), width=375, color_scheme=scheme)
+    page.evaluate(OPEN_TESTS)
+    plain = brightness(page.evaluate(f"getComputedStyle(document.querySelector('{PANEL}')).backgroundColor"))
+    assert page.evaluate(f"(({{scrollWidth, clientWidth}}) => scrollWidth - clientWidth)({WIDE})") > 100
+    assert edge(page, "right") < 0.85 * plain <= edge(page, "left") + 2
+    page.evaluate(f"{WIDE}.scrollLeft = 10000")
+    assert edge(page, "left") < 0.85 * plain <= edge(page, "right") + 2
+
+
+def test_the_legend_of_the_bars_takes_two_lines_on_a_narrow_screen(opens):
+    page = opens(session(result(replace(explained(), measurement=measured().measurement))), width=375)
+    page.evaluate(OPEN_TESTS)
+    legend = page.locator(f"{PANEL} .legend")
+    lines = {round(one.bounding_box()["y"]) for one in legend.locator("span").all()}
+    assert legend.inner_text().split("\n")[:4] == ["now", "baseline", "allowed", "budget"]
+    assert len(lines) == 2
+    assert legend.bounding_box()["height"] < 48
+
+
+def test_each_filter_shows_that_it_has_the_focus(opens):
+    page = opens(TEXTS_ONLY)
+    page.get_by_label("Search").focus()
+    for number in range(3):
+        outlined = page.evaluate("""(() => {
+            const one = document.activeElement.closest('.chip') || document.activeElement;
+            const { outlineStyle, outlineWidth, outlineColor, borderColor } = getComputedStyle(one);
+            return [one.tagName, outlineStyle, outlineWidth, outlineColor, borderColor];
+        })()""")
+        focus = "rgb(36, 88, 166)"
+        assert outlined == ["LABEL" if number else "INPUT", "solid", "2px", focus, focus]
+        page.keyboard.press("Tab")
+
+
+def test_what_is_allowed_stands_beside_its_bar(opens):
+    page = opens(session(REGRESSED))
+    page.evaluate(OPEN_TESTS)
+    row = page.locator(f"{PANEL} .metrics tbody tr").first
+    bar, allowed = row.locator(".track").bounding_box(), row.get_by_text("+0.5 %").bounding_box()
+    assert 0 < allowed["x"] - (bar["x"] + bar["width"]) < 30
+    swatch = page.locator(".legend .allowed").bounding_box()
+    legend = page.locator(".legend span", has_text="allowed").bounding_box()
+    assert abs(swatch["y"] + swatch["height"] / 2 - legend["y"] - legend["height"] / 2) < 2

@@ -229,7 +229,7 @@ STEP = OverTime(
 
 
 def test_memory_over_a_step_is_in_units_that_fit_and_without_what_was_never_there():
-    chart = over_time_chart(STEP, "si")
+    chart = over_time_chart(STEP, None, "si")
     assert (chart["unit"], chart["clock"]) == ("GB", "ms")
     assert chart["time"] == [0, 2, 5]
     assert chart["series"] == [
@@ -242,7 +242,7 @@ def test_memory_over_a_step_is_in_units_that_fit_and_without_what_was_never_ther
 
 
 def test_binary_units_are_binary_in_charts_too():
-    chart = over_time_chart(replace(STEP, total=(0, 2**30, 0), categories={"input": (0, 2**30, 0)}), "iec")
+    chart = over_time_chart(replace(STEP, total=(0, 2**30, 0), categories={"input": (0, 2**30, 0)}), None, "iec")
     assert (chart["unit"], chart["peak"]["y"], chart["peak"]["text"]) == ("GiB", 1, "1.00 GiB")
 
 

@@ -48,6 +48,13 @@ const CHARTS = (() => {
         hovertemplate: `peak ${chart.peak.text}<extra></extra>`,
       });
       const end = chart.time[chart.time.length - 1] || 1;
+      for (const { name, y } of chart.lines) {
+        data.push({
+          type: "scatter", mode: "lines", name, x: [0, end], y: [y, y], hoverinfo: "skip",
+          line: { color: theme("ink"), width: 1.5, dash: name.startsWith("budget") ? "dot" : "dash" },
+        });
+      }
+      const highest = Math.max(chart.peak.y, ...chart.lines.map(({ y }) => y / 1.1));
       const bands = chart.phases.map(({ begin, end: until }, number) => ({
         type: "rect", xref: "x", yref: "paper", x0: begin, x1: until, y0: 0, y1: 1, layer: "below", line: { width: 0 },
         fillcolor: theme(number % 2 ? "band" : "band-too"),
@@ -69,7 +76,7 @@ const CHARTS = (() => {
         layout: layoutOf(theme, {
           height: narrow ? 380 : 360, shapes: bands, annotations, hovermode: "x unified",
           xaxis: { title: titled("time while recorded", theme), ticksuffix: ` ${chart.clock}`, range: [0, end], showgrid: false, nticks: narrow ? 4 : 10 },
-          yaxis: { ticksuffix: ` ${chart.unit}`, rangemode: "tozero", range: [0, 1.2 * chart.peak.y || 1], ...(chart.unit === "B" && chart.peak.y < 8 ? { dtick: 1 } : {}) },
+          yaxis: { ticksuffix: ` ${chart.unit}`, rangemode: "tozero", range: [0, 1.2 * highest || 1], ...(chart.unit === "B" && chart.peak.y < 8 ? { dtick: 1 } : {}) },
         }),
       };
     },

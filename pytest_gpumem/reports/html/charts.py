@@ -14,7 +14,7 @@ from pytest_gpumem.values.composition import CATEGORIES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.reports.matrix import Row
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.timeline import OverTime
@@ -26,17 +26,27 @@ _DIGITS = 5
 """Of a figure in a chart: more than a screen has pixels."""
 
 
-def over_time_chart(over_time: OverTime, units: UnitSystem) -> dict[str, Any]:
-    """What a step held at each moment, as areas that lie on each other, with its phases and its peak."""
+_FURTHEST = 2
+"""How many times the peak a line may be: further off it would press the areas flat."""
+
+
+def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: UnitSystem) -> dict[str, Any]:
+    """What a step held at each moment, as areas that lie on each other, with its phases and its peak.
+
+    Lines show the baseline and the budget by which that peak was ``judged``.
+    """
     size, unit = _unit_of_bytes(max(over_time.total, default=0), units)
     clock, second = _unit_of_seconds(max(over_time.time_ns, default=0) / 1e9)
     drawn = [name for name in CATEGORIES if any(over_time.categories.get(name, ()))]
     peak_at, peak = over_time.time_ns[over_time.peak], over_time.total[over_time.peak]
     within = [phase.name for phase in over_time.phases if phase.begin <= peak_at <= phase.end]
+    against = () if judged is None else (("baseline", judged.baseline), ("budget", judged.budget))
+    lines = [(name, value) for name, value in against if value is not None and 0 < value <= _FURTHEST * peak]
+    held = "".join(f", {name} {format_bytes(int(value), units)}" for name, value in lines)
     during = f" in {in_one_line(within[-1])}" if within else ""
     return {
         "kind": "over_time",
-        "label": f"Memory over the step, by category: {format_bytes(peak, units)} at the peak{during}.",
+        "label": f"Memory over the step, by category: {format_bytes(peak, units)} at the peak{during}{held}.",
         "unit": unit,
         "clock": second,
         "time": [_short(time / 1e9 / clock) for time in over_time.time_ns],
@@ -49,6 +59,9 @@ def over_time_chart(over_time: OverTime, units: UnitSystem) -> dict[str, Any]:
             for name in drawn
         ],
         "peak": {"x": _short(peak_at / 1e9 / clock), "y": _short(peak / size), "text": format_bytes(peak, units)},
+        "lines": [
+            {"name": f"{name} {format_bytes(int(value), units)}", "y": _short(value / size)} for name, value in lines
+        ],
         "phases": [
             {
                 "name": in_one_line(phase.name),

@@ -117,7 +117,9 @@ def panel_of(verdict: Verdict, units: UnitSystem) -> Panel:
         _growth(verdict.growth, units) if verdict.growth is not None and verdict.growth.changes else None,
         tuple(_counts(verdict, units)),
         tuple(_compositions(verdict, units)),
-        over_time_chart(over_time, units) if over_time is not None and over_time.time_ns else None,
+        over_time_chart(over_time, verdict.of("peak_allocated"), units)
+        if over_time is not None and over_time.time_ns
+        else None,
         rounds_chart(verdict),
         _notes(verdict),
     )
