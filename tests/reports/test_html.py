@@ -179,7 +179,7 @@ def test_a_budget_far_off_is_told_and_has_no_place_on_the_track(budget, told):
     assert (bar.budget, bar.beyond, bar.cut) == (None, told, False)
     text = html(session(result(measured(MetricVerdict("peak_allocated", Outcome.OK, 100, 100, 2, budget)))))
     assert f">{entities.escape(told)}</text>" in text
-    assert "every bar is from 0 to twice its baseline, or its budget where that is none or 0" in text
+    assert "bars end at twice the baseline, else the budget" in text
     assert "scale of its own" not in text
 
 
