@@ -48,7 +48,7 @@ class Scripted(CpuDevice):
         return Environment("scripted", "Scripted 1", {"torch": "2", "machine": self.script["machine"]})
 
     @contextlib.contextmanager
-    def alone(self):
+    def exclusive(self):
         self.samples += 1
         self.log("sample")
         yield None

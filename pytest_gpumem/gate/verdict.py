@@ -268,5 +268,5 @@ class TestVerdict:
             None if plain["location"] is None else Location(**plain["location"]),
             plain["failure"],
             tuple(plain["missing"]),
-            plain["accept"],
+            plain.get("accept"),
         )

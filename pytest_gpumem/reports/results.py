@@ -43,7 +43,7 @@ class TestResult:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> TestResult:
-        return cls(TestVerdict.from_plain(plain["verdict"]), plain["passed"], plain["failed"], plain["failed_in"])
+        return cls(TestVerdict.from_plain(plain["verdict"]), plain["passed"], plain["failed"], plain.get("failed_in"))
 
 
 @dataclass

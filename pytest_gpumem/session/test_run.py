@@ -79,10 +79,6 @@ class TestRun:
     def measurements(self) -> list[Measurement]:
         return [one.measurement for one in self.judged]
 
-    def stored_names(self) -> list[str]:
-        """Return the names of the test's measurements that have a baseline for its device."""
-        return self.judging.stored_names(self._environment.slug)
-
     def verdict(self) -> TestVerdict:
         """The verdict on the test, which has come to the end of its call."""
         if self.lost is not None:

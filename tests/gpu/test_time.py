@@ -148,7 +148,7 @@ from pathlib import Path
 from pytest_gpumem.devices.{module} import {device}
 
 here = Path(__file__).parent
-plain = {device}.alone
+plain = {device}.exclusive
 
 
 def note(event):
@@ -166,7 +166,7 @@ def alone(self):
         note("waits")
 
 
-{device}.alone = alone
+{device}.exclusive = alone
 """
 SIX = """
 @pytest.mark.parametrize("number", range(6))

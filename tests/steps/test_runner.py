@@ -559,7 +559,7 @@ class Scripted:
     seconds_between_readings = 0.0
 
     @contextmanager
-    def alone(self):
+    def exclusive(self):
         self.asked.append("alone")
         yield None
         self.asked.append("shared")
@@ -727,7 +727,7 @@ def test_a_very_long_step_is_timed_often_enough_to_decide():
 def test_a_step_that_could_not_be_timed_alone_has_an_invalid_sample():
     class Crowded(Scripted):
         @contextmanager
-        def alone(self):
+        def exclusive(self):
             yield "another measured test kept the GPU busy for 60 s"
 
     (sample,) = measured_by(Crowded(), time_budget=TimeBudget()).times.samples
