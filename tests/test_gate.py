@@ -187,7 +187,9 @@ def test_a_changed_batch_is_stale_and_says_what_changed(project):
     result.stdout.fnmatch_lines(["stale: batch float32?8, 64?, was float32?4, 64?", "gpumem: 0 gated, 1 stale"])
     strict = project.run("--gpumem-baseline", "--gpumem-strict")
     strict.assert_outcomes(failed=1)
-    strict.stdout.fnmatch_lines(["*(required by --gpumem-strict): stale, batch float32?8, 64?, was float32?4, 64?", "*--gpumem-update=all*"])
+    strict.stdout.fnmatch_lines(
+        ["*(required by --gpumem-strict): stale, batch float32?8, 64?, was float32?4, 64?", "*--gpumem-update=all*"]
+    )
     assert project.run("--gpumem-update=all").ret == 0
     assert project.run("--gpumem-baseline").ret == 0
 
@@ -217,7 +219,9 @@ def test_strict_fails_what_is_new_but_not_while_it_is_recorded(project):
     project.write(SIMPLE.format(count=1_000_000))
     strict = project.run("--gpumem-baseline", "--gpumem-strict")
     strict.assert_outcomes(failed=1)
-    strict.stdout.fnmatch_lines(["*(required by --gpumem-strict): new, there is no baseline for CPU * yet", "*--gpumem-update=new*"])
+    strict.stdout.fnmatch_lines(
+        ["*(required by --gpumem-strict): new, there is no baseline for CPU * yet", "*--gpumem-update=new*"]
+    )
     project.run("--gpumem-strict", "--gpumem-update=new").assert_outcomes(passed=1)
     project.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(passed=1)
 
@@ -226,7 +230,9 @@ def test_strict_alone_fails_a_test_that_is_held_against_nothing(project):
     project.write(SIMPLE.format(count=1_000_000))
     result = project.run("--gpumem-strict")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*(required by --gpumem-strict): recorded, it has no budget, and --gpumem-baseline was not given"])
+    result.stdout.fnmatch_lines(
+        ["*(required by --gpumem-strict): recorded, it has no budget, and --gpumem-baseline was not given"]
+    )
 
 
 def test_max_growth_replaces_the_tolerance(project):

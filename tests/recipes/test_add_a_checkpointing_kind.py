@@ -32,7 +32,7 @@ MODEL = """
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    edits = recipe("Add a checkpointing kind", ROOT / "CONTRIBUTING-checkpoint.md")
+    edits = recipe("Add a checkpointing kind", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) <= 2
     return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 

@@ -43,7 +43,7 @@ def test_step(gpumem):
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """The package with the recipe's edits."""
-    edits = recipe("Add a device", ROOT / "CONTRIBUTING-device.md")
+    edits = recipe("Add a device", ROOT / "CONTRIBUTING.md")
     assert sum(edit.code.count(THERE) for edit in edits) == 1
     on_the_host = [replace(edit, code=edit.code.replace(THERE, HERE)) for edit in edits]
     return copy_of_the_package(tmp_path_factory.mktemp("package"), on_the_host)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, run_pytest, run_python, write_tests
 
-EDITS = recipe("Add a metric", ROOT / "CONTRIBUTING-metric.md")
+EDITS = recipe("Add a metric", ROOT / "CONTRIBUTING.md")
 IN_PARTS = """
 import pytest
 import torch

@@ -25,7 +25,7 @@ TESTS = """
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    edits = recipe("Add a report format", ROOT / "CONTRIBUTING-format.md")
+    edits = recipe("Add a report format", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) <= 2
     return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 
