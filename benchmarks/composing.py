@@ -16,7 +16,7 @@ from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.windows import Windows
-from pytest_gpumem.explain.recording import Expected
+from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
@@ -46,14 +46,14 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     """Run both kinds in turns. Also lines that say what was recorded."""
     device = CpuDevice()
     device.open()
-    explaining = Explaining(Sites(Path(__file__).parent), keep=lambda _: None, ran_out=lambda _: None)
+    explaining = Explaining(Sites(Path(__file__).parent), Artifacts(None, "", device))
     bench = MeasuringContext(device, Windows(device), time_budget=None, explaining=explaining)
     tokens = torch.randint(50257, (SAMPLES, LENGTH))
     runs: list[Run] = []
     batch = {"input_ids": tokens, "labels": tokens}
     with prepared_train_step(bench, gpt2_small, batch, config=StepConfig()) as prepared, cyclic_collector_off():
-        figures = prepared.measure()
-        peak = figures.memory.memory_metrics()["peak_allocated"]
+        step = prepared.measure()
+        peak = step.figures.memory.peak_allocated
         for _ in range(rounds):
             with device.unrecorded():
                 began = time.process_time()
@@ -61,7 +61,8 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
                     phase.run()
                 ordinary = time.process_time() - began
             began = time.process_time()
-            explanation = bench.explain(prepared.subject(), Expected(peak, figures.memory.turnover))
+            explanation = prepared.explain(step)
+            assert not isinstance(explanation, str), explanation
             runs.append(Run(ordinary, time.process_time() - began))
     device.close()
     composition = explanation.peak

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from corpus_project import Edit, Project
 
 from pytest_gpumem.devices.windows import Windows
+from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.difference import Difference, difference
 from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
@@ -143,7 +144,7 @@ def recorded(
 ) -> tuple[Explanation, tuple[str, ...]]:
     """Write the project, and record its step."""
     project.write(edits)
-    explaining = Explaining(Sites(project.root), lambda _: None, lambda _: None)
+    explaining = Explaining(Sites(project.root), Artifacts(None, "", device))
     device.quiesce()
     explanation = recipe(MeasuringContext(device, Windows(device), time_budget=None, explaining=explaining), project)
     return explanation, explanation.peak.notes

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measured import Asked, measure_function, measure_infer_step, measure_train_step
+from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from corpus_project import Project
 
-    from pytest_gpumem.steps.measured import MeasuredStep
+    from pytest_gpumem.steps.measured import PreparedStep
     from pytest_gpumem.steps.measuring_context import MeasuringContext
     from pytest_gpumem.values.composition import Explanation
 
@@ -65,12 +66,11 @@ def trained(name: str, config: str = "", *, samples: int = 4, length: int = 96, 
             torch.manual_seed(SEED)
             batch = batch_of(name, samples, length)
             return _explanation(
-                measure_train_step(
+                prepared_train_step(
                     bench,
                     lambda: model_of(name, module, **settings),
                     batch,
                     config=StepConfig.parse(config) if config else None,
-                    asked=Asked(lambda _: True),
                 )
             )
 
@@ -84,7 +84,7 @@ def looped(name: str, loop: str, *, samples: int = 4, length: int = 96, **settin
         with project.imported(name) as module, project.imported("train") as train:
             torch.manual_seed(SEED)
             step = getattr(train, loop)(model_of(name, module, **settings), batch_of(name, samples, length))
-            return _explanation(measure_function(bench, step, asked=Asked(lambda _: True)))
+            return _explanation(prepared_function(bench, step))
 
     return recipe
 
@@ -104,15 +104,14 @@ def small_gpt(config: str = "", *, training: bool = True, samples: int = 4, leng
                 return model
 
             if not training:
-                return _explanation(measure_infer_step(bench, build, tokens, asked=Asked(lambda _: True)))
+                return _explanation(prepared_infer_step(bench, build, tokens))
             return _explanation(
-                measure_train_step(
+                prepared_train_step(
                     bench,
                     build,
                     tokens,
                     loss=module.next_token_loss,
                     config=StepConfig.parse(config) if config else None,
-                    asked=Asked(lambda _: True),
                 )
             )
 
@@ -127,18 +126,19 @@ def small_convnet(*, samples: int = 8, side: int = 32) -> Recipe:
             torch.manual_seed(SEED)
             images, labels = torch.randn(samples, 1, side, side), torch.randint(8, (samples,))
             return _explanation(
-                measure_train_step(
+                prepared_train_step(
                     bench,
                     module.ConvNet,
                     images,
                     loss=lambda logits, _: torch.nn.functional.cross_entropy(logits, labels),
-                    asked=Asked(lambda _: True),
                 )
             )
 
     return recipe
 
 
-def _explanation(step: MeasuredStep) -> Explanation:
-    assert step.explanation is not None, "it was wanted"
-    return step.explanation
+def _explanation(made_ready: AbstractContextManager[PreparedStep]) -> Explanation:
+    with made_ready as prepared:
+        explanation = prepared.explain(prepared.measure())
+    assert not isinstance(explanation, str), explanation
+    return explanation

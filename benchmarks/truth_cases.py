@@ -84,12 +84,12 @@ def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]
         _collections_made_short(),
         prepared_train_step(bench, case.subject.build, case.subject.batch, config=case.config) as prepared,
     ):
-        figures = prepared.measure()
+        step = prepared.measure()
+        figures, workload = step.figures, step.workload
         assert figures.times is not None, "the bench times"
         rest = counters.current()
         peaks = peaks_of(prepared.phases, counters)
-        workload = prepared.workload()
-        notes = list(prepared.seen.notes)
+        notes = list(prepared.notes)
     if not figures.settled:
         notes.append(figures.unsettled_note())
     return {
