@@ -33,7 +33,7 @@ Blocks = Mapping[int, int]
 """Memory blocks: address -> bytes."""
 
 
-Known = frozenset[tuple[int, int]]
+BlockIds = frozenset[tuple[int, int]]
 """Blocks that a device knew at some moment, by address and number: another block at the same address is another one."""
 
 
@@ -219,7 +219,7 @@ class Device(ABC):
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 
-    def known(self) -> Known:
+    def known(self) -> BlockIds:
         """The blocks that the device knows one by one; empty where it only knows sums."""
         return frozenset()
 
@@ -259,7 +259,7 @@ class Device(ABC):
             self.reset_peak()
             self._kept = kept
 
-    def reconcile(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
+    def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
         """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""
 
     # Taking times

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.devices.contract import Blocks, Known, Peak
+    from pytest_gpumem.devices.contract import BlockIds, Blocks, Peak
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.free_callbacks import AnyToken
     from pytest_gpumem.torch_support.private_api import Profile
@@ -138,7 +138,7 @@ class CpuDevice(Device):
                 self._ledger.register_existing({address: storage.nbytes()})
                 self._obituaries.watch(storage, recording=lambda: self._profiler is not None)
 
-    def known(self) -> Known:
+    def known(self) -> BlockIds:
         self._flush()
         return self._ledger.known
 
@@ -169,7 +169,7 @@ class CpuDevice(Device):
         finally:
             self._start()
 
-    def reconcile(self, since: Known, storages: Iterable[torch.UntypedStorage]) -> None:
+    def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
         seen = self._ledger.addresses
         blocks: dict[int, int] = {}

@@ -165,8 +165,8 @@ class CudaDevice(Device):
             clock_events=gpu.clock_events,
             sm_clock=gpu.sm_clock,
             sm_clock_default=gpu.sm_clock_default,
-            strangers=gpu.strangers.number if gpu.strangers is not None else None,
-            stranger_pids=gpu.strangers.pids if gpu.strangers is not None else frozenset(),
+            other_processes=gpu.other_processes.number if gpu.other_processes is not None else None,
+            other_pids=gpu.other_processes.pids if gpu.other_processes is not None else frozenset(),
         )
 
     def pace(self) -> float | None:

@@ -9,7 +9,7 @@ from pytest_gpumem.devices.contract import Peak
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_gpumem.devices.contract import Blocks, Known
+    from pytest_gpumem.devices.contract import BlockIds, Blocks
     from pytest_gpumem.values.events import AllocationEvent
 
 
@@ -42,7 +42,7 @@ class LiveBlocks:
         return frozenset(self._blocks)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> BlockIds:
         """The live blocks. An address is used again and again, so each block has a number, too."""
         return frozenset((address, self._numbers[address]) for address in self._blocks)
 
@@ -61,7 +61,7 @@ class LiveBlocks:
                 self._learn(address, nbytes)
                 self._peak += nbytes
 
-    def restrict(self, known: Known, blocks: Blocks) -> None:
+    def restrict(self, known: BlockIds, blocks: Blocks) -> None:
         """Forget every block that is neither in ``known`` nor in ``blocks``, and know all of ``blocks``."""
         kept = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}
         self._blocks = {}

@@ -29,7 +29,7 @@ _LONGEST_SAMPLING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Strangers:
+class OtherProcesses:
     """Processes on a GPU that are none of ours. ``pids`` is empty where only their number is known."""
 
     number: int
@@ -43,7 +43,7 @@ class GpuNow:
     clock_events: frozenset[str] | None = None
     sm_clock: float | None = None
     sm_clock_default: float | None = None
-    strangers: Strangers | None = None
+    other_processes: OtherProcesses | None = None
 
 
 class NvmlGpu:
@@ -73,13 +73,13 @@ class NvmlGpu:
         return version.decode() if isinstance(version, bytes) else str(version)
 
     def now(self, is_ours: Callable[[int], bool], workers: int) -> GpuNow:
-        """The clocks now, and who else uses the GPU; ``is_ours`` and ``workers`` as in `strangers`."""
+        """The clocks now, and who else uses the GPU; ``is_ours`` and ``workers`` as in `other_processes`."""
         processes = self.processes()
         ours = [pid for pid in processes or () if is_ours(pid)]
-        others = strangers(processes, None, ours, workers)
+        others = other_processes(processes, None, ours, workers)
         if others is not None and others.number:
             # Asked only where it matters, since NVML copies a buffer of samples for it.
-            others = strangers(processes, self.working(), ours, workers)
+            others = other_processes(processes, self.working(), ours, workers)
         return GpuNow(self.clock_events(), self.sm_clock(), self.default_sm_clock(), others)
 
     def clock_events(self) -> frozenset[str] | None:
@@ -177,9 +177,9 @@ class NvmlGpu:
                 break
 
 
-def strangers(
+def other_processes(
     processes: frozenset[int] | None, working: frozenset[int] | None, ours: Collection[int], workers: int
-) -> Strangers | None:
+) -> OtherProcesses | None:
     """Who else uses the GPU: of the ``processes`` on it, those that are not ``ours``, nor known to be idle.
 
     ``ours`` are the pids that this session's processes have here, and ``workers`` is how many of them measure. Where
@@ -191,9 +191,9 @@ def strangers(
     others = processes.difference(ours)
     if len(others) < len(processes):
         at_work = others if working is None else others & working
-        return Strangers(len(at_work), at_work)
+        return OtherProcesses(len(at_work), at_work)
     number = max(len(processes) - workers, 0)
     if working is not None:
         # One of those that work is this process.
         number = min(number, max(len(processes & working) - 1, 0))
-    return Strangers(number)
+    return OtherProcesses(number)

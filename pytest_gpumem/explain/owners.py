@@ -31,7 +31,7 @@ _BORN_EARLY = ("parameter", "buffer")
 _STAYS = ("parameter", "buffer", "optimizer state")
 
 
-class Known:
+class TensorOwners:
     """Owners that were registered, or found while the step ran. Only inputs are kept alive by it.
 
     ``creation_sites`` are the lines that allocated what was there before, by address. ``blocks_of`` gives address and bytes

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.devices.event_tree import MARK_PREFIX
-from pytest_gpumem.explain.owners import Known
+from pytest_gpumem.explain.owners import TensorOwners
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.torch_support.private_api import engine_run_within, outside_torch_function, span
 from pytest_gpumem.torch_support.static_access import contents_of, dense_bytes, dtype_and_shape, is_a
@@ -37,7 +37,7 @@ _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_
 
 
 class Tracker:
-    """Marks and ownership snapshots of one recording. ``device``, ``creation_sites`` and ``blocks_of`` as in `Known`.
+    """Marks and ownership snapshots of one recording. ``device``, ``creation_sites`` and ``blocks_of`` as in `TensorOwners`.
 
     Without ``looks`` no tensor is looked at: for who only asks in which module it is.
     """
@@ -61,7 +61,7 @@ class Tracker:
         self._sites = sites
         self._level = level
         self._looks = looks
-        self.known = Known(device, creation_sites or {}, blocks_of)
+        self.known = TensorOwners(device, creation_sites or {}, blocks_of)
         self._busy = False
         self._thread = threading.get_ident()
         self._modules: list[tuple[int, str, Any]] = []

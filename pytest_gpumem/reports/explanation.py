@@ -150,7 +150,7 @@ def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str
     ]
 
 
-def guilty_metrics(verdict: Verdict, failing: Collection[object], unit: Unit = "bytes") -> list[str]:
+def failing_metrics(verdict: Verdict, failing: Collection[object], unit: Unit = "bytes") -> list[str]:
     """The metrics in a unit for which a measurement fails."""
     return [
         metric.metric for metric in verdict.metrics if metric.outcome in failing and METRICS[metric.metric].unit == unit

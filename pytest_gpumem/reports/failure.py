@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.columns import columns
-from pytest_gpumem.reports.explanation import explanation_blocks, guilty_metrics
+from pytest_gpumem.reports.explanation import explanation_blocks, failing_metrics
 from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.reports.values import allowance, difference, shown, texts_of
 from pytest_gpumem.reports.view import origin_line
@@ -97,7 +97,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     if several:
         lines[0] = f"{verdict.measurement.name}: {lines[0]}"
     lines += ["", *(f"  {line}" for line in _metric_table(verdict, failing, units))]
-    guilty = [name for unit in WHOLE for name in guilty_metrics(verdict, failing, unit)]
+    guilty = [name for unit in WHOLE for name in failing_metrics(verdict, failing, unit)]
     for block in explanation_blocks(verdict, guilty, units):
         lines += ["", *(f"  {line}" for line in block)]
     reasons = [

@@ -12,7 +12,7 @@ from pytest_gpumem.baselines.update import entries_to_write
 from pytest_gpumem.explain.asking import asks_for_composition
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.gate.baseline import Baseline, baseline_of
-from pytest_gpumem.reports.explanation import guilty_metrics, out_of_memory_lines
+from pytest_gpumem.reports.explanation import failing_metrics, out_of_memory_lines
 
 if TYPE_CHECKING:
     from pytest_gpumem.metrics import Unit
@@ -46,7 +46,7 @@ class ExplainingTest:
         if self._settings.explain != "on-failure":
             return self._settings.explain == "always"
         failing = self._judging.failing(self._judging.verdict([judged]))
-        if guilty_metrics(judged.verdict, failing, unit):
+        if failing_metrics(judged.verdict, failing, unit):
             return True
         mode, earlier = self._settings.update, judged.baseline
         if mode is None or earlier is None:

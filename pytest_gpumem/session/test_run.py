@@ -22,7 +22,7 @@ from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pytest_gpumem.devices.contract import Device, Known
+    from pytest_gpumem.devices.contract import BlockIds, Device
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measurement import Environment, Workload
@@ -71,7 +71,7 @@ class TestRun:
         self._at_call: tuple[OwnBytes, int] | None = None
         self._random: RandomNumbers | None = None
         """The random numbers as the call began with them."""
-        self._known_at_call: Known = frozenset()
+        self._known_at_call: BlockIds = frozenset()
         self._attributes: frozenset[str] = frozenset()
         """What the test's instance had when its call began."""
 

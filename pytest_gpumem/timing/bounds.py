@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.timing.validity import elapsed, growth, is_throttled, share, sm_clock_share, strangers
+from pytest_gpumem.timing.validity import elapsed, growth, is_throttled, other_processes, share, sm_clock_share
 from pytest_gpumem.values.interference import Slowed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def taken(before: Conditions, after: Conditions) -> float:
     events = SECONDS_A_RETRY * growth(before.retries, after.retries) + SECONDS_A_GRAPH * growth(
         before.graphs, after.graphs
     )
-    others = strangers(before, after)
+    others = other_processes(before, after)
     on_gpu = STRANGERS * (1 + others) if others else 1.0
     seconds = elapsed(before, after)
     # Of a stretch that an event may have filled, nothing is known of the step.
@@ -76,7 +76,7 @@ def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
 def crowded(now: Conditions) -> float:
     """Return the largest factor by which another measured test can slow a step that was not alone on the device.
 
-    Where other processes' CPU time is read, that one shows there. On a GPU it is none of the strangers.
+    Where other processes' CPU time is read, that one shows there. On a GPU it is none of them.
     """
     return 1.0 if now.others is not None else 2 * STRANGERS
 

@@ -47,7 +47,7 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
         _compiled(before, after),
         _throttled(before, after),
         _slow_clock(after),
-        _strangers(before, after),
+        _other_processes(before, after),
         _waited(before, after),
         _stolen(before, after),
         _others(before, after),
@@ -115,18 +115,18 @@ def _slow_clock(after: Conditions) -> str | None:
     return None if clock is None else f"the SM clock was at {_percent(clock)} of its default"
 
 
-def strangers(before: Conditions, after: Conditions) -> int:
+def other_processes(before: Conditions, after: Conditions) -> int:
     """Return the number of other sessions' processes that used the GPU at either of the two readings."""
-    return max(len(before.stranger_pids | after.stranger_pids), before.strangers or 0, after.strangers or 0)
+    return max(len(before.other_pids | after.other_pids), before.other_processes or 0, after.other_processes or 0)
 
 
-def _strangers(before: Conditions, after: Conditions) -> str | None:
-    pids = sorted(before.stranger_pids | after.stranger_pids)
+def _other_processes(before: Conditions, after: Conditions) -> str | None:
+    pids = sorted(before.other_pids | after.other_pids)
     if len(pids) == 1:
         return f"process {pids[0]} used the GPU, too"
     if pids:
         return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} used the GPU, too"
-    number = strangers(before, after)
+    number = other_processes(before, after)
     if not number:
         return None
     return "another process used the GPU, too" if number == 1 else f"{number} other processes used the GPU, too"

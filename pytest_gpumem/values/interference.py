@@ -46,9 +46,9 @@ class Conditions:
     """The GPU's SM clock in Hz."""
     sm_clock_default: float | None = None
     """The SM clock in Hz that the GPU has unless told otherwise."""
-    strangers: int | None = None
+    other_processes: int | None = None
     """Processes on the GPU that are none of this session's, without those that NVML knows to be idle."""
-    stranger_pids: frozenset[int] = frozenset()
+    other_pids: frozenset[int] = frozenset()
     """Which they are; empty where only their number is known (in a container, where pids are another namespace's)."""
 
 

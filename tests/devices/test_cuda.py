@@ -18,7 +18,7 @@ from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
-from pytest_gpumem.devices.nvml import GpuNow, Strangers
+from pytest_gpumem.devices.nvml import GpuNow, OtherProcesses
 from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
@@ -677,17 +677,17 @@ def test_the_environment_names_what_moves_the_figures(cuda, monkeypatch, variabl
 
 def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda):
     cuda.retries = 3
-    cuda.nvml = GpuNow(frozenset({"SwPowerCap"}), 1.41e9, 1.98e9, Strangers(1, frozenset({4711})))
+    cuda.nvml = GpuNow(frozenset({"SwPowerCap"}), 1.41e9, 1.98e9, OtherProcesses(1, frozenset({4711})))
     conditions = CudaDevice(cuda).conditions()
     assert conditions.retries == 3
     assert (conditions.clock_events, conditions.sm_clock) == (frozenset({"SwPowerCap"}), 1.41e9)
-    assert (conditions.sm_clock_default, conditions.strangers) == (1.98e9, 1)
-    assert conditions.stranger_pids == frozenset({4711})
+    assert (conditions.sm_clock_default, conditions.other_processes) == (1.98e9, 1)
+    assert conditions.other_pids == frozenset({4711})
 
 
 def test_without_nvml_nothing_is_known_of_the_clocks_and_of_others(cuda):
     conditions = CudaDevice(cuda).conditions()
-    assert (conditions.clock_events, conditions.sm_clock, conditions.strangers) == (None, None, None)
+    assert (conditions.clock_events, conditions.sm_clock, conditions.other_processes) == (None, None, None)
     assert CudaDevice(cuda).pace() is None
 
 

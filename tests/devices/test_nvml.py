@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.devices.nvml import GpuNow, NvmlGpu, Strangers, strangers
+from pytest_gpumem.devices.nvml import GpuNow, NvmlGpu, OtherProcesses, other_processes
 
 NOT_SUPPORTED, NOT_FOUND = 3, 6
 OWN, OTHER = 4711, 4712
@@ -88,7 +88,7 @@ def now(gpu: NvmlGpu, *ours: int) -> GpuNow:
 
 
 def test_a_gpu_is_read_by_its_uuid(nvml, gpu):
-    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, Strangers(0))
+    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, OtherProcesses(0))
     assert gpu.sm_clock() == 1.755e9
     assert ("nvmlDeviceGetClockInfo", "gpu", nvml.NVML_CLOCK_SM) in nvml.calls
 
@@ -157,7 +157,7 @@ def test_of_a_mig_instance_the_clocks_are_the_gpus_and_the_processes_its_own(nvm
     nvml.handles["MIG-34"] = "instance"
     nvml.parents["instance"] = "gpu"
     gpu = NvmlGpu("34")
-    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, Strangers(0))
+    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, OtherProcesses(0))
     asked = {name: rest[0] for name, *rest in nvml.calls if name.startswith("nvmlDevice")}
     assert asked["nvmlDeviceGetClockInfo"] == asked["nvmlDeviceGetCurrentClocksEventReasons"] == "gpu"
     assert asked["nvmlDeviceGetComputeRunningProcesses"] == "instance"
@@ -166,7 +166,7 @@ def test_of_a_mig_instance_the_clocks_are_the_gpus_and_the_processes_its_own(nvm
 def test_of_a_mig_instance_nobody_knows_who_works(nvml):
     nvml.handles["MIG-34"], nvml.parents["instance"] = "instance", "gpu"
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
-    assert now(NvmlGpu("34"), OWN).strangers == Strangers(1, frozenset({OTHER}))
+    assert now(NvmlGpu("34"), OWN).other_processes == OtherProcesses(1, frozenset({OTHER}))
 
 
 # Who else
@@ -174,25 +174,25 @@ def test_of_a_mig_instance_nobody_knows_who_works(nvml):
 
 def test_another_process_that_works_is_a_stranger_and_an_idle_one_is_not(nvml, gpu):
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
-    assert now(gpu, OWN).strangers == Strangers(0)
+    assert now(gpu, OWN).other_processes == OtherProcesses(0)
     idle = SimpleNamespace(pid=OTHER, smUtil=0, memUtil=0)
     nvml.answers["nvmlDeviceGetProcessUtilization"] = [idle]
-    assert now(gpu, OWN).strangers == Strangers(0)
+    assert now(gpu, OWN).other_processes == OtherProcesses(0)
     nvml.answers["nvmlDeviceGetProcessUtilization"] = [idle, SimpleNamespace(pid=OTHER, smUtil=30, memUtil=0)]
-    assert now(gpu, OWN).strangers == Strangers(1, frozenset({OTHER}))
+    assert now(gpu, OWN).other_processes == OtherProcesses(1, frozenset({OTHER}))
 
 
 def test_where_nobody_knows_who_works_another_process_is_believed_to(nvml, gpu):
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
     nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(NOT_SUPPORTED)
-    assert now(gpu, OWN).strangers == Strangers(1, frozenset({OTHER}))
+    assert now(gpu, OWN).other_processes == OtherProcesses(1, frozenset({OTHER}))
 
 
 def test_where_nvml_has_no_samples_nobody_was_seen_to_work(nvml, gpu):
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
     for nothing in (NOT_FOUND, nvml.NVML_SUCCESS):
         nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(nothing)
-        assert now(gpu, OWN).strangers == Strangers(0)
+        assert now(gpu, OWN).other_processes == OtherProcesses(0)
 
 
 def test_an_older_driver_lists_its_processes_by_the_older_function(nvml, gpu):
@@ -235,12 +235,12 @@ def test_who_works_is_asked_of_the_last_seconds(nvml, gpu, monkeypatch):
     ],
 )
 def test_where_pids_are_another_namespaces_as_many_as_there_are_workers_are_ours(processes, working, workers, others):
-    told = strangers(frozenset(processes), None if working is None else frozenset(working), [], workers)
-    assert told == Strangers(others)
+    told = other_processes(frozenset(processes), None if working is None else frozenset(working), [], workers)
+    assert told == OtherProcesses(others)
 
 
 def test_other_workers_of_the_session_are_no_strangers():
-    assert strangers(frozenset({1, 2, 3}), None, [1, 2], 2) == Strangers(1, frozenset({3}))
+    assert other_processes(frozenset({1, 2, 3}), None, [1, 2], 2) == OtherProcesses(1, frozenset({3}))
 
 
 # Where NVML does not answer

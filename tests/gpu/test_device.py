@@ -152,7 +152,7 @@ def test_nvml_knows_this_gpu_while_it_works(device: Device) -> None:
     assert after.sm_clock_default is not None
     assert pace <= 1.2 * after.sm_clock_default
     assert after.retries == before.retries
-    assert os.getpid() not in after.stranger_pids
+    assert os.getpid() not in after.other_pids
 
 
 def test_kernels_are_counted_and_copies_are_not(device: Device) -> None:

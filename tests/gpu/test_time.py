@@ -111,8 +111,8 @@ def flag(tmp_path: Path) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def strangers(device: Device) -> int | None:
-    return device.conditions().strangers
+def other_processes(device: Device) -> int | None:
+    return device.conditions().other_processes
 
 
 def wait_until(is_so: Callable[[], bool]) -> bool:
@@ -129,15 +129,15 @@ def test_nvml_sees_no_stranger_and_then_one_that_computes_and_then_none(
     device: Device, products: Callable[[int], Callable[[], object]], flag: Path
 ) -> None:
     device.time(products(20))
-    if strangers(device) is None:
+    if other_processes(device) is None:
         pytest.skip("NVML does not tell who uses this GPU")
-    assert strangers(device) == 0
+    assert other_processes(device) == 0
     flag.touch()
     command = [sys.executable, "-c", STRANGER, str(flag)]
     subprocess.run([sys.executable, "-c", ORPHANED, *command], check=True)
-    assert wait_until(lambda: strangers(device) == 1)
+    assert wait_until(lambda: other_processes(device) == 1)
     flag.unlink()
-    assert wait_until(lambda: strangers(device) == 0)
+    assert wait_until(lambda: other_processes(device) == 0)
 
 
 LOGGED = """

@@ -18,8 +18,8 @@ from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.explanation import (
     composition_lines,
     explanation_blocks,
+    failing_metrics,
     growth_lines,
-    guilty_metrics,
     out_of_memory_lines,
 )
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
@@ -269,9 +269,9 @@ def test_the_metrics_in_bytes_that_fail_are_the_guilty_ones():
         Baseline(Workload("call"), CPU, earlier, "2026-11-02"),
         DEFAULT_TOLERANCES,
     )
-    assert guilty_metrics(verdict, FAILING) == ["peak_allocated", "retained"]
-    assert guilty_metrics(verdict, {Outcome.OVER_BUDGET}) == ["retained"]
-    assert guilty_metrics(verdict, set()) == []
+    assert failing_metrics(verdict, FAILING) == ["peak_allocated", "retained"]
+    assert failing_metrics(verdict, {Outcome.OVER_BUDGET}) == ["retained"]
+    assert failing_metrics(verdict, set()) == []
 
 
 # Out of memory

@@ -21,7 +21,7 @@ CUDA = Conditions(
     clock_events=frozenset(),
     sm_clock=2e9,
     sm_clock_default=2e9,
-    strangers=0,
+    other_processes=0,
 )
 
 
@@ -70,10 +70,10 @@ def test_where_waiting_is_not_counted_it_may_be_all_that_others_used():
     assert bounds.taken(*after(replace(CPU, waited=None), others=50.5)) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("readings", [{"strangers": 1}, {"strangers": 1, "stranger_pids": frozenset({7})}])
+@pytest.mark.parametrize("readings", [{"other_processes": 1}, {"other_processes": 1, "other_pids": frozenset({7})}])
 def test_each_process_on_a_gpu_takes_its_turns(readings):
     assert bounds.taken(*after(CUDA, **readings)) == 2 * bounds.STRANGERS
-    assert bounds.taken(*after(CUDA, strangers=3)) == 4 * bounds.STRANGERS
+    assert bounds.taken(*after(CUDA, other_processes=3)) == 4 * bounds.STRANGERS
 
 
 def test_events_took_their_seconds_and_may_have_filled_a_short_stretch():

@@ -21,7 +21,7 @@ CUDA = Conditions(
     clock_events=frozenset(),
     sm_clock=1.98 * GHZ,
     sm_clock_default=1.98 * GHZ,
-    strangers=0,
+    other_processes=0,
 )
 
 
@@ -37,7 +37,7 @@ def test_a_stretch_in_which_nothing_changed_was_not_disturbed(before):
 
 def test_what_cannot_be_read_disturbs_nothing():
     assert disturbance(Conditions(1.0), Conditions(2.0)) is None
-    assert disturbance(Conditions(1.0), replace(CUDA, strangers=0)) is None
+    assert disturbance(Conditions(1.0), replace(CUDA, other_processes=0)) is None
     assert disturbance(CPU, Conditions(200.0)) is None
 
 
@@ -104,11 +104,11 @@ def test_a_low_clock_before_the_work_began_is_none():
 
 
 def test_processes_of_others_on_the_gpu_are_named_where_they_are_known():
-    assert after(CUDA, 0.02, strangers=1, stranger_pids=frozenset({4711})) == "process 4711 used the GPU, too"
-    three = after(CUDA, 0.02, strangers=3, stranger_pids=frozenset({9, 7, 8}))
+    assert after(CUDA, 0.02, other_processes=1, other_pids=frozenset({4711})) == "process 4711 used the GPU, too"
+    three = after(CUDA, 0.02, other_processes=3, other_pids=frozenset({9, 7, 8}))
     assert three == "processes 7, 8 and 9 used the GPU, too"
-    assert after(CUDA, 0.02, strangers=1) == "another process used the GPU, too"
-    assert after(replace(CUDA, strangers=2), 0.02, strangers=0) == "2 other processes used the GPU, too"
+    assert after(CUDA, 0.02, other_processes=1) == "another process used the GPU, too"
+    assert after(replace(CUDA, other_processes=2), 0.02, other_processes=0) == "2 other processes used the GPU, too"
 
 
 # The host
@@ -172,4 +172,4 @@ def test_everything_that_disturbed_is_told():
 def test_the_load_of_a_sample_is_only_what_its_rounds_could_not_tell():
     end = replace(CPU, seconds=101.0, graphs=4, waited=1.5, others=50.9)
     assert load(CPU, end) == "other processes used 0.90 of 2 cores meanwhile"
-    assert load(CUDA, replace(CUDA, seconds=101.0, retries=9, strangers=2)) is None
+    assert load(CUDA, replace(CUDA, seconds=101.0, retries=9, other_processes=2)) is None
