@@ -81,6 +81,7 @@ class Gpumem:
         run = self._run
         with prepared_function(run.context, fn, items) as prepared:
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        del prepared  # what it held is gone when others see the measurement
         return run.keep(judged)
 
     @contextmanager
@@ -134,6 +135,7 @@ class Gpumem:
             ) as prepared,
         ):
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        del prepared  # what it held is gone when others see the measurement
         return run.keep(judged)
 
     def infer_step(
@@ -157,6 +159,7 @@ class Gpumem:
             prepared_infer_step(run.context, model_or_factory, batch, config=parsed, items=items) as prepared,
         ):
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        del prepared  # what it held is gone when others see the measurement
         return run.keep(judged)
 
     def estimate(
@@ -186,6 +189,7 @@ class Gpumem:
             state = state_of(prepared, step.figures)
             findings = findings_of(state)
             judged = run.judge(prepared, replace(step, notes=(*step.notes, *findings)), name)
+        del prepared
         return Estimate(run.keep(judged), state, findings)
 
     def assert_same_gradients(

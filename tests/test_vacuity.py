@@ -159,3 +159,53 @@ def test_strict_fails_a_test_that_asks_for_the_fixture_at_run_time(project):
     project.write("@pytest.mark.gpumem\ndef test_it(request):\n    request.getfixturevalue('gpumem').device\n")
     project.run(device=None, separate=HIDING).assert_outcomes(skipped=1)
     project.run("--gpumem-strict", device=None, separate=HIDING).assert_outcomes(failed=1)
+
+
+REFUSED = """
+import contextlib, unittest, pytest, torch
+
+
+def refused(gpumem):
+    gpumem.train_step(torch.nn.Linear(2, 2), torch.ones(4, 2), config="tf32", loss=lambda out, _: out.sum())
+
+
+def other(gpumem):
+    gpumem.measure(lambda: torch.ones(1000))
+
+
+def test_of_a_subtest(gpumem, subtests):
+    with subtests.test():
+        refused(gpumem)
+    other(gpumem)
+
+
+def test_that_goes_on(gpumem):
+    with contextlib.suppress(BaseException):
+        refused(gpumem)
+    other(gpumem)
+
+
+class TestOfUnittest(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def _gpumem(self, gpumem):
+        self.gpumem = gpumem
+
+    def test_it(self):
+        refused(self.gpumem)
+"""
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_strict_fails_what_was_refused_though_the_test_caught_it(project, workers):
+    project.write(REFUSED)
+    result = project.run("--gpumem-strict", "--gpumem-no-time", *workers)
+    assert result.ret == 1
+    for name in ("test_of_a_subtest", "test_that_goes_on", "TestOfUnittest::test_it"):
+        assert any("FAILED" in line and name in line for line in result.outlines), name
+    assert any("required by --gpumem-strict" in line and "TF32" in line.upper() for line in result.outlines)
+
+
+def test_without_strict_what_was_refused_is_skipped(project):
+    project.write(REFUSED)
+    result = project.run("--gpumem-no-time")
+    assert result.ret == 0

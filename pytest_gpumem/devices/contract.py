@@ -167,7 +167,11 @@ class Device(ABC):
                 undo.enter_context(self.lock.shared())
             self.start(undo)
             self._undo = undo.pop_all()
-        self.reset_peak()
+        try:
+            self.reset_peak()
+        except BaseException:
+            self.close()
+            raise
         self._kept = None
 
     def start(self, undo: ExitStack) -> None:
@@ -189,6 +193,7 @@ class Device(ABC):
     def quiesce(self) -> None:
         """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
         gc.collect()
+        self.synchronize()
         self.release_workspaces()
 
     def release_workspaces(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -52,6 +53,24 @@ def shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pyte
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         crash.message = str(call.excinfo.value).partition("\n")[0]
+
+
+def failure_of(item: pytest.Item) -> BaseException | None:
+    """Return the gate's failure of the test, if it has failed it."""
+    return item.stash.get(_FAILURE, None)
+
+
+def fail_again(item: pytest.Item) -> None:
+    """Raise the gate's failure of the test where the test has caught it."""
+    failure = failure_of(item)
+    if failure is not None:
+        raise failure
+
+
+def forget_failure(item: pytest.Item) -> None:
+    """Take back the gate's failure of an earlier run of the test."""
+    if _FAILURE in item.stash:
+        del item.stash[_FAILURE]
 
 
 def forget_properties(item: pytest.Item) -> None:
@@ -108,7 +127,7 @@ class Judging:
     def judge(self, measurement: Measurement) -> Judged:
         """The verdict on a measurement of the test."""
         baseline = self._baseline(measurement)
-        return Judged(judge(measurement, self.measured.budget, baseline, self._tolerances()), baseline)
+        return Judged(judge(measurement, self.measured.budget, baseline, self._tolerances), baseline)
 
     def verdict(self, judged: Sequence[Judged], relations: int = 0) -> TestVerdict:
         """The verdict on a test that measured this, and asserted so many ``relations``."""
@@ -191,7 +210,7 @@ class Judging:
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
             tell(item, replace(verdict, failure=text, accept=accept))
             item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
-            raise failure
+            raise failure from None
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
         """Which limit on times has no effect in a test that measured ``measurements``, as a sentence."""
@@ -225,7 +244,9 @@ class Judging:
             # The session has read the whole store at its start, so that somebody has changed it since.
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
+    @cached_property
     def _tolerances(self) -> dict[str, Tolerance]:
+        """By metric. Users' hooks are asked once a test."""
         item, budget = self.item, self.measured.budget
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
         if budget.max_slowdown is not None:

@@ -16,7 +16,16 @@ from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.session.explaining import ExplainingTest
 from pytest_gpumem.session.hook_results import HookError, checked_details
-from pytest_gpumem.session.judging import Judging, forget_properties, is_told, shorten_summary, tell
+from pytest_gpumem.session.judging import (
+    Judging,
+    fail_again,
+    failure_of,
+    forget_failure,
+    forget_properties,
+    is_told,
+    shorten_summary,
+    tell,
+)
 from pytest_gpumem.session.ownership import Residency
 from pytest_gpumem.session.spoiled_fixtures import SpoiledFixtures
 from pytest_gpumem.session.test_run import TestRun
@@ -37,8 +46,9 @@ if TYPE_CHECKING:
 
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
-_REFUSED = pytest.StashKey[tuple[BaseException, str]]()
-"""What ended a test that cannot be measured here, and why it cannot, as a clause."""
+_JUDGING = pytest.StashKey[Judging]()
+_TOLD = "gpumem_told"
+"""The attribute of an exception that ends a test whose verdict is told."""
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
@@ -58,14 +68,20 @@ def run_of(item: pytest.Item) -> TestRun | None:
 
 
 def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
-    """Skip the test that cannot be measured here; where the gate does not let that pass, the test fails instead.
+    """Skip the test that cannot be measured here; where the gate does not let that pass, fail it.
 
     ``why`` is a clause; without one it is that the device cannot be used.
     """
+    run = item.stash.get(_RUN, None)
     reason = item.stash[_UNAVAILABLE] if why is None else why
+    if run is None:
+        judging = item.stash[_JUDGING]
+        judging.conclude(judging.measured.not_measured(reason))
+    else:
+        run.judging.conclude(run.refused(reason), run.device.memory_title)
     refused = pytest.skip.Exception(f"gpumem: {reason}")
-    item.stash[_REFUSED] = refused, reason
-    raise refused
+    vars(refused)[_TOLD] = True
+    raise refused from None
 
 
 def _forget(item: pytest.Item) -> None:
@@ -74,6 +90,7 @@ def _forget(item: pytest.Item) -> None:
         del item.stash[_RUN]
     if _UNAVAILABLE in item.stash:
         del item.stash[_UNAVAILABLE]
+    forget_failure(item)
     forget_properties(item)
 
 
@@ -111,6 +128,7 @@ class Measuring:
         if measured is None:
             return (yield)
         _forget(item)
+        item.stash[_JUDGING] = self._judging(item, measured)
         try:
             self._begin(item, measured)
         except DeviceUnavailable as unavailable:
@@ -124,7 +142,7 @@ class Measuring:
             run = item.stash.get(_RUN, None)
             if run is not None:
                 run.failed(error)
-            self._conclude_ended(item, measured, run, error, "setup")
+            _tell_ended(item, measured, run, error, "setup")
             raise
 
     def _begin(self, item: pytest.Item, measured: Measured) -> None:
@@ -251,8 +269,9 @@ class Measuring:
             _tell_of_values(item, run, error)
             if run.judged:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
-            self._conclude_ended(item, measured, run, error, "call")
+            _tell_ended(item, measured, run, error, "call")
             raise
+        fail_again(item)
         if run.lost is None:
             run.lost = run.device.lost() or self._spoiled.lost(item)
         if run.lost is None and not run.judged and not run.relations:
@@ -262,32 +281,13 @@ class Measuring:
         run.judging.conclude(run.verdict(), run.device.memory_title)
         return result
 
-    def _conclude_ended(
-        self, item: pytest.Item, measured: Measured, run: TestRun | None, error: BaseException, when: FailedIn
-    ) -> None:
-        """Tell the verdict on a test that ``error`` ended, and fail it where it was refused and must not be."""
-        refused, why = item.stash.get(_REFUSED, (None, ""))
-        if error is not refused:
-            # Of a test whose device cannot be used that is told already.
-            if run is not None:
-                tell(item, _not_measured(measured, error, when))
-        elif run is None:
-            self._judging(item, measured).conclude(measured.not_measured(why))
-        else:
-            run.lost = why
-            run.judging.conclude(run.verdict(), run.device.memory_title)
-
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
         judging = self._judging(item, measured)
         if measured.has_fixture:
             # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
             judging.conclude(verdict)
-        try:
-            result = yield
-        except BaseException as error:
-            self._conclude_ended(item, measured, None, error, "call")
-            raise
+        result = yield
         judging.conclude(verdict)
         return result
 
@@ -340,6 +340,14 @@ class Measuring:
             details = {**environment.details, **added}
             self._environments[device.name] = Environment(environment.slug, environment.device, details)
         return self._environments[device.name]
+
+
+def _tell_ended(
+    item: pytest.Item, measured: Measured, run: TestRun | None, error: BaseException, when: FailedIn
+) -> None:
+    """Tell the verdict on a test that ``error`` ended, unless it is told: by the gate, or as the device cannot be used."""
+    if run is not None and _TOLD not in vars(error) and error is not failure_of(item):
+        tell(item, _not_measured(measured, error, when))
 
 
 def _not_measured(measured: Measured, error: BaseException, when: FailedIn) -> TestVerdict:

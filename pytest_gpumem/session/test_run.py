@@ -87,6 +87,11 @@ class TestRun:
             verdict, judged = self.judging.verdict(self.judged, self.relations), self.judged
         return replace(verdict, missing=self.judging.missing(judged, self._environment.slug))
 
+    def refused(self, why: str) -> TestVerdict:
+        """The verdict on the test, which cannot be measured as the clause ``why`` says."""
+        missing = self.judging.missing([], self._environment.slug)
+        return replace(self.judging.measured.not_measured(why), missing=missing)
+
     def begin_call(self) -> None:
         """The call is about to begin: from here on, what is allocated is the test's."""
         self.device.quiesce()

@@ -132,7 +132,11 @@ class PreparedStep:
         """Run the step once more, recorded, and tell what its peak is made of; a clause says why it cannot be told."""
         figures = step.figures
         memory = figures.memory
-        expected = Expected(memory.peak_allocated, memory.turnover or None, memory.own if figures.growth else None)
+        expected = Expected(
+            memory.peak_allocated,
+            memory.turnover if self.context.device.turnover() else None,
+            memory.own if figures.growth else None,
+        )
         return self.context.explain(self.subject(), expected)
 
     def subject(self) -> Subject:
