@@ -70,9 +70,9 @@ class CpuDevice(Device):
     def __init__(self, lock: DeviceLock | None = None) -> None:
         self.lock = lock
         self._ledger = LiveBlocks()
-        self._obituaries = FreeCallbacks()
+        self._free_callbacks = FreeCallbacks()
         self._profiler: Profile | None = None
-        self._yardstick: ReferenceWorkload | None = None
+        self._reference_workload: ReferenceWorkload | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -104,7 +104,7 @@ class CpuDevice(Device):
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         self._ledger = LiveBlocks()
-        self._obituaries = FreeCallbacks()
+        self._free_callbacks = FreeCallbacks()
         undo.callback(self._end)
         try:
             self._start()
@@ -136,7 +136,7 @@ class CpuDevice(Device):
             address = storage.data_ptr()
             if address not in known:
                 self._ledger.register_existing({address: storage.nbytes()})
-                self._obituaries.watch(storage, recording=lambda: self._profiler is not None)
+                self._free_callbacks.watch(storage, recording=lambda: self._profiler is not None)
 
     def known(self) -> BlockIds:
         self._flush()
@@ -176,7 +176,7 @@ class CpuDevice(Device):
         for storage in storages:
             address = storage.data_ptr()
             if address not in seen and address not in blocks:
-                self._obituaries.watch(storage, recording=lambda: self._profiler is not None)
+                self._free_callbacks.watch(storage, recording=lambda: self._profiler is not None)
             blocks[address] = storage.nbytes()
         self._ledger.restrict(since, blocks)
 
@@ -191,9 +191,9 @@ class CpuDevice(Device):
         )
 
     def pace(self) -> float:
-        if self._yardstick is None:
-            self._yardstick = ReferenceWorkload()
-        return self._yardstick.pace()
+        if self._reference_workload is None:
+            self._reference_workload = ReferenceWorkload()
+        return self._reference_workload.pace()
 
     def _end(self) -> None:
         if self._profiler is not None:
@@ -233,7 +233,7 @@ class CpuDevice(Device):
         probe = [token.nbytes for place in places if isinstance(token := told[place], AllocationEvent)]
         if probe != [_PROBE_BYTES, -_PROBE_BYTES]:
             raise MeasuringError(_CUT_SHORT)
-        return self._obituaries.put_into([token for place, token in enumerate(told) if place not in places])
+        return self._free_callbacks.put_into([token for place, token in enumerate(told) if place not in places])
 
     def _pause(self) -> None:
         """Stop recording for a while; go on at once when it turns out to have been cut short."""
