@@ -193,11 +193,11 @@ class Device(ABC):
     def quiesce(self) -> None:
         """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
         gc.collect()
-        self.synchronize()
         self.release_workspaces()
 
     def release_workspaces(self) -> None:
-        """Drop what the backend keeps for itself between operations, which is nobody's leak."""
+        """Wait for the device, and drop what the backend keeps for itself between operations, which is nobody's leak."""
+        self.synchronize()
 
     def reserved(self) -> int | None:
         """Bytes that the allocator holds from the device now; ``None`` where there is no such thing."""
