@@ -42,12 +42,12 @@ def reports_in_turns(
 
 
 def order_of_pair(number: int) -> tuple[Side, Side]:
-    """Which side of a pair runs first; pairs count from 0."""
+    """Return the sides of a pair in the order in which they run; pairs count from 0."""
     return (BASE, HEAD) if number % 2 == 0 else (HEAD, BASE)
 
 
 def is_settled(now: Compared, before: Compared | None) -> bool:
-    """Whether more pairs would change nothing; ``before`` is the report without the last pair."""
+    """Tell whether more pairs would change nothing; ``before`` is the report without the last pair."""
     assert now.pairs is not None, "it is of runs in turns"
     if not now.rows:
         return True

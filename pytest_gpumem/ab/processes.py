@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Whether the end was asked for."""
+    """Tell whether the end was asked for."""
 
     def __init__(self) -> None:
         self.signum: int | None = None

@@ -115,7 +115,7 @@ class _Taken:
         return [(base, head) for base, head in self.runs if base is not None and head is not None]
 
     def values(self, metric: str) -> dict[str, list[float]]:
-        """What the runs of each side took of a metric."""
+        """Return the values of a metric that the runs of each side took."""
         sides = {"base": self.bases, "head": self.heads}
         return {side: [one.metrics[metric] for one in ran if metric in one.metrics] for side, ran in sides.items()}
 
@@ -177,7 +177,7 @@ def _exact_changes(taken: _Taken, tolerances: Mapping[str, Tolerance]) -> tuple[
 
 
 def _notes(taken: _Taken) -> Iterator[str]:
-    """What else is to be said of a measurement: what one side lacks, and where runs of one side differ."""
+    """Yield notes on a measurement: what one side lacks, and where runs of one side differ."""
     for name, metric in METRICS.items():
         sides = taken.values(name) if metric.unit in WHOLE else {}
         have = [side for side, values in sides.items() if values]

@@ -62,7 +62,7 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
 
 
 def _side(name: str | None, settings: Settings) -> Side:
-    """What ``name`` means. Raises `InputError`."""
+    """Return the figures that ``name`` means. Raises `InputError`."""
     from pytest_gpumem.baselines.url_errors import without_credentials
     from pytest_gpumem.cli.errors import InputError
     from pytest_gpumem.cli.inputs import read_report

@@ -346,7 +346,8 @@ def _tell_ended(
     item: pytest.Item, measured: Measured, run: TestRun | None, error: BaseException, when: FailedIn
 ) -> None:
     """Tell the verdict on a test that ``error`` ended, unless it is told: by the gate, or as the device cannot be used."""
-    if run is not None and _TOLD not in vars(error) and error is not failure_of(item):
+    told = type(error) is pytest.skip.Exception and _TOLD in vars(error)
+    if run is not None and not told and error is not failure_of(item):
         tell(item, _not_measured(measured, error, when))
 
 

@@ -9,7 +9,7 @@ PACE = 1.6
 """The power of what the pace lost by which a step may be slowed. Where a virtual machine's speed moved by 1.75 times with
 little else at work, it was 1.1 in the median of 577 pairs of runs and 1.66 in the highest tenth. What else goes through memory
 slows the step by more; of that the other factors tell. With 2, 5 % of steps twice as long could not be told from a slow machine
-there, with 1.6 less than 1 %, and comparisons of a step with itself failed as often (8 of 3,000)."""
+there, with 1.6 about 1 %, and comparisons of a step with itself failed as often (8 of 3,000)."""
 UNREAD_PACE = 3
 """Power of what slowed a sample where no pace can be compared: alone, sharing made steps up to 1.76 times as long."""
 
