@@ -15,12 +15,12 @@ import torch
 from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
+from pytest_gpumem.steps.measured import Explaining, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 LIMIT = 3.0

@@ -22,8 +22,8 @@ from corpus_judge import BrokenCase, Case, Refactoring, Shown, refactoring_shown
 from corpus_project import EditError
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import growth_lines
+from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.units import format_bytes_change
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from corpus_project import Edit, Project
 
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.difference import Difference, difference
-from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
+from pytest_gpumem.steps.measured import Explaining, MeasuringContext
+from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.values.composition import Composition, Row, composition_from_plain
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from corpus_project import Project
 
-    from pytest_gpumem.steps.measured import PreparedStep
-    from pytest_gpumem.steps.measuring_context import MeasuringContext
+    from pytest_gpumem.steps.measured import MeasuringContext, PreparedStep
     from pytest_gpumem.values.composition import Explanation
 
     Batch = dict[str, torch.Tensor]

@@ -176,7 +176,7 @@ def gpumem(request: pytest.FixtureRequest) -> Gpumem:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker(CONFIG_MARKER) is not None:
-        from pytest_gpumem.session.config_matrix import parametrize
+        from pytest_gpumem.session.marker import parametrize
 
         parametrize(metafunc)
 

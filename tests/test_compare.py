@@ -17,8 +17,7 @@ from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.reports.comparing import compared, side_of_report, side_of_store
-from pytest_gpumem.reports.comparison import NOTHING_COMPARED, WORSE, Failure
+from pytest_gpumem.reports.comparison import NOTHING_COMPARED, WORSE, Failure, compared, side_of_report, side_of_store
 from pytest_gpumem.reports.comparison_formats import accounting, markdown, remarks
 from pytest_gpumem.reports.comparison_formats import to_json as comparison_json
 from pytest_gpumem.reports.escaping import visible

@@ -18,7 +18,6 @@ import pytest
 import pytest_gpumem
 from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig, hookspecs
 from pytest_gpumem.baselines.format import parse, render
-from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.fit import fit
@@ -47,6 +46,7 @@ from pytest_gpumem.steps.config import (
 from pytest_gpumem.units import parse_ratio, parse_size
 from pytest_gpumem.values.composition import CATEGORIES, CompositionError, row_from_text
 from pytest_gpumem.values.module_calls import Calls
+from pytest_gpumem.values.option_words import UPDATE_MODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.errors import InputError
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.reports.plot import plot
-from pytest_gpumem.reports.text_width import Screen
+from pytest_gpumem.reports.history import plot
+from pytest_gpumem.reports.layout import Screen
 from tests.git_store import MB, Repository, entry
 from tests.hostile import TEXTS
 

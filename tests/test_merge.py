@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.session_report import Terms
-from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.test_merging import A100, H100, measured, shard, skipped

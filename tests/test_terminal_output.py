@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from pytest_gpumem.reports.text_width import cells
+from pytest_gpumem.reports.layout import cells
 from tests.hostile import TEXTS
 from tests.reports.made_up import GB, new, ok, recorded, regressed, result, verdict_on
 

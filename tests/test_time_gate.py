@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_gpumem.timing.comparison import MOST_RUNS
-from pytest_gpumem.timing.sampling import ROUNDS_BEFORE_A_STOP, SECONDS_A_ROUND
-from pytest_gpumem.timing.time_budget import DEFAULT_SECONDS
+from pytest_gpumem.timing.sampling import DEFAULT_SECONDS, ROUNDS_BEFORE_A_STOP, SECONDS_A_ROUND
 from pytest_gpumem.values.times import FEWEST_ROUNDS
 
 CLOCK = """

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.comparing import changes_of
-from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row
+from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row, changes_of
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.timing.comparison import compare_pairs
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START, Tried
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.model_step import NotAStep, built_on
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.steps.readings import Windows
+from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ from pytest_gpumem.values.operator_counts import without_places
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pytest_gpumem.baselines.update_modes import UpdateMode
     from pytest_gpumem.values.operator_counts import Tally
+    from pytest_gpumem.values.option_words import UpdateMode
 
 ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
     None: frozenset(),

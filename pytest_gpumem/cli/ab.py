@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.units import parse_ratio
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def ab(
 
 
 def _tell(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
-    from pytest_gpumem.cli.output import screen, tell
+    from pytest_gpumem.cli.streams import screen, tell
     from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 
     assert ended.report is not None, "there is something to tell"

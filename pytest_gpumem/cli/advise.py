@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pytest_gpumem.units import format_bytes, format_seconds, parse_size
-from pytest_gpumem.values.device_names import DEFAULT_DEVICE, EMULATED, nearest_device
+from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.cli.streams import InputError
 
 DEFAULT_NAME = "gpumem"
 _LONGEST_NAME = 100

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pytest_gpumem.reports.comparing import Side
+    from pytest_gpumem.reports.comparison import Side
     from pytest_gpumem.session.settings import Settings
 
 
@@ -41,10 +41,9 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
     Exit status: 0 when nothing is worse, 1 when something regressed, or failed in NEW only, 2 when nothing could be compared,
     or for wrong input.
     """
-    from pytest_gpumem.cli.output import screen, tell
     from pytest_gpumem.cli.project import project_settings
-    from pytest_gpumem.reports.comparing import compared
-    from pytest_gpumem.reports.comparison import NOTHING_COMPARED
+    from pytest_gpumem.cli.streams import screen, tell
+    from pytest_gpumem.reports.comparison import NOTHING_COMPARED, compared
     from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
     from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 
@@ -63,11 +62,10 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
 
 def _side(name: str | None, settings: Settings) -> Side:
     """Return the figures that ``name`` means. Raises `InputError`."""
-    from pytest_gpumem.baselines.url_errors import without_credentials
-    from pytest_gpumem.cli.errors import InputError
-    from pytest_gpumem.cli.inputs import read_report
+    from pytest_gpumem.baselines.url_backend import without_credentials
     from pytest_gpumem.cli.project import committed, place_of_store, read_baselines
-    from pytest_gpumem.reports.comparing import side_of_report, side_of_store
+    from pytest_gpumem.cli.streams import InputError, read_report
+    from pytest_gpumem.reports.comparison import side_of_report, side_of_store
 
     if name is not None and (name.endswith(".json") or Path(name).is_file()):
         return side_of_report(name, read_report(Path(name)))

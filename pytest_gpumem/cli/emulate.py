@@ -6,7 +6,7 @@ import os
 
 import click
 
-from pytest_gpumem.values.device_names import EMULATED
+from pytest_gpumem.values.option_words import EMULATED
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

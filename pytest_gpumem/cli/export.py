@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _export(
 
 
 def _figures(given: Sequence[str], metrics: Sequence[str], *, over_time: bool) -> Figures:
-    from pytest_gpumem.cli.inputs import files_of, read_report
+    from pytest_gpumem.cli.streams import files_of, read_report
     from pytest_gpumem.exports.figures import ExportError, figures_of
 
     reports = {str(path): read_report(path) for path in files_of(given)}
@@ -174,6 +174,6 @@ def _figures(given: Sequence[str], metrics: Sequence[str], *, over_time: bool) -
 
 def _legible(text: str) -> str:
     """``text``, which may hold ids of tests, as standard error can show it."""
-    from pytest_gpumem.reports.text_width import Screen
+    from pytest_gpumem.reports.layout import Screen
 
     return Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8").legible(text)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.errors import InputError
-from pytest_gpumem.values.device_names import EMULATED
+from pytest_gpumem.cli.streams import InputError
+from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +131,7 @@ def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], ste
 
 
 def _say(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
-    from pytest_gpumem.cli.output import screen, tell
+    from pytest_gpumem.cli.streams import screen, tell
     from pytest_gpumem.emulation.load import CONTEXT_BYTES
     from pytest_gpumem.fit.summary import conclusion, details, table, to_json
     from pytest_gpumem.reports.layout import laid_out

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _found(
     top: Path, folder: str, baselines: list[StoredBaseline], said: str, device: str | None
 ) -> list[tuple[str, Key, Baseline | None]]:
     """The baselines of the one test that ``said`` means, as (slug, key, entry). Raises `InputError` and `GitError`."""
-    from pytest_gpumem.baselines.matching import meant, nearest_tests
+    from pytest_gpumem.baselines.selecting import meant, nearest_tests
 
     keys = meant((one.key for one in baselines), said)
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
@@ -150,7 +150,7 @@ def _below(folder: str) -> str:
 
 
 def _tell(slug: str, key: Key, events: list[Event], metric: str, settings: Settings) -> None:
-    from pytest_gpumem.cli.output import screen, tell
+    from pytest_gpumem.cli.streams import screen, tell
     from pytest_gpumem.reports.history import history_lines
 
     tell([f"{key} on {slug}: {METRICS[metric].title}", ""])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
     Exit status: 0 when the whole passed, 1 when it did not, 2 for wrong input: a file that is no report, shards of different
     commits or options, fewer or more than --shards, or, with --shards, the same shard twice while tests are in none of them.
     """
-    from pytest_gpumem.cli.inputs import files_of, read_report
-    from pytest_gpumem.cli.output import tell
+    from pytest_gpumem.cli.streams import files_of, read_report, tell
     from pytest_gpumem.reports.github import told_to_github
     from pytest_gpumem.reports.merging import MergeError, merged
 
@@ -121,7 +120,7 @@ def _write(path: Path, whole: SessionReport) -> None:
 
 
 def _tell(whole: SessionReport, parts: list[SessionReport], verbose: int) -> None:
-    from pytest_gpumem.cli.output import screen, tell
+    from pytest_gpumem.cli.streams import screen, tell
     from pytest_gpumem.reports.terminal import failure_lines, terminal_text
 
     said = terminal_text(replace(whole, said=(*whole.said, *_lines(whole, parts))), screen(), verbose)
@@ -135,7 +134,7 @@ def _tell(whole: SessionReport, parts: list[SessionReport], verbose: int) -> Non
 
 def _lines(whole: SessionReport, parts: list[SessionReport]) -> list[str]:
     """What only the whole can tell, beside its verdict."""
-    from pytest_gpumem.baselines.unused import unused_line
+    from pytest_gpumem.baselines.selecting import unused_line
     from pytest_gpumem.reports.merging import in_no_shard, several
 
     again, idle, unused = several(parts), in_no_shard(whole), whole.unused

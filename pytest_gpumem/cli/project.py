@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.cli.errors import InputError
+from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.session.settings import SettingsError, settings_of
 
 if TYPE_CHECKING:

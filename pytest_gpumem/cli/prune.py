@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from pytest_gpumem.cli.output import tell
 from pytest_gpumem.cli.project import QUIET
+from pytest_gpumem.cli.streams import tell
 from pytest_gpumem.session.options import SESSION
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     of its test files is below the root directory, as in another project, and nothing was removed, 2 for wrong usage.
     """
     from pytest_gpumem.baselines.backend import BackendError
+    from pytest_gpumem.baselines.selecting import of_absent_devices, unused
     from pytest_gpumem.baselines.store import StoreError
-    from pytest_gpumem.baselines.unused import of_absent_devices, unused
 
     collected = _Collected()
     # Nothing is gated here, which would make the collection red.

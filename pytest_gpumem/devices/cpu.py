@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
-from pytest_gpumem.devices.event_tree import tokens_of
-from pytest_gpumem.devices.free_callbacks import FreeCallbacks
-from pytest_gpumem.devices.live_blocks import LiveBlocks
+from pytest_gpumem.devices.live_blocks import FreeCallbacks, LiveBlocks
+from pytest_gpumem.devices.profiled import tokens_of
 from pytest_gpumem.devices.reference_workload import ReferenceWorkload
 from pytest_gpumem.measurement import Environment, MeasuringError
 from pytest_gpumem.torch_support.private_api import (
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import BlockIds, Blocks, Peak
     from pytest_gpumem.devices.device_lock import DeviceLock
-    from pytest_gpumem.devices.free_callbacks import AnyToken
+    from pytest_gpumem.devices.live_blocks import AnyToken
     from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
     from pytest_gpumem.values.interference import Conditions

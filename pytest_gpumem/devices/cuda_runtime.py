@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.cuda_history import history_of
-from pytest_gpumem.devices.launches import launches_of
 from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.devices.proc import is_of_session, workers_of_session
-from pytest_gpumem.devices.profiled import profiled
+from pytest_gpumem.devices.profiled import launches_of, profiled
 from pytest_gpumem.torch_support.private_api import (
     beneath_modes,
     clear_cublas_workspaces,

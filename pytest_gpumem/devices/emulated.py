@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
-from pytest_gpumem.devices.launches import kernel_name
-from pytest_gpumem.values.device_names import EMULATED_SLUG
+from pytest_gpumem.devices.profiled import kernel_name
+from pytest_gpumem.values.option_words import EMULATED_SLUG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,22 +1,107 @@
-"""The allocations of a stretch on any device, as torch's profiler tells them."""
+"""What torch's profiler tells of a stretch: its allocations among operators, nodes and marks, and CUDA's kernel launches."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.cuda_history import numbered_by_thread
-from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.torch_support.private_api import quiet_kineto, threads_of_spans
-from pytest_gpumem.values.events import AllocationEvent, Open
+from pytest_gpumem.torch_support.private_api import event_tree, quiet_kineto, threads_of_spans
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
+    from torch.profiler import profile
 
+    from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
+
+
+MARK_PREFIX = "gpumem#"
+"""A span of this name and a number is a mark."""
+
+_NODE = "autograd::engine::evaluate_function: "
+_ENGINE = "torch::autograd::"
+# The call of a dispatch mode, since torch 2.8 or so: neither an operator nor a mark.
+_DISPATCH_MODE = "PythonDispatchMode"
+
+
+def tokens_of(
+    profiler: Profile, device: torch.device, told: Callable[[int, str], Iterable[Token]] | None = None
+) -> list[Token]:
+    """What a stopped profiler recorded with ``profile_memory=True, record_shapes=True``, of one thread's operators.
+
+    A source without allocations of its own tells them by names of spans: a span for whose time (in ns) and name ``told``
+    gives tokens is replaced by them.
+
+    The tree is private to torch, as in `allocation_events`; the public views lose addresses, nesting and order.
+    """
+    tokens: list[Token] = []
+    stack: list[Any] = sorted(event_tree(profiler), key=lambda event: event.start_time_ns)[::-1]
+    while stack:
+        event = stack.pop()
+        if isinstance(event, Close):
+            tokens.append(event)
+            continue
+        kind = event.tag.name
+        if kind == "Allocation":
+            fields = event.extra_fields
+            if fields.device.type == device.type and device.index in (None, fields.device.index):
+                tokens.append(AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size))
+            continue
+        if kind == "TorchOp" and event.name != _DISPATCH_MODE:
+            instead = list(told(event.start_time_ns, event.name)) if told is not None else []
+            if instead:
+                tokens += instead
+                continue
+            if not _somebody_elses(event):
+                tokens.append(_opened(event))
+                tokens.extend(_inputs(event.extra_fields.inputs))
+                stack.append(Close(event.end_time_ns))
+        stack.extend(reversed(event.children))
+    return tokens
+
+
+def _somebody_elses(event: Any) -> bool:
+    """Whether it is a `record_function` of the measured code, or of an optimizer: a name, and no operator."""
+    return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
+
+
+def _opened(event: Any) -> Open:
+    name, sequence = event.name, event.extra_fields.sequence_number
+    if name.startswith(MARK_PREFIX):
+        return Open(event.start_time_ns, "mark", "", mark=int(name.removeprefix(MARK_PREFIX)))
+    if name.startswith(_NODE):
+        return Open(event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event))
+    # What a node runs has its number, too, and is not what made it.
+    return Open(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
+
+
+def _sequence_of(node: Any) -> int:
+    """The number of a node. It is that of its function, which torch only looks for right after the node's beginning."""
+    functions = (child for child in node.children if child.tag.name == "TorchOp" and _is_backward(child))
+    function = next(functions, node)
+    return int(function.extra_fields.sequence_number)
+
+
+def _is_backward(event: Any) -> bool:
+    return bool(event.extra_fields.scope.name == "BACKWARD_FUNCTION")
+
+
+def _inputs(inputs: list[Any]) -> list[Seen]:
+    seen = []
+    for value in inputs:
+        for tensor in value if isinstance(value, list) else (value,):
+            address = getattr(tensor, "storage_data_ptr", None)
+            if address:
+                seen.append(Seen(address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes)))
+    return seen
+
 
 _END = -1
 """The mark at the end of every recording: a recording that lacks it has lost what came before, too."""
@@ -66,3 +151,76 @@ def check_change(tokens: Iterable[Token], change: int, device: str, counter: str
         raise MeasuringError(
             f"what was recorded of {device} changes what is live by {recorded} bytes, and {counter} by {change}"
         )
+
+
+_NO_KERNELS = (
+    "Memcpy",
+    "Memset",
+    "Unknown",
+    "Driver Compiler",
+    "Buffer Flush",
+    "Instrumentation",
+    "Resource",
+    "Runtime Triggered Module Loading",
+    "Lazy Function Loading",
+    "Command Buffer Full",
+    "Activity Buffer Request",
+    "UVM Activity Init",
+)
+"""How the names of what else CUPTI tells begin: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
+
+Such as ``Memcpy DtoH (Device -> Pageable)``. Which of them come depends on what the driver happens to do.
+"""
+
+
+_FUNCTOR = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl)\w*|cutlass_\w+")
+"""What a kernel of ATen's computes, by the names of its template's arguments."""
+_LONGEST_NAME = 100
+
+
+def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> Counter[str] | None:
+    """Kernels that ``run`` put on the GPU, by name; ``None`` where there is no CUPTI, and then it is not run, or
+    it tells nothing.
+
+    Only one profiler can run at a time: where ``run`` starts one of its own there is no telling, either.
+    """
+    from torch.profiler import ProfilerActivity, profile, supported_activities
+
+    if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
+        return None
+    profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+    with quiet_kineto():
+        profiler.start()
+    try:
+        run()
+        synchronize()
+    finally:
+        # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
+        with suppress(RuntimeError):
+            profiler.stop()
+    return kernels_in(profiler)
+
+
+def kernels_in(profiler: profile) -> Counter[str] | None:
+    """The kernels that ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
+    try:
+        events = list(profiler.events() or ())  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError):  # somebody else has stopped it
+        return None
+    on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+    return Counter(kernel_name(event.name) for event in on_gpu if _is_kernel(event)) if on_gpu else None
+
+
+def kernel_name(signature: str) -> str:
+    """The short name of a kernel: ``vectorized_elementwise_kernel<MulFunctor>`` of a whole signature in C++."""
+    named = signature.replace("(anonymous namespace)::", "").removeprefix("void ")
+    path, _, arguments = named.partition("<")
+    base = path.partition("(")[0].rpartition("::")[2].strip()
+    functors = _FUNCTOR.findall(arguments.rpartition(">(")[0] or arguments)
+    return (f"{base}<{functors[-1]}>" if functors else base or signature)[:_LONGEST_NAME]
+
+
+def _is_kernel(event: Any) -> bool:
+    # Older releases of torch do not tell.
+    kind = getattr(event, "activity_type", None)
+    return bool(kind == "kernel") if kind else not event.name.startswith(_NO_KERNELS)

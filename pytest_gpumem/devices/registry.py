@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
-from pytest_gpumem.values.device_names import EMULATED
+from pytest_gpumem.values.option_words import EMULATED
 
 DeviceFactory = Callable[[], Device]
 """Makes a device, or raises `DeviceUnavailable`."""

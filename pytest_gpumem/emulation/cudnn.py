@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.values.device_names import NO_CUDNN
+from pytest_gpumem.values.option_words import NO_CUDNN
 
 if TYPE_CHECKING:
     import ctypes

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.units import parse_size
-from pytest_gpumem.values.device_names import EMULATED, nearest_device
+from pytest_gpumem.values.option_words import EMULATED, nearest_device
 
 if sys.version_info >= (3, 11):
     import tomllib

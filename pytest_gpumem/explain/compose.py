@@ -1,18 +1,22 @@
-"""Composition of the bytes that are live at a moment of a timeline. Pure."""
+"""Composition of the bytes that are live at a moment of a timeline, and over the whole of it by category. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.trace import folded
-from pytest_gpumem.values.composition import Composition, Row, merged
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, merged
+from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from pytest_gpumem.values.timeline import OverTime, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from pytest_gpumem.explain.lifetimes import Lifetime, Timeline
+    from pytest_gpumem.explain.recording import Recorded
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
@@ -119,3 +123,43 @@ def _is_workspace(life: Lifetime, timeline: Timeline) -> bool:
 
 def _died_by(life: Lifetime, moment: int | None) -> bool:
     return moment is not None and life.died is not None and life.died <= moment
+
+
+def over_time_of(recorded: Recorded) -> OverTime:
+    """Return the bytes that the recorded step held: at its beginning, and after each allocation and free."""
+    timeline, tokens = recorded.timeline, recorded.trace.tokens
+    events = [(n, token) for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
+    place = {moment: number for number, (moment, _) in enumerate(events)}
+    began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
+    # One more place in front: what was there before the first event.
+    changes = {category: [0] * (len(events) + 1) for category in CATEGORIES}
+    for life in timeline.lives:
+        if life.own:
+            series = changes[category_of(life, timeline)]
+            series[0 if life.born < 0 else place[life.born] + 1] += life.nbytes
+            if life.died is not None:
+                series[place[life.died] + 1] -= life.nbytes
+    totals = [recorded.own_bytes, *(recorded.own_bytes + timeline.live[moment] for moment, _ in events)]
+    categories = {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)}
+    unattributed = tuple(total - sum(series[n] for series in categories.values()) for n, total in enumerate(totals))
+    if any(unattributed):
+        categories["unattributed"] = unattributed
+    return OverTime(
+        (0, *(event.time_ns - began for _, event in events)),
+        tuple(totals),
+        categories,
+        place[timeline.peak] + 1 if timeline.peak >= 0 else 0,
+        tuple(_phases(recorded, began)),
+    )
+
+
+def _phases(recorded: Recorded, began: int) -> Iterator[Phase]:
+    open_spans: list[Open] = []
+    for token in recorded.trace.tokens:
+        if isinstance(token, Open):
+            open_spans.append(token)
+        elif isinstance(token, Close):
+            span = open_spans.pop()
+            mark = recorded.trace.marks[span.mark] if span.kind == "mark" else None
+            if mark is not None and mark.kind == "phase":
+                yield Phase(mark.path, span.time_ns - began, token.time_ns - began)

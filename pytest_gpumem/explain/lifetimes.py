@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.graph_calls import GraphCalls
 from pytest_gpumem.explain.span_stack import SpanStack
-from pytest_gpumem.explain.trace import Label, Mark, folded, tensor_text
+from pytest_gpumem.explain.trace import GraphCalls, Label, Mark, folded, tensor_text
 from pytest_gpumem.values.composition import item_bits
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
 

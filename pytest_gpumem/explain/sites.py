@@ -1,14 +1,19 @@
-"""Source locations: the innermost frame of the user's code, and the model library's beneath it."""
+"""Source locations: the innermost frame of the user's code, the model library's, and the lines that made parameters."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
+from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
 
 if TYPE_CHECKING:
     import types
+    from collections.abc import Iterator
+
 
 _INSTALLED = ("site-packages", "dist-packages")
 # pytest and what calls test functions: frames of theirs tell nothing.
@@ -79,3 +84,29 @@ class Sites:
             return True, path.relative_to(self._root).as_posix()
         # Somewhere else on this machine: a name that is the same on the next one.
         return True, PurePath(*parts[-2:]).as_posix()
+
+
+@contextmanager
+def creation_sites(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
+    """Enter the tensors that torch functions make within the context in ``found``: the line of the call, by address."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    def addresses(value: object) -> set[int]:
+        tensors = (one for one in tensors_in(value) if type(one) in (torch.Tensor, torch.nn.Parameter))
+        return {storage.data_ptr() for one in tensors if (storage := storage_of(one)) is not None}
+
+    class Births(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            if getattr(func, "__name__", "") != "__get__":
+                # What works in place makes nothing.
+                made = addresses(result)
+                if made:
+                    for address in made - addresses((args, kwargs)):
+                        found[address] = sites.here(2)
+            return result
+
+    with Births():
+        yield

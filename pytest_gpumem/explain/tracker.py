@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_gpumem.devices.event_tree import MARK_PREFIX
+from pytest_gpumem.devices.profiled import MARK_PREFIX
 from pytest_gpumem.explain.owners import TensorOwners
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.torch_support.private_api import engine_run_within, outside_torch_function, span

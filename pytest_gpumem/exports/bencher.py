@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.exports.names import benchmark_name
+from pytest_gpumem.exports.figures import benchmark_name
 from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:

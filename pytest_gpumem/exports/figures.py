@@ -1,8 +1,9 @@
-"""The figures of session reports, flat: a metric of a measurement of a test each. Pure."""
+"""The figures of session reports, flat: a metric of a measurement of a test each, under a name that other tools keep. Pure."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.values.times import Times
+
 
 _MOST_NAMED = 3
 
@@ -172,3 +174,35 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
+"""Backslashes that would be taken for a part of a spelled surrogate."""
+
+
+def benchmark_name(figure: Figure) -> str:
+    """``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"``.
+
+    With the device, since neither bytes nor times of two are to be compared; and always with the measurement, so that a
+    second one in a test does not rename the first.
+    """
+    return utf8(f"{figure.test} ({figure.measurement}) @ {figure.environment.slug}")
+
+
+def utf8(text: str) -> str:
+    r"""``text`` as any UTF-8 reader takes it: lone surrogates are spelled ``\ud800``.
+
+    No two texts become the same: backslashes before a surrogate, spelled or not, are doubled. `from_utf8` is the way back.
+    """
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", _AMBIGUOUS.sub(r"\\\\", text))
+
+
+def from_utf8(text: str) -> str:
+    """The text that `utf8` made ``text`` of."""
+    return re.sub(r"(\\+)(ud[89a-f][0-9a-f]{2})", _unescaped, text)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    half, odd = divmod(len(found[1]), 2)
+    return "\\" * half + (chr(int(found[2][1:], 16)) if odd else found[2])

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_gpumem.exports.figures import ExportError
-from pytest_gpumem.exports.names import benchmark_name, utf8
+from pytest_gpumem.exports.figures import ExportError, benchmark_name, utf8
 from pytest_gpumem.metrics import METRICS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.exports.names import utf8
+from pytest_gpumem.exports.figures import utf8
 from pytest_gpumem.metrics import METRICS, WHOLE, Metric, Unit
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import datetime
 import re
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.exports.figures import ExportError
-from pytest_gpumem.exports.names import utf8
+from pytest_gpumem.exports.figures import ExportError, utf8
 from pytest_gpumem.git import GitError, git, is_shallow
 
 if TYPE_CHECKING:

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.operator_counts import Tally
 
 
+def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
+    """Return the tolerances of emulated figures against measured ones: at least those that the benchmark supports."""
+    return {
+        name: Tolerance(max(tolerance.relative, least.relative), max(tolerance.absolute, least.absolute))
+        for name, tolerance in tolerances.items()
+        if (least := METRICS[name].emulated) is not None
+    }
+
+
 MOST_DOUBTED = 0.40
 """How much another environment may move a metric by itself, as a ratio; more than that is the code's.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.units import UnitSystem, format_bytes, format_ratio
 
 if TYPE_CHECKING:

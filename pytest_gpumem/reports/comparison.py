@@ -1,18 +1,28 @@
-"""A comparison of two sides, test by test and metric by metric: what `gpumem ab` and `gpumem compare` tell. Frozen values."""
+"""A comparison of two sides, test by test and metric by metric: of revisions, reports, or states of the store."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
+from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.judge import judge, tolerances_of_emulated
 from pytest_gpumem.gate.speed import OUTCOMES
-from pytest_gpumem.gate.verdict import COMPARED, Outcome, worst
+from pytest_gpumem.gate.verdict import COMPARED, MetricVerdict, Outcome, worst
+from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.reports.view import rows_of
+from pytest_gpumem.values.option_words import EMULATED_SLUG
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
     from pytest_gpumem.git import Revision
+    from pytest_gpumem.metrics import Tolerance
+    from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.timing.intervals import Interval
+
 
 WORSE = 1
 NOTHING_COMPARED = 2
@@ -160,3 +170,121 @@ class Compared:
         if not anything and (self.pairs is None or not worse):
             return NOTHING_COMPARED
         return WORSE if worse else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two, which a person calls ``name``.
+
+    ``unmeasured`` says of its tests without figures, by file and test, whether they failed and why they have none. ``failures``
+    are those of its tests, with figures or without; ``not_collected`` the files that could not be collected.
+    """
+
+    name: str
+    figures: Mapping[Place, Measurement | Baseline]
+    unmeasured: Mapping[tuple[str, str], tuple[Word, str]] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
+    not_collected: frozenset[str] = frozenset()
+
+    def peak(self, place: Place) -> float | None:
+        """The peak of a measurement that it has, in bytes."""
+        return self.figures[place].metrics.get("peak_allocated")
+
+    def why_gone(self, key: Key) -> tuple[Word, str | None]:
+        """What to call a measurement that it lacks, and why it does if that is known."""
+        if key.file in self.not_collected:
+            return "failed", "its file could not be collected"
+        return self.unmeasured.get((key.file, key.test), ("gone", None))
+
+
+def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compared:
+    """``new`` judged as the gate judges a session, with ``old`` for its baselines.
+
+    What one side has of an emulated GPU and the other of a real one is a pair, too.
+    """
+    pairs = _pairs(old.figures.keys(), new.figures.keys())
+    added = sorted(new.figures.keys() - {place for _, place in pairs})
+    gone = sorted(old.figures.keys() - {place for place, _ in pairs})
+    several = len({slug for _, slug in (*(place for _, place in pairs), *added, *gone)}) > 1
+
+    def title(place: Place) -> str:
+        return f"{place[0]} on {place[1]}" if several else str(place[0])
+
+    rows = tuple(_row(earlier, place, title(place), old, new, tolerances) for earlier, place in pairs)
+    failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
+    left_out = [LeftOut(title(place), "new", None, place, new.peak(place)) for place in added]
+    left_out += [LeftOut(title(place), *new.why_gone(place[0]), place, old.peak(place)) for place in gone]
+    told = [row.key for row in rows if row.outcome is Outcome.REGRESSED]
+    told += [one.place[0] for one in left_out if one.place is not None and one.word == "failed"]
+    untold = [one for one in failed if all((one.file, one.test) != (key.file, key.test) for key in told)]
+    left_out += [LeftOut(f"{one.file}::{one.test}", "failed", one.why) for one in untold]
+    return Compared(old.name, new.name, rows, tuple(left_out), failed)
+
+
+def _pairs(old: Collection[Place], new: Collection[Place]) -> list[tuple[Place, Place]]:
+    """The places that are held against each other, sorted: of the same device, or the only ones left, one of them emulated."""
+    pairs = [(place, place) for place in old if place in new]
+    left = [{place for place in side if (place, place) not in pairs} for side in (old, new)]
+    for key in {key for key, _ in left[0]}:
+        earlier, later = ([place for place in side if place[0] == key] for side in left)
+        if len(earlier) == len(later) == 1 and _is_emulated(earlier[0]) != _is_emulated(later[0]):
+            pairs.append((earlier[0], later[0]))
+    return sorted(pairs)
+
+
+def _is_emulated(place: Place) -> bool:
+    return place[1].startswith(EMULATED_SLUG)
+
+
+def side_of_report(name: str, report: SessionReport) -> Side:
+    """What a session measured."""
+    figures: dict[Place, Measurement | Baseline] = {}
+    unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
+    failures: list[Failure] = []
+    for row in rows_of(report):
+        measurements = [one.verdict.measurement for one in row.measured]
+        if row.status.fails:
+            slugs = frozenset(one.environment.slug for one in measurements)
+            failures.append(Failure(row.file, row.test, row.headline, slugs))
+        why_not = None if row.result is None else row.result.verdict.unmeasured
+        if row.result is None or why_not:
+            unmeasured[row.file, row.test] = (
+                ("failed" if row.status.fails else "unmeasured"),
+                row.headline or why_not or "",
+            )
+        for one in measurements:
+            figures[Key(row.file, row.test, one.name), one.environment.slug] = one
+    failures.sort(key=lambda one: (one.file, one.test))
+    return Side(name, figures, unmeasured, tuple(failures), frozenset(report.not_collected))
+
+
+def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Side:
+    """The baselines of a store, as (slug, key, entry)."""
+    return Side(name, {(key, slug): entry for slug, key, entry in entries})
+
+
+def _row(
+    earlier: Place, place: Place, title: str, old_side: Side, new_side: Side, tolerances: Mapping[str, Tolerance]
+) -> Row:
+    old_slug = earlier[1] if earlier != place else None
+    allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
+    changes, reason = changes_of(old_side.figures[earlier], new_side.figures[place], allowed)
+    return Row(*place, title, changes, reason, old_slug=old_slug)
+
+
+def changes_of(
+    old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
+) -> tuple[tuple[Change, ...], str | None]:
+    """Judge ``new`` with ``old`` for its baseline: each metric that either has; and why they cannot be compared, if so."""
+    baseline = old if isinstance(old, Baseline) else baseline_of(old, "", None)
+    # A baseline has medians of runs and no rounds, so that its times are not judged but told.
+    measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
+    verdict = judge(measurement, Budget(), baseline, tolerances)
+    judged = {one.metric: one for one in verdict.metrics}
+    changes = []
+    for name, metric in METRICS.items():
+        if name in old.metrics or name in new.metrics:
+            then, now = (one.metrics.get(name, metric.where_absent) for one in (old, new))
+            said = judged.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
+            changes.append(Change(name, then, now, said.outcome, said.allowed, said.reason))
+    return tuple(changes), verdict.reason

@@ -18,8 +18,7 @@ from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
     from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Place, Row
-    from pytest_gpumem.reports.layout import Line, Style
-    from pytest_gpumem.reports.text_width import Screen
+    from pytest_gpumem.reports.layout import Line, Screen, Style
     from pytest_gpumem.units import UnitSystem
 
 FORMAT = 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, total
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.difference import REST
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.columns import columns, plain_lines
 from pytest_gpumem.reports.counts import count_lines, count_tables
-from pytest_gpumem.reports.layout import Column, Span, Table
+from pytest_gpumem.reports.layout import Column, Span, Table, columns, plain_lines
 from pytest_gpumem.units import UnitSystem, format_bytes, format_bytes_change
 
 if TYPE_CHECKING:

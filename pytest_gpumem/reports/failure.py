@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.columns import columns
 from pytest_gpumem.reports.explanation import explanation_blocks, failing_metrics
-from pytest_gpumem.reports.text_width import Screen
+from pytest_gpumem.reports.layout import Screen, columns
 from pytest_gpumem.reports.values import allowance, difference, shown, texts_of
 from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.timing.intervals import LEVEL

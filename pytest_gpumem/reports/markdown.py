@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.unused import unused_line
+from pytest_gpumem.baselines.selecting import unused_line
 from pytest_gpumem.reports import markdown_tables as tables
 from pytest_gpumem.reports.escaping import block, code, details, html_code, plain
 from pytest_gpumem.reports.matrix import matrices

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.reports.columns import columns
+from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.units import format_bytes, format_ratio, format_seconds
 from pytest_gpumem.values.rates import return_on
 

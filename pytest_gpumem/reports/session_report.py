@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.baselines.unused import unused
+from pytest_gpumem.baselines.selecting import unused
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import SKIPPED
@@ -15,8 +15,8 @@ from pytest_gpumem.values.selection import Selection
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_gpumem.baselines.update_modes import UpdateMode
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.option_words import UpdateMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from pytest_gpumem.reports.view import measured_in, rows_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_gpumem.reports.layout import Screen
     from pytest_gpumem.reports.matrix import Row
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.text_width import Screen
     from pytest_gpumem.reports.view import Measured
     from pytest_gpumem.units import UnitSystem
 

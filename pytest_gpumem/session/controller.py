@@ -15,19 +15,19 @@ import pytest
 from pytest_gpumem import __version__
 from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.provenance import commit_of, this_second, today
+from pytest_gpumem.baselines.selecting import unused, unused_line
 from pytest_gpumem.baselines.store import Store, StoreError
-from pytest_gpumem.baselines.unused import unused, unused_line
 from pytest_gpumem.baselines.update import entries_to_write, times_left_out
 from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
 from pytest_gpumem.reports.files import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
+from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, terminal_text
-from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.options import is_measured
-from pytest_gpumem.values.device_names import NO_CUDNN
+from pytest_gpumem.values.option_words import NO_CUDNN
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pytest_gpumem.emulation.before_torch import install
 from pytest_gpumem.emulation.load import emulate
 from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.session.settings import SettingsError, read_table
-from pytest_gpumem.values.device_names import EMULATED
+from pytest_gpumem.values.option_words import EMULATED
 
 
 def begin(config: pytest.Config) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Unit
     from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.settings import Settings
-    from pytest_gpumem.steps.measuring_context import Explaining
+    from pytest_gpumem.steps.measured import Explaining
     from pytest_gpumem.values.composition import Explanation
 
 

@@ -14,8 +14,7 @@ from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Baseline
-from pytest_gpumem.gate.emulated import tolerances_of_emulated
-from pytest_gpumem.gate.judge import failing_outcomes, judge, with_differences
+from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.metrics import METRICS, Tolerance

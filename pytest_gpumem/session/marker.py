@@ -1,4 +1,4 @@
-"""``@pytest.mark.gpumem(...)``: its arguments, and the budget that they make."""
+"""The markers ``gpumem`` and ``gpumem_configs``: their arguments, and the budget or the tests that they make."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.session.options import MARKER
+from pytest_gpumem.session.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER
 from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from pytest_gpumem.gate.verdict import Cell
 
 
 class BudgetError(ValueError):
@@ -132,3 +134,49 @@ def budget_of_marks(item: pytest.Item) -> Budget | None:
         one = budget_from_arguments(mark.kwargs)
         budget = one if budget is None else budget.or_else(one)
     return budget
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Give the test a parameter for each combination. Raises ``pytest.UsageError`` for a marker that makes none."""
+    from pytest_gpumem.steps.config import ConfigError, combinations
+
+    mark = metafunc.definition.get_closest_marker(CONFIG_MARKER)
+    wants = CONFIG_FIXTURE in metafunc.fixturenames
+    where = metafunc.definition.nodeid
+    if mark is None:
+        return
+    if not wants:
+        if any(own.name == CONFIG_MARKER for own in metafunc.definition.own_markers):
+            raise pytest.UsageError(f"{where}: @pytest.mark.{CONFIG_MARKER} needs the argument {CONFIG_FIXTURE}")
+        # On a class or module, tests without the argument are meant to be left alone.
+        return
+    if mark.args:
+        raise pytest.UsageError(
+            f"{where}: @pytest.mark.{CONFIG_MARKER} takes keyword arguments only, got {mark.args[0]!r}; "
+            "write precision=['fp32', 'amp-bf16'], say"
+        )
+    axes = {name: values for name, values in mark.kwargs.items() if name != "skip"}
+    skip = mark.kwargs.get("skip", ())
+    try:
+        configs = combinations(axes, (skip,) if isinstance(skip, str) else skip)
+    except ConfigError as error:
+        raise pytest.UsageError(f"{where}: @pytest.mark.{CONFIG_MARKER}: {error}") from None
+    metafunc.parametrize(CONFIG_FIXTURE, configs, ids=[config.id for config in configs])
+
+
+def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
+    """The test's place in its matrix; ``None`` when it has none."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or item.get_closest_marker(CONFIG_MARKER) is None or CONFIG_FIXTURE not in callspec.params:
+        return None
+    from pytest_gpumem.gate.verdict import Cell
+
+    config = callspec.params[CONFIG_FIXTURE]
+    return Cell(_without(nodeid, config.id), str(config), callspec.indices[CONFIG_FIXTURE])
+
+
+def _without(nodeid: str, config_id: str) -> str:
+    """The id that the tests of a matrix have in common: that of one of them, less its config."""
+    test, _, parameters = nodeid.removesuffix("]").partition("[")
+    rest = f"-{parameters}-".replace(f"-{config_id}-", "-", 1).strip("-")
+    return f"{test}[{rest}]" if rest else test

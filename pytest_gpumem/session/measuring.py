@@ -29,8 +29,8 @@ from pytest_gpumem.session.judging import (
 from pytest_gpumem.session.ownership import Residency
 from pytest_gpumem.session.spoiled_fixtures import SpoiledFixtures
 from pytest_gpumem.session.test_run import TestRun
-from pytest_gpumem.steps.measuring_context import Explaining
-from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.steps.measured import Explaining
+from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import SessionHeap
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import pytest
 
-from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.formats import FORMATS
+from pytest_gpumem.values.option_words import UPDATE_MODES
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession

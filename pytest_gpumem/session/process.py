@@ -16,7 +16,7 @@ from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measured_of
 from pytest_gpumem.session.settings import SettingsError, check_device, settings_of
 from pytest_gpumem.units import nearest
-from pytest_gpumem.values.device_names import EMULATED
+from pytest_gpumem.values.option_words import EMULATED
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ import pytest
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Cell, Location, TestVerdict
-from pytest_gpumem.session.config_matrix import cell_of
-from pytest_gpumem.session.marker import TIMED_LIMITS, BudgetError, budget_of_marks, check_of_a_call
+from pytest_gpumem.session.marker import TIMED_LIMITS, BudgetError, budget_of_marks, cell_of, check_of_a_call
 from pytest_gpumem.session.options import FIXTURE, MARKER, is_measured
 from pytest_gpumem.session.settings import matches_test
-from pytest_gpumem.values.device_names import nearest_device
+from pytest_gpumem.values.option_words import nearest_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -10,15 +10,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.baselines.update_modes import UPDATE_MODES, UpdateMode
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.formats import ENDINGS, format_of
 from pytest_gpumem.session.marker import BudgetError, budget_from_arguments
 from pytest_gpumem.session.options import EXPLAIN_MODES, ExplainMode
-from pytest_gpumem.timing.time_budget import DEFAULT_SECONDS
+from pytest_gpumem.timing.sampling import DEFAULT_SECONDS
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
-from pytest_gpumem.values.device_names import DEFAULT_DEVICE, EMULATED, EMULATED_SLUG, nearest_device
+from pytest_gpumem.values.option_words import (
+    DEFAULT_DEVICE,
+    EMULATED,
+    EMULATED_SLUG,
+    UPDATE_MODES,
+    UpdateMode,
+    nearest_device,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -328,7 +334,7 @@ def options_given(config: pytest.Config) -> list[str]:
 
     A real GPU's baselines (``--gpumem-against``) are written on that GPU.
     """
-    from pytest_gpumem.baselines.url_errors import without_credentials
+    from pytest_gpumem.baselines.url_backend import without_credentials
 
     given: list[str] = []
     for name in ("device", "store", "explain"):

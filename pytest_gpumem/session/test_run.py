@@ -7,13 +7,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.recording import Expected, Left, Subject
 from pytest_gpumem.measurement import Measurement, MeasuringError
 from pytest_gpumem.session.explaining import call_again
-from pytest_gpumem.steps.figures import Figures
-from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.random_numbers import RandomNumbers
+from pytest_gpumem.steps.readings import Figures, Windows
 from pytest_gpumem.steps.runner import live_at_rest, released_workspaces
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.static_access import instance_dict
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.ownership import OwnBytes, Residency
     from pytest_gpumem.steps.measured import MeasuredStep, PreparedStep
-    from pytest_gpumem.timing.time_budget import TimeBudget
+    from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
 
 

@@ -7,10 +7,9 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.blocks import Block, modules_matching, pattern_of_called, repeated_blocks, told
+from pytest_gpumem.steps.blocks import Block, Segment, modules_matching, pattern_of_called, repeated_blocks, told
 from pytest_gpumem.steps.checkpoint_kinds import each_alone
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.segments import Segment
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.segments import Forward
+    from pytest_gpumem.steps.blocks import Forward
 
 
 class Runs:

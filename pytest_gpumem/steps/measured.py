@@ -1,12 +1,15 @@
-"""A step that is ready to run: measured, timed again, located and explained as its caller asks."""
+"""A step that is ready to run, and where it is measured: measured, timed again, located and explained as its caller asks."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.explain.compose import over_time_of
 from pytest_gpumem.explain.places import Places
-from pytest_gpumem.explain.recording import Expected, Subject, phase
+from pytest_gpumem.explain.recording import Expected, Subject, explain, explain_out_of_memory, not_explained_note, phase
+from pytest_gpumem.explain.sites import creation_sites
 from pytest_gpumem.measurement import ITEMS, Workload
 from pytest_gpumem.steps.batches import describe, number_of_items, work_in
 from pytest_gpumem.steps.config import StepConfig
@@ -15,17 +18,98 @@ from pytest_gpumem.steps.model_step import parameters_of, precision_of
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
-    from pytest_gpumem.explain.sites import Site
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.artifacts import Artifacts
+    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
-    from pytest_gpumem.steps.measuring_context import MeasuringContext, Start
+    from pytest_gpumem.steps.readings import Windows
     from pytest_gpumem.steps.runner import Phase, StepFigures
+    from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What was live before a step's model was built, and how much of that is the step's own. In bytes."""
+
+    own: int
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explaining:
+    """How steps are explained. ``artifacts`` keep each recording that an explanation was taken from.
+
+    ``over_time`` tells whether explanations show the whole step.
+    """
+
+    sites: Sites
+    artifacts: Artifacts
+    over_time: bool = False
+
+    def kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
+        """Keep the recording, and return its explanation with what is to be told of it."""
+        if self.over_time:
+            explanation = replace(explanation, over_time=over_time_of(recorded).thinned())
+        trouble = self.artifacts.keep(recorded)
+        if trouble is None:
+            return explanation
+        return replace(explanation, peak=replace(explanation.peak, notes=(*explanation.peak.notes, trouble)))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuringContext:
+    """``time_budget`` is ``None`` where no step is timed, ``explaining`` where nothing is ever explained."""
+
+    device: Device
+    windows: Windows
+    time_budget: TimeBudget | None
+    explaining: Explaining | None = None
+
+    def begin(self, held: object) -> Start:
+        """Come to rest, before anything of a step is made. ``held`` is what there is of it already."""
+        self.device.quiesce()
+        self.device.register_existing(self.storages(held))
+        blocks = blocks_of(reachable_tensors([held]), self.device.torch_device)
+        return Start(sum(blocks.values()), self.device.live())
+
+    def storages(self, held: object) -> Iterator[torch.UntypedStorage]:
+        """The storages on the device that can be reached from ``held``."""
+        return storages_of(reachable_tensors([held]), self.device.torch_device)
+
+    def born(self, found: dict[int, Site]) -> AbstractContextManager[None]:
+        """Within, the lines that make tensors are entered in ``found``, by address; not where nothing is explained."""
+        return nullcontext() if self.explaining is None else creation_sites(self.explaining.sites, found)
+
+    def explain(self, subject: Subject, expected: Expected) -> Explanation | str:
+        """Run ``subject`` once more, recorded, and tell what its peak is made of, which was measured as ``expected``.
+
+        A clause says why there is no explanation: what goes wrong this time is no failure of what was measured.
+        """
+        assert self.explaining is not None, "only asked for where something is explained"
+        try:
+            with cyclic_collector_off(), random_numbers_given_back(self.device):
+                explanation, recorded = explain(self.device, self.explaining.sites, subject, expected)
+            return self.explaining.kept(explanation, recorded)
+        except RAISED_BY_A_STEP as error:
+            return not_explained_note(error)
+
+    def explain_out_of_memory(self, subject: Subject) -> Explanation | None:
+        """Run what ran out of memory once more, recorded, and tell where it went if it runs out again."""
+        assert self.explaining is not None, "only asked for where something is explained"
+        with cyclic_collector_off(), random_numbers_given_back(self.device):
+            told = explain_out_of_memory(self.device, self.explaining.sites, subject)
+        return None if told is None else self.explaining.kept(*told)
+
 
 PLAIN = StepConfig()
 MOST_SAMPLES = 3

@@ -1,37 +1,77 @@
-"""Steps made ready to run: built on their device, rehearsed, checkpointed, in the surroundings that their config wants."""
+"""Steps made ready to run: built on their device, initialised, tried and checkpointed, as their config asks for."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.steps.batches import on_device
+from pytest_gpumem.steps.batches import feed, micro_batches, on_device
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.dry_run import DryRun, dry_run, dry_run_inference
-from pytest_gpumem.steps.inference import infer_phases, quantized
-from pytest_gpumem.steps.lazy import initialise
+from pytest_gpumem.steps.inference import caching, infer_phases, quantized
 from pytest_gpumem.steps.measured import PLAIN, PreparedStep
-from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, precision_of
+from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, in_mode, precision_of
 from pytest_gpumem.steps.optimizers import optimizer_named
-from pytest_gpumem.steps.precision import batch_in_precision, in_precision
+from pytest_gpumem.steps.precision import autocasting, batch_in_precision, float32_precision, in_precision
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import Phase
-from pytest_gpumem.steps.surroundings import surroundings
 from pytest_gpumem.steps.training import Training
-from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.private_api import compiled_graphs, outside_autocast
+from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch
+
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.sites import Site
     from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.measuring_context import MeasuringContext
+    from pytest_gpumem.steps.measured import MeasuringContext
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+
+
+@contextmanager
+def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
+    """Mode, matrix precision, key/value cache and autocast as the config wants them, whatever is outside."""
+    # With cache=on the calls say so themselves.
+    cache = False if training or config.cache == "off" else None
+    with (
+        in_mode(model, training=training),
+        float32_precision(config.precision, device),
+        caching(model, cache, required=config.cache == "off"),
+        outside_autocast(device.torch_device.type),
+    ):
+        yield
+
+
+def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: Device, *, training: bool) -> None:
+    """Run a model that has uninitialised parameters or buffers forward once, as its step does; nothing for other models.
+
+    Before an optimizer is made, the weights are quantised or the model is compiled, as torch's documentation asks for. In the
+    first step of inference they would become inference tensors, which cannot be trained any more.
+    """
+    import torch
+
+    if not any(is_uninitialised(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        return
+    with (
+        surroundings(model, config, device, training=training),
+        nullcontext() if training else torch.no_grad(),
+        autocasting(config.precision, device.torch_device),
+    ):
+        feed(model, micro_batches(batch, config.accumulate)[0])
+
+
+def is_uninitialised(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer of a lazy module that has not been called."""
+    import torch
+
+    return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

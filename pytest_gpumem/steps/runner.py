@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices.contract import highest
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
-from pytest_gpumem.steps.figures import Figures
-from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
+from pytest_gpumem.steps.readings import SETTLING_STEPS, WINDOW, Figures, growth_per_step
 from pytest_gpumem.timing import bounds
 from pytest_gpumem.timing.sampling import sample_step, time_phases
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device, Peak
-    from pytest_gpumem.devices.windows import Windows
-    from pytest_gpumem.timing.time_budget import TimeBudget
+    from pytest_gpumem.steps.readings import Windows
+    from pytest_gpumem.timing.sampling import TimeBudget
 
 MOST_WARM_UPS = 6
 SECONDS_BETWEEN_SAMPLES = 1.0

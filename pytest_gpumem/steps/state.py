@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.lazy import is_uninitialised
 from pytest_gpumem.steps.optimizers import state_bytes
 from pytest_gpumem.steps.precision import precision_named
+from pytest_gpumem.steps.prepared import is_uninitialised
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import is_a
 

@@ -11,8 +11,7 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
 from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
-from pytest_gpumem.reports.layout import text_of
-from pytest_gpumem.reports.text_width import Screen
+from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
-from pytest_gpumem.baselines.update_modes import UPDATE_MODES
 from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline, baseline_of
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.judge import judge
@@ -18,6 +17,7 @@ from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.option_words import UPDATE_MODES
 from pytest_gpumem.values.times import Round, Sample, Times
 
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})

@@ -16,9 +16,9 @@ from truth_file import TruthFile
 from truth_models import Subject, subjects
 
 from pytest_gpumem.devices.cuda import CudaDevice
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.measured import MeasuringContext
+from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.runner import Phase
 from tests.benchmarks.host_as_cuda import TIMES, HostAsCuda
 from tests.measuring import measure_train_step

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.gate.verdict import Cell, Outcome
-from pytest_gpumem.reports.html.anchors import anchor_of
 from pytest_gpumem.reports.html.page import html
-from pytest_gpumem.reports.html.texts import in_lines, in_one_line
+from pytest_gpumem.reports.html.texts import anchor_of, in_lines, in_one_line
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.browser.conftest import INK, prefer
 from tests.browser.reports import FAILURE, explained, many, small

@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.devices.event_tree import MARK_PREFIX, tokens_of
+from pytest_gpumem.devices.profiled import MARK_PREFIX, tokens_of
 from pytest_gpumem.torch_support.private_api import allocation_events, span
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 

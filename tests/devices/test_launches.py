@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pytest_gpumem.devices.launches import kernel_name, kernels_in, launches_of
+from pytest_gpumem.devices.profiled import kernel_name, kernels_in, launches_of
 
 
 def nothing() -> None:

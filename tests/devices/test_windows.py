@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.contract import Peak
-from pytest_gpumem.devices.windows import Windows, highest
+from pytest_gpumem.steps.readings import Windows, highest
 
 unhurried = settings(deadline=None)
 

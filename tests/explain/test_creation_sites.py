@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gpumem.explain.creation_sites import creation_sites
-from pytest_gpumem.explain.sites import Site, Sites
+from pytest_gpumem.explain.sites import Site, Sites, creation_sites
 
 HERE = Path(__file__)
 

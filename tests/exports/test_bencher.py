@@ -8,8 +8,7 @@ import pytest
 from jsonschema import validate
 
 from pytest_gpumem.exports.bencher import bencher, measure
-from pytest_gpumem.exports.figures import figures_of
-from pytest_gpumem.exports.names import from_utf8
+from pytest_gpumem.exports.figures import figures_of, from_utf8
 from tests.exports.values import PEAK, TIMED, figure
 from tests.hostile import TEXTS
 

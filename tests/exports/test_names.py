@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.exports.names import benchmark_name, from_utf8, utf8
+from pytest_gpumem.exports.figures import benchmark_name, from_utf8, utf8
 from tests.exports.values import figure
 from tests.hostile import TEXTS
 

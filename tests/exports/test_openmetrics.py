@@ -6,8 +6,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as older_format
 
-from pytest_gpumem.exports.figures import figures_of
-from pytest_gpumem.exports.names import from_utf8
+from pytest_gpumem.exports.figures import figures_of, from_utf8
 from pytest_gpumem.exports.openmetrics import family, openmetrics
 from pytest_gpumem.metrics import METRICS
 from tests.exports.values import H100, PEAK, TIMED, called, figure, report, result

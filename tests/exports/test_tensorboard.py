@@ -9,8 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from pytest_gpumem.exports.figures import ExportError, figures_of
-from pytest_gpumem.exports.names import from_utf8
+from pytest_gpumem.exports.figures import ExportError, figures_of, from_utf8
 from pytest_gpumem.exports.tensorboard import commits, seconds, tag, write_scalars
 from tests.exports.values import CPU, H100, PEAK, called, figure, report, result
 from tests.hostile import TEXTS

@@ -8,7 +8,7 @@ from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.usage import RanOut
 from pytest_gpumem.fit.outcome import Fit, Found, Outcome
 from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
-from pytest_gpumem.reports.columns import plain_lines
+from pytest_gpumem.reports.layout import plain_lines
 
 GB = 10**9
 CWD = "/mine"

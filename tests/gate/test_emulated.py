@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.gate.emulated import tolerances_of_emulated
+from pytest_gpumem.gate.judge import tolerances_of_emulated
 from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 

@@ -16,15 +16,15 @@ from torch.nn import functional
 
 from pytest_gpumem.devices.cuda_history import HistoryEntry, in_order_of_time, with_requested_sizes
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.compose import composition_of_peak
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.explain.trace import trace_from_plain
 from pytest_gpumem.steps.config import as_config
-from pytest_gpumem.steps.measuring_context import Explaining, MeasuringContext
+from pytest_gpumem.steps.measured import Explaining, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.values.composition import composition_from_plain
 from pytest_gpumem.values.events import tokens_from_plain, tokens_to_plain
 from tests.gpu.project import REPOSITORY

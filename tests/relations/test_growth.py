@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.relations import growth
 from pytest_gpumem.relations.growth import assert_no_growth, growth_text
+from pytest_gpumem.steps.readings import Windows
 
 KB = 1000
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from pytest_gpumem.reports.columns import plain_lines
 from pytest_gpumem.reports.details import MOST_TOLD, compositions, details, phase_table
-from pytest_gpumem.reports.layout import Table, text_of
+from pytest_gpumem.reports.layout import Table, plain_lines, text_of
 from pytest_gpumem.reports.view import Measured, measured_in
 from pytest_gpumem.values.composition import Composition, Explanation
 from tests.reports.made_up import GB, MB, explained, recorded, result, verdict_on

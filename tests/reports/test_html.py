@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
 from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.reports.html.anchors import anchor_of, unique
 from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.page import html
 from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panel_of
 from pytest_gpumem.reports.html.prepare import page_of
+from pytest_gpumem.reports.html.texts import anchor_of, unique
 from pytest_gpumem.reports.matrix import Row as ConfigRow
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.reports.layout import Column, Span, Table, laid_out, text_of
-from pytest_gpumem.reports.text_width import Screen, cells
+from pytest_gpumem.reports.layout import Column, Screen, Span, Table, cells, laid_out, text_of
 
 COLUMNS = (
     Column("test", left=True, least=12),

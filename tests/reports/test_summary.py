@@ -7,7 +7,7 @@ import textwrap
 from pytest_gpumem.gate.baseline import NoBaseline
 from pytest_gpumem.gate.budget import Budget
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.columns import columns, plain_lines
+from pytest_gpumem.reports.layout import columns, plain_lines
 from pytest_gpumem.reports.summary import (
     MOST_FIGURES,
     STYLES,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.gate.baseline import NoBaseline
-from pytest_gpumem.reports.layout import Line, text_of
+from pytest_gpumem.reports.layout import Line, Screen, cells, text_of
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.terminal import MARKUP, terminal_text
-from pytest_gpumem.reports.text_width import Screen, cells
 from pytest_gpumem.values.composition import Composition, Explanation
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS

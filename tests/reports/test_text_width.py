@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.reports.text_width import Screen, cells
+from pytest_gpumem.reports.layout import Screen, cells
 from tests.hostile import TEXTS
 
 ENCODINGS = ["utf-8", "ascii", "latin-1", "cp1252", "no-such-encoding"]

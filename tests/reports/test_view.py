@@ -7,18 +7,17 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.comparing import side_of_report
+from pytest_gpumem.reports.comparison import side_of_report
 from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.reports.github import annotation_lines
 from pytest_gpumem.reports.html.page import html
 from pytest_gpumem.reports.html.prepare import page_of
 from pytest_gpumem.reports.json_report import from_json, to_json
-from pytest_gpumem.reports.layout import text_of
+from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.reports.markdown import markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.reports.terminal import failure_lines
-from pytest_gpumem.reports.text_width import Screen
 from pytest_gpumem.reports.view import measured_in, origin_line, rows_of, state_of
 from tests.reports.sessions import GB, OK, ORIGIN, REGRESSED, measured, peak, result, session
 from tests.reports.test_github import command

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.lazy import is_uninitialised
-from pytest_gpumem.steps.measuring_context import MeasuringContext
-from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.measured import MeasuringContext
+from pytest_gpumem.steps.prepared import is_uninitialised, prepared_train_step
+from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.torch_support.static_access import elements_of
 from tests.measuring import measure_infer_step, measure_train_step

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measured import MOST_SAMPLES, MeasuredStep
-from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.measured import MOST_SAMPLES, MeasuredStep, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
-from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.steps.readings import Windows
+from pytest_gpumem.timing.sampling import TimeBudget
 from tests.measuring import measure_function, measure_infer_step, measure_train_step
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 4

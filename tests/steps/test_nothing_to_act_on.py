@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.measured import MeasuringContext
+from pytest_gpumem.steps.readings import Windows
 from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 8

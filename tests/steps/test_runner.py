@@ -12,11 +12,10 @@ import torch
 from pytest_gpumem.devices.contract import Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
-from pytest_gpumem.steps.figures import Figures
 from pytest_gpumem.steps.inference import infer_phases
+from pytest_gpumem.steps.readings import Figures, Windows
 from pytest_gpumem.steps.runner import (
     MOST_RESTLESS_WARM_UPS,
     MOST_WARM_UPS,
@@ -28,7 +27,7 @@ from pytest_gpumem.steps.runner import (
     sample_again,
 )
 from pytest_gpumem.steps.training import Training
-from pytest_gpumem.timing.time_budget import TimeBudget
+from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, collect_everything, cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.values.interference import Conditions

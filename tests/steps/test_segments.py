@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.steps.blocks import repeated_blocks
+from pytest_gpumem.steps.blocks import Segment, repeated_blocks
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.segments import Segment
 
 ADVICE = "use checkpoint=blocks or checkpoint=every:N"
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.state import Share, StateBytes
 from pytest_gpumem.steps.state import state_of as state_of_step
 

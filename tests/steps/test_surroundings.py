@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.devices.windows import Windows
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measuring_context import MeasuringContext
+from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.torch_support.private_api import outside_autocast
 from tests.measuring import measure_infer_step, measure_train_step

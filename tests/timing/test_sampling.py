@@ -14,10 +14,10 @@ from pytest_gpumem.timing.sampling import (
     ROUNDS_BEFORE_A_STOP,
     ROUNDS_OF_PHASES,
     SECONDS_A_ROUND,
+    TimeBudget,
     sample_step,
     time_phases,
 )
-from pytest_gpumem.timing.time_budget import TimeBudget
 from pytest_gpumem.values.interference import Conditions
 from pytest_gpumem.values.times import FEWEST_ROUNDS, Sample
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.gate.verdict import FAILING, Outcome
-from pytest_gpumem.reports.html.anchors import anchor_of, unique
 from pytest_gpumem.reports.html.charts import matrix_chart
 from pytest_gpumem.reports.html.panels import Panel, panel_of
-from pytest_gpumem.reports.html.texts import in_lines, in_one_line
+from pytest_gpumem.reports.html.texts import anchor_of, in_lines, in_one_line, unique
 from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
 from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.values import change, shown
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.status import Status
-    from pytest_gpumem.reports.view import Row
+    from pytest_gpumem.reports.view import Row, Status
     from pytest_gpumem.units import UnitSystem
 
 _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}

@@ -1,17 +1,58 @@
-"""Reports that a command is given: files, or patterns of them, each read once."""
+"""What commands read and write: the reports that they are given, lines on standard output, and errors of usage."""
 
 from __future__ import annotations
 
 import glob
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli.errors import InputError
+import click
+
+from pytest_gpumem.reports.layout import Screen, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from pytest_gpumem.reports.layout import Line, Style
     from pytest_gpumem.reports.session_report import SessionReport
+
+
+class InputError(click.ClickException):
+    """Something that was given cannot be used; the message says what, and what would be right.
+
+    Each of ``lines`` is made legible, since ids of tests may be in it: a line of theirs could command whoever reads logs.
+    """
+
+    exit_code = 2
+
+    def __init__(self, *lines: str) -> None:
+        screen = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
+        super().__init__("\n".join(map(screen.legible, lines)))
+
+
+_COLOURS: dict[Style | None, str] = {"good": "green", "bad": "red", "doubtful": "yellow"}
+
+
+def screen() -> Screen:
+    """What standard output can show. A file, a pipe and a CI's log have lines of any length."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")
+
+
+def tell(lines: Iterable[Line | str]) -> None:
+    """Write lines to standard output; texts among them are made legible first."""
+    shows = screen()
+    for line in lines:
+        spans = (Span(shows.legible(line)),) if isinstance(line, str) else line
+        click.echo("".join(_styled(span) for span in spans))
+
+
+def _styled(span: Span) -> str:
+    if span.style is None:
+        return span.text
+    return click.style(span.text, fg=_COLOURS.get(span.style), bold=True if span.style == "heading" else None)
 
 
 def read_report(path: Path) -> SessionReport:

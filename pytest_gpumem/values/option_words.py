@@ -1,6 +1,8 @@
-"""Words of devices: those that people type, and those that the store has."""
+"""Words of options: devices, and which baselines an update writes."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pytest_gpumem.units import nearest
 
@@ -16,3 +18,7 @@ EMULATED_SLUG = "emulated-"
 def nearest_device(word: str, valid: list[str]) -> str:
     """Return the name nearest to that of a device: ``gpu`` is closer to ``cuda`` than its letters say."""
     return nearest(DEFAULT_DEVICE if word.lower() == "gpu" else word, valid)
+
+
+UpdateMode = Literal["new", "improved", "all"]
+UPDATE_MODES: tuple[UpdateMode, ...] = ("new", "improved", "all")
