@@ -15,7 +15,8 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.difference import Difference, difference
 from pytest_gpumem.steps.measured import Explaining, MeasuringContext
 from pytest_gpumem.steps.readings import Windows
-from pytest_gpumem.values.composition import Composition, Row, composition_from_plain
+from pytest_gpumem.values.composition import Composition, Row
+from pytest_gpumem.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,7 +153,7 @@ def recorded(
 
 def as_kept(composition: Composition) -> Composition:
     """What a baseline keeps of it, and gives back."""
-    return composition_from_plain(composition.kept().to_plain())
+    return from_plain(Composition, to_plain(composition.kept()))
 
 
 def _side(explanation: Explanation, figure: str) -> Composition:

@@ -1,27 +1,25 @@
-"""Frozen values that a measured step gives, to and from plain dicts."""
+"""Frozen values that a measured step gives."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pytest_gpumem.metrics import METRICS, MetricAttributes
 from pytest_gpumem.units import format_count, format_large_count
 from pytest_gpumem.values.composition import (
     NOT_EXPLAINED,
-    Composition,
     Explanation,
     MissingComposition,
-    explanation_from_plain,
 )
-from pytest_gpumem.values.operator_counts import from_texts, kept, to_texts
-from pytest_gpumem.values.times import Times, times_from_plain
+from pytest_gpumem.values.operator_counts import KeptTallies
+from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.times import Times
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pytest_gpumem.values.operator_counts import Tally
+    from pytest_gpumem.values.composition import Composition
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
@@ -109,15 +107,17 @@ class Measurement(MetricAttributes):
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
     """Training steps under a config: module calls that were repeated in backward; ``None`` where nobody looked."""
-    explanation: Explanation | None = None
-    """What the peak, and what was retained, is made of, where that was recorded."""
+    explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
+    """What the peak, and what was retained, is made of, where that was recorded; of that the largest rows are written."""
     times: Times | None = None
     """The rounds that `step_time` is the median of, where time was taken."""
-    work: Mapping[str, float] = field(default_factory=dict)
+    work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
+        default_factory=dict
+    )
     """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
     lowest_peak: int | None = None
     """The smallest `peak_allocated` of the later half of the steps, in bytes, where they did not settle."""
-    by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
+    by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
     """What ``operators``, ``flops``, ``syncs`` and ``launches`` are made of: operators, at lines where those are known."""
     workspaces: int = 0
     """Bytes of the peaks that the backend's libraries keep for themselves (cuBLAS, on CUDA), whatever the code's size is."""
@@ -129,7 +129,7 @@ class Measurement(MetricAttributes):
         object.__setattr__(self, "by_operator", MappingProxyType(dict(self.by_operator)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return from_plain, (self.to_plain(),)
+        return from_plain, (Measurement, to_plain(self))
 
     def _value_of(self, metric: str) -> float:
         try:
@@ -181,44 +181,3 @@ class Measurement(MetricAttributes):
         # Short, since it stands in every failed assertion about a figure.
         what = f"{self.workload.step} {self.workload.config or ''}".rstrip()
         return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
-
-    def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `from_plain` is the way back. Of what explains, the largest rows."""
-        return {
-            "name": self.name,
-            "workload": asdict(self.workload),
-            "environment": {
-                "slug": self.environment.slug,
-                "device": self.environment.device,
-                "details": dict(self.environment.details),
-            },
-            "metrics": dict(self.metrics),
-            "settled": self.settled,
-            "notes": list(self.notes),
-            "recomputed": self.recomputed,
-            "explanation": None if self.explanation is None else self.explanation.kept().to_plain(),
-            "times": None if self.times is None else self.times.to_plain(),
-            "work": list(self.work.items()),
-            "lowest_peak": self.lowest_peak,
-            "by_operator": {name: to_texts(kept(tallies)) for name, tallies in self.by_operator.items()},
-            "workspaces": self.workspaces,
-        }
-
-
-def from_plain(plain: Mapping[str, Any]) -> Measurement:
-    """The measurement that `Measurement.to_plain` turned into plain values."""
-    return Measurement(
-        name=plain["name"],
-        workload=Workload(**plain["workload"]),
-        environment=Environment(**plain["environment"]),
-        metrics=plain["metrics"],
-        settled=plain["settled"],
-        notes=tuple(plain["notes"]),
-        recomputed=plain["recomputed"],
-        explanation=None if plain["explanation"] is None else explanation_from_plain(plain["explanation"]),
-        times=None if plain["times"] is None else times_from_plain(plain["times"]),
-        work=dict(plain["work"]),
-        lowest_peak=plain["lowest_peak"],
-        by_operator={name: from_texts(texts) for name, texts in plain["by_operator"].items()},
-        workspaces=plain["workspaces"],
-    )

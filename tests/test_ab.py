@@ -32,6 +32,7 @@ from shipped import PEAK, SECONDS
 
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.times import Round, Sample, Times
 
 
@@ -42,7 +43,7 @@ def told(request):
     measurement = Measurement("call", Workload("call"), Environment("toy", "Toy"), figures, times=Times((Sample(rounds),)))
     file, _, test = request.node.nodeid.partition("::")
     verdict = TestVerdict(file, test, (Verdict(measurement, ()),))
-    request.node.user_properties.append(("gpumem", json.dumps(verdict.to_plain())))
+    request.node.user_properties.append(("gpumem", json.dumps(to_plain(verdict))))
 """
 TESTS = "def test_a(): ...\n\n\ndef test_b(): ...\n"
 

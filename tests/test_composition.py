@@ -18,12 +18,11 @@ from pytest_gpumem.values.composition import (
     CompositionError,
     Explanation,
     Row,
-    composition_from_plain,
-    explanation_from_plain,
     merged,
     row_from_text,
 )
 from pytest_gpumem.values.module_calls import Calls
+from pytest_gpumem.values.plain import from_plain, to_plain
 
 unhurried = settings(deadline=None)
 
@@ -274,14 +273,14 @@ EXPLANATIONS = st.builds(
 @unhurried
 @given(COMPOSITIONS)
 def test_a_composition_travels_whole(composition):
-    assert composition_from_plain(json.loads(json.dumps(composition.to_plain()))) == composition
+    assert from_plain(Composition, json.loads(json.dumps(to_plain(composition)))) == composition
     assert pickle.loads(pickle.dumps(composition)) == composition
 
 
 @unhurried
 @given(EXPLANATIONS)
 def test_an_explanation_travels_whole(explanation):
-    assert explanation_from_plain(json.loads(json.dumps(explanation.to_plain()))) == explanation
+    assert from_plain(Explanation, json.loads(json.dumps(to_plain(explanation)))) == explanation
     assert pickle.loads(pickle.dumps(explanation)) == explanation
 
 

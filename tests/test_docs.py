@@ -224,7 +224,7 @@ def arguments(method) -> str:
 
 def test_the_reference_has_every_attribute_of_a_measurement():
     text = section_of("docs/reference.md", "Measurement")
-    public = {name for name in dir(Measurement) if not name.startswith("_")} - {"to_plain"}
+    public = {name for name in dir(Measurement) if not name.startswith("_")}
     assert {name for name in public if f"`{name}`" not in text} == set()
 
 
@@ -238,7 +238,7 @@ def test_the_reference_imports_every_public_name():
 def test_the_reference_has_every_attribute_of_what_explains_a_peak(value):
     table = section_of("docs/reference.md", "Composition").partition(f"| attribute of `{value.__name__}` |")[2]
     told = re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(table.partition("\n\n")[0])))
-    public = {name for name in dir(value) if not name.startswith("_")} - {"to_plain", "text"}
+    public = {name for name in dir(value) if not name.startswith("_")} - {"text"}
     assert set(told) == public
 
 

@@ -8,7 +8,8 @@ import pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.timeline import OverTime, Phase, over_time_from_plain
+from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.values.timeline import OverTime, Phase
 
 unhurried = settings(deadline=None)
 
@@ -53,5 +54,5 @@ def test_a_spike_and_a_dip_of_one_moment_are_not_lost():
 @given(steps())
 def test_a_short_step_is_left_as_it_is_and_every_step_survives_json_and_pickle(step):
     assert step.thinned(80) is step
-    assert over_time_from_plain(json.loads(json.dumps(step.to_plain()))) == step
+    assert from_plain(OverTime, json.loads(json.dumps(to_plain(step)))) == step
     assert pickle.loads(pickle.dumps(step)) == step

@@ -14,6 +14,7 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verd
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import PROPERTY, Results, TestResult, accounting, nothing_gated
 from pytest_gpumem.reports.view import headline, why_failed
+from pytest_gpumem.values.plain import to_plain
 
 unhurried = settings(deadline=None)
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -36,7 +37,7 @@ def results(*verdicts: TestVerdict) -> list[TestResult]:
 def report(verdict: TestVerdict | None, when="call", outcome="passed", nodeid="a.py::test_a", **more):
     properties = [("colour", "red")]
     if verdict is not None:
-        properties.append((PROPERTY, json.dumps(verdict.to_plain())))
+        properties.append((PROPERTY, json.dumps(to_plain(verdict))))
     return pytest.TestReport(
         nodeid, ("a.py", 1, "test_a"), {}, outcome, None, when, (), 0.0, user_properties=properties, **more
     )

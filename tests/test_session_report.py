@@ -12,6 +12,7 @@ from pytest_gpumem.gate.verdict import Location, MetricVerdict, Outcome, TestVer
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.values.plain import from_plain, to_plain
 from pytest_gpumem.values.selection import Selection
 
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -119,4 +120,4 @@ def test_a_report_survives_json():
         others_failed=2,
         merged=True,
     )
-    assert SessionReport.from_plain(json.loads(json.dumps(everything.to_plain()))) == everything
+    assert from_plain(SessionReport, json.loads(json.dumps(to_plain(everything)))) == everything

@@ -11,6 +11,7 @@ import re
 import pytest
 
 from pytest_gpumem.reports.layout import cells
+from pytest_gpumem.values.plain import to_plain
 from tests.hostile import TEXTS
 from tests.reports.made_up import GB, new, ok, recorded, regressed, result, verdict_on
 
@@ -38,7 +39,7 @@ def told(pytester, monkeypatch):
 
     def write(*results) -> None:
         pytester.makepyfile(SOURCE)
-        plain = json.dumps([one.verdict.to_plain() for one in results])
+        plain = json.dumps([to_plain(one.verdict) for one in results])
         (pytester.path / "verdicts.json").write_text(plain, encoding="utf-8")
 
     return write

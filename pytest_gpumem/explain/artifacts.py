@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.compose import over_time_of
+from pytest_gpumem.values.plain import to_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,4 +62,4 @@ def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
     ``time_ns`` counts from the first event; the categories of each moment add up to ``total``, which is what the step held
     then, in bytes. ``phases`` have a name, a beginning and an end; ``peak`` is an index into ``time_ns``.
     """
-    return {"format": TIMELINE_FORMAT, "test": nodeid, **over_time_of(recorded).to_plain()}
+    return {"format": TIMELINE_FORMAT, "test": nodeid, **to_plain(over_time_of(recorded))}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 from pytest_gpumem.gate.reasons import reason
-from pytest_gpumem.values.composition import Composition, Row, row_from_text
+from pytest_gpumem.values.composition import Composition, Row, RowText
 
 Key = Callable[[Row], object]
 
@@ -50,12 +50,11 @@ _GREW: tuple[Key, ...] = (
 """By what a row is an earlier one that has changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A row that appeared (``before`` is ``None``), disappeared (``after`` is ``None``) or became another."""
 
-    before: Row | None
-    after: Row | None
+    before: RowText | None
+    after: RowText | None
     reason: str = ""
     """A clause that says why, where it can be known: ``"was bfloat16, now float32"``."""
 
@@ -99,28 +98,6 @@ class Difference:
             explained += change.nbytes
         return tuple(told)
 
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "before": self.before,
-            "after": self.after,
-            "changes": [
-                [
-                    change.before.text() if change.before else None,
-                    change.after.text() if change.after else None,
-                    change.reason,
-                ]
-                for change in self.changes
-            ],
-        }
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Difference:
-        changes = tuple(
-            Change(row_from_text(before) if before else None, row_from_text(after) if after else None, reason)
-            for before, after, reason in plain["changes"]
-        )
-        return cls(plain["before"], plain["after"], changes)
-
 
 def difference(before: Composition, after: Composition) -> Difference:
     """What changed. ``before`` may be what a baseline kept; what it did not keep is compared as one row."""
@@ -142,7 +119,7 @@ def difference(before: Composition, after: Composition) -> Difference:
     changes += [Change(row, None) for row in old]
     changes += [Change(None, row) for row in new]
     told = [
-        replace(change, reason=reason(change.before, change.after, before, after))
+        change._replace(reason=reason(change.before, change.after, before, after))
         for change in changes
         if change.nbytes != 0
     ]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.difference import Difference
-from pytest_gpumem.measurement import Measurement, from_plain
-from pytest_gpumem.values.operator_counts import from_texts, to_texts
+from pytest_gpumem.measurement import Measurement
+from pytest_gpumem.values.operator_counts import Tallies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from pytest_gpumem.values.operator_counts import Tally
+    from collections.abc import Iterable
 
 
 class Outcome(str, Enum):
@@ -95,7 +94,7 @@ class Verdict:
     """The devices for which there are baselines, where there is none for this one."""
     growth: Difference | None = None
     """What changed in the composition of the peak, where both sides have one."""
-    count_changes: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
+    count_changes: Mapping[str, Tallies] = field(default_factory=dict)
     """By which operators a count is more, for each that is, where both sides know what it is made of."""
 
     @property
@@ -109,40 +108,6 @@ class Verdict:
     def of(self, name: str) -> MetricVerdict | None:
         """The verdict on the metric called ``name``, or ``None`` if it was not measured."""
         return next((metric for metric in self.metrics if metric.metric == name), None)
-
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "measurement": self.measurement.to_plain(),
-            "metrics": [asdict(metric) | {"outcome": metric.outcome.value} for metric in self.metrics],
-            "origin": None if self.origin is None else asdict(self.origin),
-            "reason": self.reason,
-            "elsewhere": list(self.elsewhere),
-            "growth": None if self.growth is None else self.growth.to_plain(),
-            "count_changes": {name: to_texts(changes) for name, changes in self.count_changes.items()},
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Verdict:
-        return cls(
-            measurement=from_plain(plain["measurement"]),
-            metrics=tuple(map(_metric_from_plain, plain["metrics"])),
-            origin=None if plain["origin"] is None else Origin(**plain["origin"]),
-            reason=plain["reason"],
-            elsewhere=tuple(plain["elsewhere"]),
-            growth=None if plain["growth"] is None else Difference.from_plain(plain["growth"]),
-            count_changes={name: from_texts(texts) for name, texts in plain["count_changes"].items()},
-        )
-
-
-def _metric_from_plain(plain: Mapping[str, Any]) -> MetricVerdict:
-    interval = plain["interval"]
-    return MetricVerdict(
-        **{
-            **plain,
-            "outcome": Outcome(plain["outcome"]),
-            "interval": None if interval is None else (interval[0], interval[1]),
-        }
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,34 +204,3 @@ class TestVerdict:
     def compared(self) -> bool:
         """Whether anything was held against a baseline, and not only against a budget."""
         return any(metric.allowed is not None for verdict in self.verdicts for metric in verdict.metrics)
-
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "file": self.file,
-            "test": self.test,
-            "verdicts": [verdict.to_plain() for verdict in self.verdicts],
-            "unmeasured": self.unmeasured,
-            "failed_by_itself": self.failed_by_itself,
-            "relations": self.relations,
-            "cell": None if self.cell is None else asdict(self.cell),
-            "location": None if self.location is None else asdict(self.location),
-            "failure": self.failure,
-            "missing": list(self.missing),
-            "accept": self.accept,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> TestVerdict:
-        return cls(
-            plain["file"],
-            plain["test"],
-            tuple(map(Verdict.from_plain, plain["verdicts"])),
-            plain["unmeasured"],
-            plain["failed_by_itself"],
-            plain["relations"],
-            None if plain["cell"] is None else Cell(**plain["cell"]),
-            None if plain["location"] is None else Location(**plain["location"]),
-            plain["failure"],
-            tuple(plain["missing"]),
-            plain.get("accept"),
-        )

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem import __version__
 from pytest_gpumem.reports.session_report import SessionReport
+from pytest_gpumem.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
 FORMAT = 1
 """The number of the JSON's format; ``report.schema.json`` is its schema."""
-_DERIVED = ("format", "accounting", "passed", "problems")
 _OURS = ("accounting", "terms")
 _RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
 
@@ -35,7 +35,7 @@ def to_json(report: SessionReport) -> str:
         "accounting": report.accounting,
         "passed": report.passed,
         "problems": list(report.problems),
-        **report.to_plain(),
+        **to_plain(report),
     }
     lines = [
         f"{json.dumps(key)}: {_results(value) if key == 'results' else _dumped(value)}" for key, value in plain.items()
@@ -67,7 +67,7 @@ def _read(text: str, name: str) -> SessionReport:
         )
     try:
         read = report_reader()(plain, "")
-        return SessionReport.from_plain({key: value for key, value in read.items() if key not in _DERIVED})
+        return from_plain(SessionReport, read)
     except (SchemaError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # What a schema cannot say: rows of compositions, rounds that are as many as their paces.
         raise ReportError(f"{name}: {error}; {_other_version(plain) or _RIGHT}") from None

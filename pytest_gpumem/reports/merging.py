@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.session_report import SessionReport, Stored
+from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _devices(result: TestResult) -> tuple[str, ...]:
 def _weight(result: TestResult) -> tuple[bool, bool, int, bool, str]:
     """How much a result speaks against its test; the text decides between equals, so that the order never does."""
     verdict = result.verdict
-    text = json.dumps(result.to_plain(), sort_keys=True)
+    text = json.dumps(to_plain(result), sort_keys=True)
     return result.failed, not verdict.unmeasured, _ORDER.index(verdict.outcome), not result.passed, text
 
 

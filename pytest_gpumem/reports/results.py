@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import FailedIn, Outcome, TestVerdict
+from pytest_gpumem.values.plain import from_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     import pytest
 
@@ -32,18 +33,6 @@ class TestResult:
     failed: bool = False
     failed_in: FailedIn | None = None
     """Where it failed first; ``None`` where it did not."""
-
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "passed": self.passed,
-            "failed": self.failed,
-            "failed_in": self.failed_in,
-            "verdict": self.verdict.to_plain(),
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> TestResult:
-        return cls(TestVerdict.from_plain(plain["verdict"]), plain["passed"], plain["failed"], plain.get("failed_in"))
 
 
 @dataclass
@@ -70,7 +59,7 @@ class Results:
         if report.when != "teardown":
             # A test that ran through its set-up has nothing to tell until its call, and may be run again.
             outcomes.clear()
-            verdict = TestVerdict.from_plain(json.loads(str(payload)))
+            verdict = from_plain(TestVerdict, json.loads(str(payload)))
             if verdict.failed_by_itself and hasattr(report, "wasxfail"):
                 verdict = replace(verdict, failed_by_itself=False, unmeasured="it failed as expected")
             self._verdicts[report.nodeid] = verdict

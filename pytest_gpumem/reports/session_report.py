@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from pytest_gpumem.baselines.selecting import unused
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import SKIPPED
 from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated
+from pytest_gpumem.units import UnitSystem
+from pytest_gpumem.values.option_words import UpdateMode
+from pytest_gpumem.values.plain import Form
 from pytest_gpumem.values.selection import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pytest_gpumem.units import UnitSystem
-    from pytest_gpumem.values.option_words import UpdateMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +26,23 @@ class Terms:
     units: UnitSystem = "si"
 
 
+_StoredKey = Annotated[
+    tuple[str, Key],
+    Form(
+        tuple[str, str, str, str],
+        lambda stored: (stored[0], stored[1].file, stored[1].test, stored[1].name),
+        lambda read: (read[0], Key(*read[1:])),
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """What the store held at the end, as (slug, key), of the devices that the session measured on."""
 
-    baselines: tuple[tuple[str, Key], ...] = ()
+    baselines: tuple[_StoredKey, ...] = ()
     gone: frozenset[str] = frozenset()
     """Those of their test files that do not exist any more."""
-
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "baselines": [[slug, key.file, key.test, key.name] for slug, key in self.baselines],
-            "gone": sorted(self.gone),
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Stored:
-        return cls(tuple((slug, Key(*key)) for slug, *key in plain["baselines"]), frozenset(plain["gone"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,48 +162,4 @@ class SessionReport:
             measured=self.selection.collected,
             whole_files=self.selection.collected_files,
             exists=lambda file: file not in self.stored.gone,
-        )
-
-    def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers only; `from_plain` is the way back."""
-        return {
-            "ended": self.ended,
-            "version": self.version,
-            "commit": self.commit,
-            "terms": asdict(self.terms),
-            "results": [result.to_plain() for result in self.results],
-            "not_run": [list(test) for test in self.not_run],
-            "selection": self.selection.to_plain(),
-            "stored": self.stored.to_plain(),
-            "said": list(self.said),
-            "errors": list(self.errors),
-            "ended_early": self.ended_early,
-            "not_collected": list(self.not_collected),
-            "shards": self.shards,
-            "others_failed": self.others_failed,
-            "merged": self.merged,
-            "unmeasured_shards": [[list(test) for test in tests] for tests in self.unmeasured_shards],
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> SessionReport:
-        return cls(
-            ended=plain["ended"],
-            version=plain["version"],
-            commit=plain["commit"],
-            terms=Terms(**plain["terms"]),
-            results=tuple(map(TestResult.from_plain, plain["results"])),
-            not_run=tuple((file, test) for file, test in plain["not_run"]),
-            selection=Selection.from_plain(plain["selection"]),
-            stored=Stored.from_plain(plain["stored"]),
-            said=tuple(plain["said"]),
-            errors=tuple(plain["errors"]),
-            ended_early=plain["ended_early"],
-            not_collected=tuple(plain["not_collected"]),
-            shards=plain["shards"],
-            others_failed=plain["others_failed"],
-            merged=plain["merged"],
-            unmeasured_shards=tuple(
-                tuple((file, test) for file, test in tests) for tests in plain["unmeasured_shards"]
-            ),
         )

@@ -28,6 +28,7 @@ from pytest_gpumem.reports.terminal import MARKUP, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.values.option_words import NO_CUDNN
+from pytest_gpumem.values.plain import from_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Controller:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         plain = getattr(node, "workeroutput", {}).get("gpumem")
         if plain is not None:
-            self.select(Selection.from_plain(plain))
+            self.select(from_plain(Selection, plain))
         else:
             self._complete = False
 

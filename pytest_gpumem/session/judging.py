@@ -25,6 +25,7 @@ from pytest_gpumem.session.hook_results import HookError, checked_tolerance
 from pytest_gpumem.session.marker import sets_itself
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.timing.comparison import is_undecided
+from pytest_gpumem.values.plain import to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def forget_properties(item: pytest.Item) -> None:
 def tell(item: pytest.Item, verdict: TestVerdict) -> None:
     """Put a verdict into the test's properties: one for machines that continue, one a metric for those that only read."""
     forget_properties(item)
-    item.user_properties.append((PROPERTY, json.dumps(verdict.to_plain(), sort_keys=True)))
+    item.user_properties.append((PROPERTY, json.dumps(to_plain(verdict), sort_keys=True)))
     for one in verdict.verdicts:
         # pytest writes values so that XML can hold them, but not names.
         name = visible(one.measurement.name)

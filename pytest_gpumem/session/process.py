@@ -17,6 +17,7 @@ from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measu
 from pytest_gpumem.session.settings import SettingsError, check_device, settings_of
 from pytest_gpumem.units import nearest
 from pytest_gpumem.values.option_words import EMULATED
+from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class GpumemSession:
     def finished(self) -> None:
         """The process has run its tests."""
         if self._worker is not None:
-            self._config.workeroutput["gpumem"] = self.selection.to_plain()  # type: ignore[attr-defined]
+            self._config.workeroutput["gpumem"] = to_plain(self.selection)  # type: ignore[attr-defined]
 
     @property
     def report(self) -> SessionReport | None:

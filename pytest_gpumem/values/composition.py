@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pytest_gpumem.units import format_bytes, nearest
 from pytest_gpumem.values.module_calls import Calls, outermost
-from pytest_gpumem.values.timeline import OverTime, over_time_from_plain
+from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.timeline import OverTime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 CATEGORIES = (
     "parameter",
@@ -127,12 +129,16 @@ def row_from_text(text: str) -> Row:
     return Row(category, int(nbytes), module, site, library, operator, "" if tensor == "block" else tensor, int(count))
 
 
+RowText = Annotated[Row, Form(str, Row.text, row_from_text)]
+"""A row that is written as its text."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition:
     """Composition of the bytes live at one moment. ``rows``, largest first, and ``rest`` add up to ``total`` exactly."""
 
     total: int
-    rows: tuple[Row, ...]
+    rows: tuple[RowText, ...]
     recomputed: Mapping[str, int] = field(default_factory=dict)
     """Modules that ran once more in backward (activation checkpointing), by folded path: how many calls."""
     notes: tuple[str, ...] = ()
@@ -152,7 +158,7 @@ class Composition:
         return f"<Composition: {format_bytes(self.total)} in {rows} row{'' if rows == 1 else 's'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return composition_from_plain, (self.to_plain(),)
+        return from_plain, (Composition, to_plain(self))
 
     @property
     def rest(self) -> int:
@@ -196,29 +202,6 @@ class Composition:
             missing -= row.nbytes
             missing_beside -= row.nbytes if row.category != "workspace" else 0
         return replace(self, rows=tuple(kept), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward))
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return dicts, lists, strings and numbers only; `composition_from_plain` is the inverse."""
-        return {
-            "total": self.total,
-            "rows": [row.text() for row in self.rows],
-            "recomputed": dict(self.recomputed),
-            "notes": list(self.notes),
-            "no_grad": {path: list(calls) for path, calls in self.no_grad.items()},
-            "no_backward": {path: list(calls) for path, calls in self.no_backward.items()},
-        }
-
-
-def composition_from_plain(plain: Mapping[str, Any]) -> Composition:
-    """Return the composition that `Composition.to_plain` turned into plain values."""
-    return Composition(
-        plain["total"],
-        tuple(map(row_from_text, plain["rows"])),
-        plain["recomputed"],
-        tuple(plain["notes"]),
-        {path: Calls(*calls) for path, calls in plain["no_grad"].items()},
-        {path: Calls(*calls) for path, calls in plain["no_backward"].items()},
-    )
 
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -269,28 +252,3 @@ class Explanation:
     def kept(self) -> Explanation:
         """Return it with the largest rows only, for the way out of this process."""
         return replace(self, peak=self.peak.kept(), retained=self.retained.kept(), garbage=self.garbage.kept())
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return dicts, lists, strings and numbers only; `explanation_from_plain` is the inverse."""
-        return {
-            "peak": self.peak.to_plain(),
-            "retained": self.retained.to_plain(),
-            "garbage": self.garbage.to_plain(),
-            "cycles": list(self.cycles),
-            "asked": self.asked,
-            "over_time": None if self.over_time is None else self.over_time.to_plain(),
-            "holders": list(self.holders),
-        }
-
-
-def explanation_from_plain(plain: Mapping[str, Any]) -> Explanation:
-    """Return the explanation that `Explanation.to_plain` turned into plain values."""
-    return Explanation(
-        composition_from_plain(plain["peak"]),
-        composition_from_plain(plain["retained"]),
-        composition_from_plain(plain["garbage"]),
-        tuple(plain["cycles"]),
-        plain["asked"],
-        None if plain["over_time"] is None else over_time_from_plain(plain["over_time"]),
-        tuple(plain["holders"]),
-    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.values.composition import line_of
+from pytest_gpumem.values.plain import Form
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,6 +97,12 @@ def to_texts(tallies: Iterable[Tally]) -> list[str]:
 def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
     """Return the tallies that `to_texts` wrote. Raises ``ValueError`` for other texts."""
     return summed(tally for text in texts for tally in _from_text(text))
+
+
+Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], to_texts, from_texts)]
+"""Tallies that are written as the texts of their places."""
+KeptTallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], lambda tallies: to_texts(kept(tallies)), from_texts)]
+"""Of those that are written, the places with the largest amounts."""
 
 
 def _from_text(text: str) -> Iterable[Tally]:

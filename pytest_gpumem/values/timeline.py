@@ -1,14 +1,14 @@
-"""A step's live bytes over time, by category. Frozen values, to and from plain ones."""
+"""A step's live bytes over time, by category. Frozen values."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from pytest_gpumem.values.plain import from_plain, to_plain
 
 MOST_MOMENTS = 300
 """So many are enough for a picture: a bucket of moments gives its highest and its lowest."""
@@ -40,7 +40,7 @@ class OverTime:
         object.__setattr__(self, "categories", MappingProxyType(dict(self.categories)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return over_time_from_plain, (self.to_plain(),)
+        return from_plain, (OverTime, to_plain(self))
 
     def thinned(self, most: int = MOST_MOMENTS) -> OverTime:
         """Return it with about ``most`` moments: the first, the last, the peak, and the highest and lowest in between."""
@@ -61,24 +61,3 @@ class OverTime:
             moments.index(self.peak),
             self.phases,
         )
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return dicts, lists, strings and numbers only; `over_time_from_plain` is the inverse."""
-        return {
-            "time_ns": list(self.time_ns),
-            "total": list(self.total),
-            "categories": {name: list(series) for name, series in self.categories.items()},
-            "peak": self.peak,
-            "phases": [asdict(phase) for phase in self.phases],
-        }
-
-
-def over_time_from_plain(plain: Mapping[str, Any]) -> OverTime:
-    """Return the timeline that `OverTime.to_plain` turned into plain values."""
-    return OverTime(
-        tuple(plain["time_ns"]),
-        tuple(plain["total"]),
-        {name: tuple(series) for name, series in plain["categories"].items()},
-        plain["peak"],
-        tuple(Phase(**phase) for phase in plain["phases"]),
-    )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.plain import Form, from_plain, to_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 FEWEST_ROUNDS = 6
 """From so many rounds on, the smallest and the largest enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
@@ -123,42 +125,52 @@ class Sample:
         counts = Counter(one.disturbed for one in self.rounds if one.disturbed is not None)
         return counts.most_common(1)[0][0] if counts else None
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return dicts, lists, strings and numbers only; `sample_from_plain` is the inverse."""
-        return {
-            "seconds": [one.seconds for one in self.rounds],
-            "pace": [one.pace for one in self.rounds],
-            "disturbed": {str(number): one.disturbed for number, one in enumerate(self.rounds) if one.disturbed},
-            "taken": {str(number): one.taken for number, one in enumerate(self.rounds) if one.taken != 1},
-            "steps": self.steps,
-            "invalid": self.invalid,
-            "slowed": None if self.slowed is None else asdict(self.slowed),
-        }
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A sample as it is written: a series of each thing, and by the number of its round what only some have."""
+
+    seconds: tuple[float, ...]
+    pace: tuple[float | None, ...]
+    disturbed: Mapping[str, str]
+    taken: Mapping[str, float]
+    steps: int
+    invalid: str | None
+    slowed: Slowed | None
 
 
-def sample_from_plain(plain: Mapping[str, Any]) -> Sample:
-    """Return the sample that `Sample.to_plain` turned into plain values."""
-    disturbed, taken = plain["disturbed"], plain["taken"]
-    rounds = tuple(
-        Round(seconds, pace, disturbed.get(str(number)), taken.get(str(number), 1.0))
-        for number, (seconds, pace) in enumerate(zip(plain["seconds"], plain["pace"], strict=True))
+def _columns(sample: Sample) -> _Columns:
+    return _Columns(
+        tuple(one.seconds for one in sample.rounds),
+        tuple(one.pace for one in sample.rounds),
+        {str(number): one.disturbed for number, one in enumerate(sample.rounds) if one.disturbed},
+        {str(number): one.taken for number, one in enumerate(sample.rounds) if one.taken != 1},
+        sample.steps,
+        sample.invalid,
+        sample.slowed,
     )
-    slowed = None if plain["slowed"] is None else Slowed(**plain["slowed"])
-    return Sample(rounds, plain["steps"], plain["invalid"], slowed)
+
+
+def _sample(columns: _Columns) -> Sample:
+    rounds = tuple(
+        Round(seconds, pace, columns.disturbed.get(str(number)), columns.taken.get(str(number), 1.0))
+        for number, (seconds, pace) in enumerate(zip(columns.seconds, columns.pace, strict=True))
+    )
+    return Sample(rounds, columns.steps, columns.invalid, columns.slowed)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
     """The samples of a step, a second one where the first was doubted, and the median seconds of each phase."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[Annotated[Sample, Form(_Columns, _columns, _sample)], ...]
     phases: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return times_from_plain, (self.to_plain(),)
+        return from_plain, (Times, to_plain(self))
 
     @property
     def best(self) -> Sample:
@@ -182,15 +194,6 @@ class Times:
     def percentile(self, percent: float) -> float:
         """Return the seconds a step that ``percent`` of the rounds do not exceed."""
         return self.best.percentile(percent)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return dicts, lists, strings and numbers only; `times_from_plain` is the inverse."""
-        return {"samples": [sample.to_plain() for sample in self.samples], "phases": dict(self.phases)}
-
-
-def times_from_plain(plain: Mapping[str, Any]) -> Times:
-    """Return the times that `Times.to_plain` turned into plain values."""
-    return Times(tuple(sample_from_plain(sample) for sample in plain["samples"]), plain["phases"])
 
 
 def interval_of_median(values: Sequence[float], level: float) -> tuple[float, float]:

@@ -7,11 +7,12 @@ import json
 import pytest
 
 from pytest_gpumem.ab.runs import RunFailed, run_of
+from pytest_gpumem.values.plain import to_plain
 from tests.ab.values import measured, measurement, unmeasured
 
 
 def line(verdict, when="call", outcome="passed", *, xfail=False):
-    payload = json.dumps(verdict.to_plain()) if when != "teardown" else ""
+    payload = json.dumps(to_plain(verdict)) if when != "teardown" else ""
     nodeid = f"{verdict.file}::{verdict.test}"
     return json.dumps({"nodeid": nodeid, "when": when, "outcome": outcome, "xfail": xfail, "verdict": payload})
 

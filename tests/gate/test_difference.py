@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.gate.difference import REST, Change, Difference, difference
-from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, composition_from_plain, merged
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, merged
 from pytest_gpumem.values.module_calls import Calls
+from pytest_gpumem.values.plain import from_plain, to_plain
 
 SIZES = {"bool": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 
@@ -40,7 +41,7 @@ def made_of(*rows: Row, recomputed: dict[str, int] | None = None) -> Composition
 
 def stored(composition: Composition) -> Composition:
     """What a baseline keeps of it, and gives back."""
-    return composition_from_plain(composition.kept().to_plain())
+    return from_plain(Composition, to_plain(composition.kept()))
 
 
 WEIGHTS = row("h.*.mlp", "addmm", shape=(64, 256), site="model.py:20")
@@ -373,7 +374,7 @@ def test_growth_comes_first_and_the_order_of_rows_does_not_matter(before, after)
 @given(compositions, compositions)
 def test_a_difference_travels_as_plain_values(before, after):
     told = difference(before, after)
-    assert Difference.from_plain(told.to_plain()) == told
+    assert from_plain(Difference, to_plain(told)) == told
 
 
 @given(compositions, st.integers(1, 12))

@@ -20,6 +20,7 @@ from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_ratio
 from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.values.plain import from_plain, to_plain
 from pytest_gpumem.values.times import Round, Sample, Times
 
 unhurried = settings(deadline=None)
@@ -137,7 +138,7 @@ def test_a_verdict_tells_why_its_baseline_was_accepted():
     baseline = replace(stored(peak_allocated=8 * GB), reason="flash attention off until #12")
     verdict = judge(measured(peak_allocated=8 * GB), Budget(), baseline, DEFAULT_TOLERANCES)
     assert verdict.origin.reason == "flash attention off until #12"
-    assert Verdict.from_plain(verdict.to_plain()) == verdict
+    assert from_plain(Verdict, to_plain(verdict)) == verdict
 
 
 def test_a_compared_metric_tells_its_baseline_and_what_was_allowed():

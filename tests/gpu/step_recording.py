@@ -25,8 +25,9 @@ from pytest_gpumem.steps.config import as_config
 from pytest_gpumem.steps.measured import Explaining, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
 from pytest_gpumem.steps.readings import Windows
-from pytest_gpumem.values.composition import composition_from_plain
+from pytest_gpumem.values.composition import Composition
 from pytest_gpumem.values.events import tokens_from_plain, tokens_to_plain
+from pytest_gpumem.values.plain import from_plain, to_plain
 from tests.gpu.project import REPOSITORY
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.cuda_runtime import Stretch
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.explain.trace import Trace
-    from pytest_gpumem.values.composition import Composition, Explanation
+    from pytest_gpumem.values.composition import Explanation
     from pytest_gpumem.values.events import Token
 
 FORMAT = 1
@@ -99,7 +100,7 @@ class StepRecording:
             "details": self.details,
             "peak": self.peak,
             "own_bytes": self.own_bytes,
-            "composition": self.composition.to_plain(),
+            "composition": to_plain(self.composition),
             "trace": self.trace.to_plain(),
             "history": [list(entry) for entry in self.history],
             "tokens": tokens_to_plain(self.tokens),
@@ -120,7 +121,7 @@ class StepRecording:
             trace_from_plain(document["trace"]),
             document["own_bytes"],
             document["peak"],
-            composition_from_plain(document["composition"]),
+            from_plain(Composition, document["composition"]),
         )
 
 

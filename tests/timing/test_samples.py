@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.values.interference import UNREAD_PACE, Slowed
+from pytest_gpumem.values.plain import from_plain, to_plain
 from pytest_gpumem.values.times import (
     FEWEST_ROUNDS,
     Round,
     Sample,
     Times,
     interval_of_median,
-    sample_from_plain,
-    times_from_plain,
 )
 
 unhurried = settings(deadline=None)
@@ -201,14 +200,8 @@ def test_the_phases_of_times_cannot_be_changed():
 
 
 @unhurried
-@given(SAMPLES)
-def test_a_sample_comes_back_from_json_as_it_was(sample):
-    assert sample_from_plain(json.loads(json.dumps(sample.to_plain()))) == sample
-
-
-@unhurried
 @given(st.lists(SAMPLES, min_size=1, max_size=2).map(tuple), st.dictionaries(st.sampled_from("ab"), SECONDS))
 def test_times_come_back_from_json_and_from_another_process_as_they_were(samples, phases):
     times = Times(samples, phases)
-    assert times_from_plain(json.loads(json.dumps(times.to_plain()))) == times
+    assert from_plain(Times, json.loads(json.dumps(to_plain(times)))) == times
     assert pickle.loads(pickle.dumps(times)) == times

@@ -1,0 +1,135 @@
+"""Values as JSON has them, and back, as the annotations of their types say.
+
+A dataclass is an object with a key for each field, a named tuple an array, and a frozen set a sorted one. `Form` in an
+annotation says what is otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_T = TypeVar("_T")
+
+
+class Form(NamedTuple):
+    """In ``Annotated``: a value is written as one of the type ``plain``, which ``write`` makes of it and ``read`` takes."""
+
+    plain: Any
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+def to_plain(value: Any) -> Any:
+    """Return a dataclass as dicts, lists, texts and numbers only; `from_plain` is the inverse."""
+    kind: Any = type(value)
+    return _codec(kind).write(value)
+
+
+def from_plain(kind: Callable[..., _T], plain: Mapping[str, Any]) -> _T:
+    """Return the ``kind`` that `to_plain` turned into plain values.
+
+    Numbers may be the texts ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``. Keys that the class has no field for are left out,
+    and fields without a key are what they are by default. Raises ``ValueError``, ``TypeError`` or ``KeyError`` for what is no
+    such value: a report is checked before, by its schema.
+    """
+    value: _T = _codec(kind).read(plain)
+    return value
+
+
+class _Codec(NamedTuple):
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _number(plain: float | str) -> float:
+    return float(plain) if isinstance(plain, str) else plain
+
+
+_AS_IT_IS = _Codec(_same, _same)
+
+
+@functools.cache
+def _codec(kind: Any) -> _Codec:
+    generic = _GENERIC.get(get_origin(kind))
+    if generic is not None:
+        return generic(*get_args(kind))
+    if is_dataclass(kind):
+        return _object(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _Codec(kind, attrgetter("value"))
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return _array(lambda parts: kind(*parts), list(get_type_hints(kind, include_extras=True).values()))
+    return _Codec(_number, _same) if kind is float else _AS_IT_IS
+
+
+def _object(kind: Any) -> _Codec:
+    hints = get_type_hints(kind, include_extras=True)
+    codecs = [(field.name, _codec(hints[field.name])) for field in fields(kind)]
+    return _Codec(
+        lambda plain: kind(**{name: codec.read(plain[name]) for name, codec in codecs if name in plain}),
+        lambda value: {name: codec.write(getattr(value, name)) for name, codec in codecs},
+    )
+
+
+def _array(make: Callable[[Any], Any], kinds: Iterable[Any]) -> _Codec:
+    codecs = list(map(_codec, kinds))
+    return _Codec(
+        lambda plain: make([codec.read(one) for codec, one in zip(codecs, plain, strict=True)]),
+        lambda value: [codec.write(one) for codec, one in zip(codecs, value, strict=True)],
+    )
+
+
+def _tuple(*kinds: Any) -> _Codec:
+    if kinds[-1] is not ...:
+        return _array(tuple, kinds)
+    read, write = _codec(kinds[0])
+    return _Codec(lambda plain: tuple(map(read, plain)), lambda value: list(map(write, value)))
+
+
+def _frozenset(kind: Any) -> _Codec:
+    read, write = _codec(kind)
+    return _Codec(lambda plain: frozenset(map(read, plain)), lambda value: sorted(map(write, value)))
+
+
+def _mapping(_: Any, kind: Any) -> _Codec:
+    read, write = _codec(kind)
+    return _Codec(
+        lambda plain: {name: read(one) for name, one in plain.items()},
+        lambda value: {name: write(one) for name, one in value.items()},
+    )
+
+
+def _union(*kinds: Any) -> _Codec:
+    """Of one type and ``None``, or of types that are plain as they are."""
+    read, write = next((codec for codec in map(_codec, kinds) if codec != _AS_IT_IS), _AS_IT_IS)
+    return _Codec(
+        lambda plain: None if plain is None else read(plain), lambda value: None if value is None else write(value)
+    )
+
+
+def _formed(_: Any, form: Form) -> _Codec:
+    read, write = _codec(form.plain)
+    return _Codec(lambda plain: form.read(read(plain)), lambda value: write(form.write(value)))
+
+
+_GENERIC: dict[Any, Callable[..., _Codec]] = {
+    Annotated: _formed,
+    Mapping: _mapping,
+    Union: _union,
+    UnionType: _union,
+    frozenset: _frozenset,
+    tuple: _tuple,
+}
