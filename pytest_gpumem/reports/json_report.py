@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem import __version__
+from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.session_report import SessionReport
+from pytest_gpumem.units import nearest
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS
 from pytest_gpumem.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import NoReturn
+
+    from fastjsonschema import JsonSchemaValueException
 
 FORMAT = 1
 """The number of the JSON's format; ``report.schema.json`` is its schema."""
 _OURS = ("accounting", "terms")
 _RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
+
+
+_FEW = 10
+"""More items than any array has whose items are not alike."""
+_LONGEST = 200
 
 
 class ReportError(ValueError):
@@ -52,8 +65,6 @@ def from_json(text: str, name: str) -> SessionReport:
 
 
 def _read(text: str, name: str) -> SessionReport:
-    from pytest_gpumem.reports.json_schema import SchemaError, report_reader
-
     try:
         plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number, parse_float=_finite)
     except ValueError as error:
@@ -65,12 +76,115 @@ def _read(text: str, name: str) -> SessionReport:
             f"{name}: its format is {json.dumps(plain['format'])[:40]}, this version of pytest-gpumem reads {FORMAT}; "
             "read it with the version that wrote it"
         )
+    right = _other_version(plain) or _RIGHT
+    mistake = mistake_in(plain)
+    if mistake is not None:
+        raise ReportError(f"{name}: {mistake}; {right}")
     try:
-        read = report_reader()(plain, "")
-        return from_plain(SessionReport, read)
-    except (SchemaError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return from_plain(SessionReport, plain)
+    except (ArithmeticError, TypeError, ValueError) as error:
         # What a schema cannot say: rows of compositions, rounds that are as many as their paces.
-        raise ReportError(f"{name}: {error}; {_other_version(plain) or _RIGHT}") from None
+        raise ReportError(f"{name}: {error}; {right}") from None
+
+
+def report_schema() -> dict[str, Any]:
+    """The schema of a report: ``report.schema.json``, which allows any name of a metric, with the names that there are."""
+    schema: dict[str, Any] = json.loads(
+        files("pytest_gpumem.reports").joinpath("report.schema.json").read_text("utf-8")
+    )
+    schema["$defs"] |= {
+        "metric_name": {"enum": list(METRICS)},
+        "whole_metric": {"enum": [name for name, metric in METRICS.items() if metric.unit in WHOLE]},
+        "counted_metric": {"enum": list(MADE_OF_OPERATORS)},
+    }
+    return schema
+
+
+def mistake_in(plain: Any) -> str | None:
+    """What the schema of a report does not allow in ``plain``, with its path and what would be right."""
+    from fastjsonschema import JsonSchemaValueException
+
+    try:
+        _validator()(_outlined(plain))
+    except JsonSchemaValueException as error:
+        return _mistake(error)
+    return None
+
+
+@functools.cache
+def _validator() -> Callable[[Any], Any]:
+    import fastjsonschema
+
+    validator: Callable[[Any], Any] = fastjsonschema.compile(_draft_7(report_schema()), use_default=False)
+    return validator
+
+
+def _draft_7(schema: Any) -> Any:
+    """The same schema in the words of draft 7, which fastjsonschema reads.
+
+    What may be null stands behind a condition, as of ``anyOf`` it would not tell what is wrong within the other one.
+    """
+    if isinstance(schema, list):
+        return [_draft_7(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {"items" if word == "prefixItems" else word: _draft_7(one) for word, one in schema.items()}
+    null = {"type": "null"}
+    if null in found.get("anyOf", ()):
+        (other,) = (one for one in found.pop("anyOf") if one != null)
+        found |= {"if": null, "else": other}
+    return found
+
+
+def _outlined(plain: Any) -> Any:
+    """The same to the schema, with less to check: of a long series of numbers that are one to it, the first few."""
+    if isinstance(plain, dict):
+        return {key: _outlined(one) for key, one in plain.items()}
+    if not isinstance(plain, list):
+        return plain
+    kinds = set(map(type, plain))
+    if kinds == {int} and min(plain) >= -(2**63) and max(plain) < 2**63:
+        return plain[:_FEW]
+    if kinds == {float} and len(set(map(float.is_integer, plain))) == 1:
+        return plain[:_FEW]
+    return [_outlined(one) for one in plain]
+
+
+def _mistake(error: JsonSchemaValueException) -> str:
+    path = str(error.name)
+    if error.rule in ("additionalProperties", "propertyNames"):
+        valid = error.definition["properties"] if error.rule_definition is False else error.rule_definition["enum"]
+        unknown = next(name for name in error.value if name not in valid)
+        return f"{_shown(f'{path}.{unknown}')} is no key of it; {nearest(unknown[:_LONGEST], sorted(valid))}"
+    what = error.message.removeprefix(f"{path} ")
+    if error.rule == "anyOf":
+        what = f"must be {' or '.join(map(_kind, error.rule_definition))}"
+    # That there are too few or too many says enough.
+    but = "" if error.rule in ("required", "minItems", "maxItems") else f", but is {_value(error.value)}"
+    return f"{_shown(path)} {what}{but}"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return f"one of {schema['enum']}"
+    return str(schema.get("type") or schema["$ref"].rpartition("/")[2])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "an array"
+    if isinstance(value, int) and abs(value) >= 10**_LONGEST:
+        # Python refuses to write out the longest of them.
+        return "a number of very many digits"
+    return _cut(json.dumps(value))
+
+
+def _shown(path: str) -> str:
+    return _cut(json.dumps(path.removeprefix("data").removeprefix("."))[1:-1]) or "it"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _other_version(plain: dict[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
-from types import UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def _number(plain: float | str) -> float:
 
 
 _AS_IT_IS = _Codec(_same, _same)
+# To JSON 2.0 is a whole number.
+_NUMBERS = {int: _Codec(int, _same), float: _Codec(_number, _same)}
 
 
 @functools.cache
@@ -72,7 +74,7 @@ def _codec(kind: Any) -> _Codec:
         return _Codec(kind, attrgetter("value"))
     if isinstance(kind, type) and issubclass(kind, tuple):
         return _array(lambda parts: kind(*parts), list(get_type_hints(kind, include_extras=True).values()))
-    return _Codec(_number, _same) if kind is float else _AS_IT_IS
+    return _NUMBERS.get(kind, _AS_IT_IS)
 
 
 def _object(kind: Any) -> _Codec:
@@ -114,7 +116,8 @@ def _mapping(_: Any, kind: Any) -> _Codec:
 
 def _union(*kinds: Any) -> _Codec:
     """Of one type and ``None``, or of types that are plain as they are."""
-    read, write = next((codec for codec in map(_codec, kinds) if codec != _AS_IT_IS), _AS_IT_IS)
+    others = [kind for kind in kinds if kind is not NoneType]
+    read, write = _codec(others[0]) if len(others) == 1 else _AS_IT_IS
     return _Codec(
         lambda plain: None if plain is None else read(plain), lambda value: None if value is None else write(value)
     )

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from pytest_gpumem import __version__
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, to_json
-from pytest_gpumem.reports.json_schema import SchemaError, report_reader, report_schema
+from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, mistake_in, report_schema, to_json
 from pytest_gpumem.values.composition import CATEGORIES
 from pytest_gpumem.values.plain import to_plain
 from tests.hostile import TEXTS
@@ -82,6 +81,12 @@ def test_a_number_that_json_does_not_have_is_a_text_there_and_a_number_again(num
     assert to_json(from_json(text, "a.json")) == text
 
 
+def test_a_whole_number_is_one_however_it_is_written():
+    report = from_json(FULL.replace('"shards": 3', '"shards": 3.0').replace('"peak": 1, ', '"peak": 1.0, '), "a.json")
+    assert report == everything("a text")
+    assert to_json(report) == FULL
+
+
 # The schema
 
 
@@ -124,7 +129,7 @@ def test_bytes_and_counts_are_whole_numbers_and_other_metrics_may_be_no_finite_n
         with pytest.raises(ReportError) as raised:
             from_json(json.dumps(changed), "a.json")
         at = f"measurement.metrics.{name}" if place == "metrics" else f"verdicts[0].metrics[0].{place}"
-        assert f"{at} is {json.dumps(value)}, expected a whole number" in str(raised.value)
+        assert f"{at} must be integer, but is {json.dumps(value)}" in str(raised.value)
 
 
 def test_the_reference_tells_of_every_key():
@@ -206,14 +211,10 @@ def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole
     changed = copy.deepcopy(SMALL)
     holder(changed, path)[path[-1]] = value
     valid = VALIDATOR.is_valid(changed)
-    try:
-        report_reader()(changed, "")
-    except SchemaError:
-        assert not valid
+    assert (mistake_in(changed) is None) is valid
+    if not valid:
         with pytest.raises(ReportError, match=r"a\.json: "):
             from_json(json.dumps(changed), "a.json")
-    else:
-        assert valid
 
 
 # What cannot be read
@@ -236,13 +237,20 @@ def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole
         (FULL.replace('"shards": 3', '"shards": NaN'), "a.json: it is not JSON: NaN is no number in JSON"),
         (FULL.replace('"shards": 3', '"shards": 1e999'), "a.json: it is not JSON: the number 1e999 is too large"),
         (FULL.replace('"shards": 3', f'"shards": {"9" * 5000}'), "a.json: it is not JSON: Exceeds the limit"),
-        (FULL.replace('"shards": 3', f'"shards": {"9" * 4000}'), "a.json: shards is a number of very many digits"),
-        (FULL.replace('"shards": 3', '"shards": "3"'), 'a.json: shards is "3", expected a whole number'),
-        (FULL.replace('"shards": 3', '"shard": 3'), "a.json: shards is missing"),
+        (FULL.replace('"shards": 3', f'"shards": {"9" * 4000}'), "a.json: shards must be smaller than or equal to 1000000, but is a number of very many digits"),
+        (FULL.replace('"shards": 3', '"shards": "3"'), 'a.json: shards must be integer, but is "3"; it is of pytest-gpumem a text, this is'),
+        (FULL.replace('"shards": 3', '"shard": 3'), "a.json: it must contain ['shards'] properties"),
         (FULL.replace('"shards": 3', '"shards": 3, "shrads": 3'), "a.json: shrads is no key of it; did you mean 'shards'?"),
-        (FULL.replace('"regressed"', '"worse"'), 'metrics[0].outcome is "worse", expected "recorded" or '),
-        (FULL.replace('"settled": false', '"settled": 0'), "measurement.settled is 0, expected true or false"),
-        (FULL.replace('"peak": 1, ', '"peak": "1", '), "over_time.peak is "),
+        (FULL.replace('"regressed"', '"worse"'), "metrics[0].outcome must be one of ['recorded', 'ok', "),
+        (FULL.replace('"settled": false', '"settled": 0'), "measurement.settled must be boolean, but is 0"),
+        (FULL.replace('"peak": 1, ', '"peak": "1", '), 'over_time.peak must be integer, but is "1"'),
+        (FULL.replace('"units": "iec"', '"unit": "iec"'), "a.json: terms must contain ['units'] properties"),
+        (FULL.replace('"step_time": 0.1', '"stpe_time": 0.1'), "measurement.metrics.stpe_time is no key of it; did you mean 'step_time'?"),
+        (FULL.replace('"count": 3', '"a\\nb": [3]'), "environment.details.a\\nb must be string or integer, but is an array;"),
+        (FULL.replace("[0.9, 1.1]", '[0.9, "x"]'), """.interval[1] must be number or one of ['Infinity', '-Infinity', 'NaN'], but is "x";"""),
+        (FULL.replace("[0.9, 1.1]", "[0.9, 1.1, 2.1]"), ".interval must contain less than or equal to 2 items;"),
+        (FULL.replace("[0.9, 1.1]", str([0.9] * 20)), ".interval must contain less than or equal to 2 items;"),
+        (FULL.replace('"peak": 1, ', '"peak": -1, '), "over_time.peak must be bigger than or equal to 0, but is -1;"),
         ("[" * 100_000, "a.json: it is "),
         *((FULL.replace('"format": 1', f'"format": {"[" * deep}{"]" * deep}'), "a.json: it") for deep in range(700, 1000, 20)),
     ],
@@ -251,6 +259,24 @@ def test_a_mistake_is_told_with_its_place_and_what_would_be_right(text, told):
     with pytest.raises(ReportError) as raised:
         from_json(text, "a.json")
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (0.5, "must be integer, but is 0.5"),
+        (True, "must be integer, but is true"),
+        (2**63, "must be smaller than or equal to 9223372036854775807, but is 9223372036854775808"),
+        ("1", 'must be integer, but is "1"'),
+    ],
+)
+@pytest.mark.parametrize("others", [range(50), [1.0] * 50], ids=["whole", "integral"])
+def test_what_is_wrong_at_the_end_of_a_long_series_of_numbers_is_told(others, last, told):
+    changed = copy.deepcopy(SMALL)
+    measurement = changed["results"][0]["verdict"]["verdicts"][0]["measurement"]
+    measurement["explanation"]["over_time"]["total"] = [*others, last]
+    with pytest.raises(ReportError, match=re.escape(f"measurement.explanation.over_time.total[50] {told}")):
+        from_json(json.dumps(changed), "a.json")
 
 
 @pytest.mark.parametrize(
