@@ -21,7 +21,7 @@ _LONGEST_NAME = 120
 
 
 def artifact_name(nodeid: str, number: int) -> str:
-    """Return the name of a file, without suffix, for the ``number``-th recording of a test; different for each test."""
+    """Return a file name without suffix for the ``number``-th recording of a test; it is different for each test."""
     plain = re.sub(r"[^A-Za-z0-9.\-]+", "_", nodeid)[-_LONGEST_NAME:].strip("_.-")
     return f"{plain or 'test'}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}-{number}"
 
@@ -42,18 +42,13 @@ class Artifacts:
         self._count += 1
         name = artifact_name(self._nodeid, self._count)
         try:
-            write_timeline(self._folder / f"{name}.timeline.json", self._nodeid, recorded)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            timeline = json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n"
+            (self._folder / f"{name}.timeline.json").write_text(timeline, encoding="utf-8")
             self._device.keep_snapshot(self._folder / f"{name}.snapshot.pickle")
         except OSError as error:
             return f"{self._folder}: cannot write what was recorded (--gpumem-artifacts): {error}"
         return None
-
-
-def write_timeline(path: Path, nodeid: str, recorded: Recorded) -> None:
-    """Write the timeline of a recording. Raises ``OSError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(timeline_to_plain(nodeid, recorded))
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:

@@ -34,13 +34,15 @@ def composition_of_peak(timeline: Timeline, own: int) -> Composition:
 def composition_of_retained(timeline: Timeline) -> Composition:
     """Return the composition of retained bytes: allocated in the step, and live after garbage was collected."""
     left = left_by(timeline)
-    return _composition(timeline, left, sum(life.nbytes for life in left))
+    return _composition(timeline, left, sum(block.nbytes for block in left))
 
 
 def left_by(timeline: Timeline) -> list[Lifetime]:
     """Return the blocks that the step allocated and that are live after garbage was collected."""
     return [
-        life for life in timeline.lives if life.born >= 0 and life.died is None and not _is_workspace(life, timeline)
+        block
+        for block in timeline.lifetimes
+        if block.allocated >= 0 and block.freed is None and not _is_workspace(block, timeline)
     ]
 
 
@@ -49,30 +51,30 @@ def composition_of_garbage(timeline: Timeline) -> Composition:
     if timeline.garbage is None:
         return Composition(0, ())
     begin, end = timeline.garbage
-    collected = [life for life in timeline.lives if life.died is not None and begin <= life.died <= end]
-    return _composition(timeline, collected, sum(life.nbytes for life in collected))
+    collected = [block for block in timeline.lifetimes if block.freed is not None and begin <= block.freed <= end]
+    return _composition(timeline, collected, sum(block.nbytes for block in collected))
 
 
-def _composition(timeline: Timeline, lives: Iterable[Lifetime], total: int) -> Composition:
-    rows = merged(_row(life, timeline) for life in lives if life.own)
+def _composition(timeline: Timeline, lifetimes: Iterable[Lifetime], total: int) -> Composition:
+    rows = merged(_row(block, timeline) for block in lifetimes if block.own)
     unattributed = total - sum(row.nbytes for row in rows)
     if unattributed:
         rows = (*rows, Row("unattributed", unattributed, count=1))
     return Composition(total, rows, timeline.recomputed)
 
 
-def _row(life: Lifetime, timeline: Timeline) -> Row:
-    category = category_of(life, timeline)
-    life = life.like or life
-    mark, label = life.mark, life.label
+def _row(block: Lifetime, timeline: Timeline) -> Row:
+    category = category_of(block, timeline)
+    block = block.matched or block
+    mark, label = block.mark, block.label
     row = Row(
         category,
-        life.nbytes,
+        block.nbytes,
         module=folded(mark.path) if mark is not None else "",
         site=mark.site if mark is not None else "",
         library=mark.library if mark is not None else "",
-        operator=life.node or life.operator.removeprefix("aten::"),
-        tensor=life.tensor,
+        operator=block.node or block.operator.removeprefix("aten::"),
+        tensor=block.tensor,
     )
     if label is None:
         return row
@@ -84,45 +86,45 @@ def _row(life: Lifetime, timeline: Timeline) -> Row:
     )
 
 
-def category_of(life: Lifetime, timeline: Timeline) -> str:
+def category_of(block: Lifetime, timeline: Timeline) -> str:
     """Return the category of a block: by its owner, or else by its creation site and lifetime."""
-    if life.like is not None:
-        return category_of(life.like, timeline)
-    if life.label is not None:
-        return life.label.category
-    if life.born < 0:
+    if block.matched is not None:
+        return category_of(block.matched, timeline)
+    if block.label is not None:
+        return block.label.category
+    if block.allocated < 0:
         return "other"
-    if _is_workspace(life, timeline) or _died_by(life, life.call_ended):
+    if _is_workspace(block, timeline) or _freed_by(block, block.call_ended):
         return "workspace"
-    if life.node:
+    if block.node:
         return "temporary"
-    return _of_python_code(life, timeline)
+    return _of_python_code(block, timeline)
 
 
-def _of_python_code(life: Lifetime, timeline: Timeline) -> str:
+def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
     """Return the category of a block that forward, recomputed code, or an optimizer allocated."""
-    if life.in_optimizer:
-        return "temporary" if life.died is not None else "other"
-    if life.module_ended is not None:
-        return "temporary" if _died_by(life, life.module_ended) else "activation"
+    if block.in_optimizer:
+        return "temporary" if block.freed is not None else "other"
+    if block.module_ended is not None:
+        return "temporary" if _freed_by(block, block.module_ended) else "activation"
     # Outside of every module: backward tells whether it was made for it.
-    after = bisect_right(timeline.nodes, life.born)
-    if after < len(timeline.nodes) and not _died_by(life, timeline.nodes[after]):
+    after = bisect_right(timeline.nodes, block.allocated)
+    if after < len(timeline.nodes) and not _freed_by(block, timeline.nodes[after]):
         return "activation"
     ended = timeline.step_ended if timeline.step_ended is not None else len(timeline.live)
-    return "temporary" if _died_by(life, ended) else "other"
+    return "temporary" if _freed_by(block, ended) else "other"
 
 
-def _is_workspace(life: Lifetime, timeline: Timeline) -> bool:
+def _is_workspace(block: Lifetime, timeline: Timeline) -> bool:
     """Return whether the block was freed with the workspaces that the backend gave back after the step."""
-    if timeline.workspaces is None or life.died is None:
+    if timeline.workspaces is None or block.freed is None:
         return False
     begin, end = timeline.workspaces
-    return begin <= life.died <= end
+    return begin <= block.freed <= end
 
 
-def _died_by(life: Lifetime, moment: int | None) -> bool:
-    return moment is not None and life.died is not None and life.died <= moment
+def _freed_by(block: Lifetime, moment: int | None) -> bool:
+    return moment is not None and block.freed is not None and block.freed <= moment
 
 
 def over_time_of(recorded: Recorded) -> OverTime:
@@ -133,12 +135,12 @@ def over_time_of(recorded: Recorded) -> OverTime:
     began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
     # One more place in front: what was there before the first event.
     changes = {category: [0] * (len(events) + 1) for category in CATEGORIES}
-    for life in timeline.lives:
-        if life.own:
-            series = changes[category_of(life, timeline)]
-            series[0 if life.born < 0 else place[life.born] + 1] += life.nbytes
-            if life.died is not None:
-                series[place[life.died] + 1] -= life.nbytes
+    for block in timeline.lifetimes:
+        if block.own:
+            series = changes[category_of(block, timeline)]
+            series[0 if block.allocated < 0 else place[block.allocated] + 1] += block.nbytes
+            if block.freed is not None:
+                series[place[block.freed] + 1] -= block.nbytes
     totals = [recorded.own_bytes, *(recorded.own_bytes + timeline.live[moment] for moment, _ in events)]
     categories = {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)}
     unattributed = tuple(total - sum(series[n] for series in categories.values()) for n, total in enumerate(totals))

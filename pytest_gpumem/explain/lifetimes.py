@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import cycle
+from math import prod
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.span_stack import SpanStack
-from pytest_gpumem.explain.trace import GraphCalls, Label, Mark, folded, tensor_text
+from pytest_gpumem.explain.trace import GraphCalls, Label, Mark, SpanStack, folded, tensor_text
 from pytest_gpumem.values.composition import item_bits
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
 
@@ -23,8 +24,8 @@ class Lifetime:
 
     address: int
     nbytes: int
-    born: int
-    died: int | None = None
+    allocated: int
+    freed: int | None = None
     """``None`` when it outlived the recording."""
     own: bool = True
     """Whether it is the step's: everything that it allocates, and what it held when it began."""
@@ -43,8 +44,8 @@ class Lifetime:
     """When the innermost module that allocated it ended; ``None`` outside of modules."""
     tensor: str = ""
     label: Label | None = None
-    like: Lifetime | None = None
-    """What this step made and left, for a block that an earlier step left: it was made as that one."""
+    matched: Lifetime | None = None
+    """For a block that an earlier step left: the block of its size that this step leaves, which was made in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Timeline:
     peak: int
     """The moment of the peak: -1 when nothing rose above what was live in the beginning."""
     peak_bytes: int
-    lives: tuple[Lifetime, ...]
+    lifetimes: tuple[Lifetime, ...]
     recomputed: Mapping[str, int]
     nodes: tuple[int, ...] = ()
     """The moments at which nodes of the autograd graph began to run."""
@@ -73,66 +74,58 @@ class Timeline:
 
     def at(self, moment: int) -> list[Lifetime]:
         """Return the blocks that are live right after a moment."""
-        return [life for life in self.lives if life.born <= moment and (life.died is None or life.died > moment)]
+        return [
+            block
+            for block in self.lifetimes
+            if block.allocated <= moment and (block.freed is None or block.freed > moment)
+        ]
 
 
 def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
-    """Follow a trace from its beginning to its end.
+    """Return the block lifetimes of a trace.
 
-    ``own_bytes`` are the step's when it began. What of them was not found on anything that it holds was left by earlier
-    steps, as in a list, or by a graph: of a step that repeats, each does what this one did.
+    ``own_bytes`` are the step's when it began. Those not found on anything that it holds were left by earlier steps, as in a
+    list, or by a graph: of a step that repeats, each does what this one did.
     """
     timeline = _Reader(trace).read()
     if own_bytes is None:
         return timeline
-    return replace(timeline, lives=_with_leftovers(timeline.lives, own_bytes))
+    return replace(timeline, lifetimes=_with_leftovers(timeline.lifetimes, own_bytes))
 
 
-def _with_leftovers(lives: tuple[Lifetime, ...], own_bytes: int) -> tuple[Lifetime, ...]:
+def _with_leftovers(lifetimes: tuple[Lifetime, ...], own_bytes: int) -> tuple[Lifetime, ...]:
     """Match older blocks without an owner with blocks of the same size that this step leaves behind.
 
     They are the step's as far as ``own_bytes`` has room for them beside what else it held when it began.
     """
-    left: dict[int, list[Lifetime]] = {}
-    for life in lives:
-        if life.born >= 0 and life.died is None and life.label is None:
-            left.setdefault(life.nbytes, []).append(life)
+    kept: dict[int, list[Lifetime]] = {}
+    for block in lifetimes:
+        if block.allocated >= 0 and block.freed is None and block.label is None:
+            kept.setdefault(block.nbytes, []).append(block)
+    turns = {nbytes: cycle(blocks) for nbytes, blocks in kept.items()}
 
-    def is_leftover(life: Lifetime) -> bool:
-        return life.born < 0 and life.label is None and life.nbytes in left
+    def is_leftover(block: Lifetime) -> bool:
+        return block.allocated < 0 and block.label is None and block.nbytes in kept
 
-    room = own_bytes - sum(life.nbytes for life in lives if life.born < 0 and life.own and not is_leftover(life))
-    told: list[Lifetime] = []
-    turns: dict[int, int] = {}
-    # What leads to its blocks is known of those that are the step's already: they come first.
-    for life in sorted(lives, key=lambda life: not life.own):
-        if not is_leftover(life):
-            told.append(life)
-            continue
-        fits = life.nbytes <= room
-        if fits:
-            room -= life.nbytes
-            likes = left[life.nbytes]
-            turn = turns.get(life.nbytes, 0)
-            turns[life.nbytes] = turn + 1
-            told.append(replace(life, own=True, like=likes[turn % len(likes)]))
+    room = own_bytes - sum(
+        block.nbytes for block in lifetimes if block.allocated < 0 and block.own and not is_leftover(block)
+    )
+    found: list[Lifetime] = []
+    # The step's own blocks come first, as it is known what leads to them.
+    for block in sorted(lifetimes, key=lambda block: not block.own):
+        if not is_leftover(block):
+            found.append(block)
+        elif block.nbytes <= room:
+            room -= block.nbytes
+            found.append(replace(block, own=True, matched=next(turns[block.nbytes])))
         else:
-            told.append(replace(life, own=False))
-    return tuple(sorted(told, key=lambda life: (life.born, life.address)))
+            found.append(replace(block, own=False))
+    return tuple(sorted(found, key=lambda block: (block.allocated, block.address)))
 
 
-@dataclass(slots=True)
-class _Birth:
-    """A block that is live, while the trace is read."""
-
-    life: Lifetime
-    call: int
-    module: int
-
-
-def _says_more(label: Label, life: Lifetime) -> bool:
-    known = life.label
-    if label.category == "input" and life.born >= 0:
+def _is_more_specific(label: Label, block: Lifetime) -> bool:
+    known = block.label
+    if label.category == "input" and block.allocated >= 0:
         # What is put into a list that was handed in is no input.
         return False
     # An input is what is nothing else: a fixture's tensors may turn out to be parameters. Lines come to be known later.
@@ -145,8 +138,10 @@ class _Reader:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._open: list[tuple[int, Open]] = []
-        self._live: dict[int, _Birth] = {}
-        self._done: list[_Birth] = []
+        self._live: dict[int, Lifetime] = {}
+        self._done: list[Lifetime] = []
+        self._around: dict[int, tuple[int, int]] = {}
+        """The beginnings of the innermost call and module around each allocation, by its moment; -1 for none."""
         self._ends: dict[int, int] = {}
         self._made: dict[int, Mark | None] = {}
         """The innermost mark around the operator that made each node, by autograd's number."""
@@ -164,8 +159,7 @@ class _Reader:
     def read(self) -> Timeline:
         trace = self._trace
         for address, nbytes in trace.before.items():
-            life = Lifetime(address, nbytes, -1, own=address in trace.own)
-            self._live[address] = _Birth(life, -1, -1)
+            self._live[address] = Lifetime(address, nbytes, -1, own=address in trace.own)
         live, lines, peak, peak_bytes = 0, [], -1, 0
         for moment, token in enumerate(trace.tokens):
             if isinstance(token, AllocationEvent):
@@ -180,14 +174,13 @@ class _Reader:
                 self._seen(token)
             lines.append(live)
         self._done += self._live.values()
-        lives = [self._finished(birth) for birth in self._done]
-        lives.sort(key=lambda life: (life.born, life.address))
+        lifetimes = map(self._finished, self._done)
         rest = self._spans
         return Timeline(
             live=tuple(lines),
             peak=peak,
             peak_bytes=peak_bytes,
-            lives=tuple(lives),
+            lifetimes=tuple(sorted(lifetimes, key=lambda block: (block.allocated, block.address))),
             recomputed=self._recomputed,
             nodes=tuple(self._nodes),
             step_ended=min((begin for begin, _ in rest.values()), default=None),
@@ -198,19 +191,17 @@ class _Reader:
         )
 
     def _allocation(self, moment: int, event: AllocationEvent) -> int:
-        """The change of the live bytes."""
+        """Enter an allocation or free, and return the change of the live bytes."""
+        change = max(event.nbytes, 0)
         gone = self._live.pop(event.address, None)
-        change = 0
         if gone is not None:
-            gone.life = replace(gone.life, died=moment)
-            self._done.append(gone)
-            change -= gone.life.nbytes
+            self._done.append(replace(gone, freed=moment))
+            change -= gone.nbytes
         if event.nbytes > 0:
-            self._live[event.address] = self._born(moment, event)
-            change += event.nbytes
+            self._live[event.address] = self._allocated(moment, event)
         return change
 
-    def _born(self, moment: int, event: AllocationEvent) -> _Birth:
+    def _allocated(self, moment: int, event: AllocationEvent) -> Lifetime:
         around = SpanStack(self._lines)
         for opened, span in self._open:
             if span.kind == "operator":
@@ -221,10 +212,11 @@ class _Reader:
                 around.mark_begins(opened, self._trace.marks[span.mark])
         mark = around.mark
         if around.node is not None:
-            mark = self._led_back(around.node, mark)
+            mark = self._node_mark(around.node, mark)
         elif mark is not None and around.recomputed:
-            mark = self._computed_again(mark)
-        life = Lifetime(
+            mark = self._recomputed_mark(mark)
+        self._around[moment] = around.call if around.call >= 0 else around.outermost_operator, around.module
+        return Lifetime(
             event.address,
             event.nbytes,
             moment,
@@ -235,16 +227,15 @@ class _Reader:
             recomputed=around.recomputed,
             mark=mark,
         )
-        return _Birth(life, around.call if around.call >= 0 else around.outermost_operator, around.module)
 
-    def _led_back(self, node: Open, own: Mark | None) -> Mark | None:
+    def _node_mark(self, node: Open, own: Mark | None) -> Mark | None:
         """Return the mark around the operator that made a node, or the node's own where it runs Python code."""
         made = self._made.get(node.sequence)
         if own is None or not (own.site or own.library):
             return made
         return replace(own, path=own.path or (made.path if made is not None else ""))
 
-    def _computed_again(self, mark: Mark) -> Mark:
+    def _recomputed_mark(self, mark: Mark) -> Mark:
         """Return a mark in backward with the module or the line of forward, since callers are torch's then."""
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
@@ -264,16 +255,16 @@ class _Reader:
                 self._made[span.sequence] = self._innermost_mark()
             return
         mark = self._trace.marks[span.mark]
-        if mark.kind == "look":
-            for label in self._trace.looks.get(span.mark, ()):
+        if mark.kind == "snapshot":
+            for label in self._trace.snapshots.get(span.mark, ()):
                 found = self._live.get(label.address)
-                if found is not None and _says_more(label, found.life):
-                    found.life = replace(found.life, label=label)
+                if found is not None and _is_more_specific(label, found):
+                    self._live[label.address] = replace(found, label=label)
         elif mark.kind in ("call", "module"):
             self._reached(mark)
 
     def _reached(self, mark: Mark) -> None:
-        """A module or a call begins: in forward its line belongs to its module, in backward a module runs once more."""
+        """Enter the beginning of a module or call: its line and module in forward, a recomputed module in backward."""
         in_node = next((n for n in range(len(self._open) - 1, -1, -1) if self._open[n][1].kind == "node"), None)
         if in_node is None:
             self._lines.add((mark.site, mark.library))
@@ -305,20 +296,17 @@ class _Reader:
 
     def _seen(self, tensor: Seen) -> None:
         found = self._live.get(tensor.address)
-        if found is not None and not found.life.tensor:
-            count = 1
-            for size in tensor.shape:
-                count *= size
-            item = item_bits(tensor.dtype) // 8
-            # A view of another size is not what was allocated.
-            rounded = -(-count * item // self._trace.granularity) * self._trace.granularity
-            if rounded == found.life.nbytes:
-                found.life = replace(found.life, tensor=tensor_text(tensor.dtype, tensor.shape))
+        # A view of another size is not what was allocated.
+        if (
+            found is not None
+            and not found.tensor
+            and prod(tensor.shape) * (item_bits(tensor.dtype) // 8) == found.nbytes
+        ):
+            self._live[tensor.address] = replace(found, tensor=tensor_text(tensor.dtype, tensor.shape))
 
-    def _finished(self, birth: _Birth) -> Lifetime:
-        last = len(self._trace.tokens)
-        return replace(
-            birth.life,
-            call_ended=self._ends.get(birth.call, last) if birth.call >= 0 else None,
-            module_ended=self._ends.get(birth.module, last) if birth.module >= 0 else None,
+    def _finished(self, block: Lifetime) -> Lifetime:
+        call, module = (
+            None if begin < 0 else self._ends.get(begin, len(self._trace.tokens))
+            for begin in self._around.get(block.allocated, (-1, -1))
         )
+        return replace(block, call_ended=call, module_ended=module)

@@ -1,4 +1,4 @@
-"""The models, optimizers and inputs that a recording knows, and what their blocks are."""
+"""Owners of blocks in a recording: models, optimizers and inputs, and the labels of their tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.explain.trace import Label, tensor_text
-from pytest_gpumem.torch_support.module_tree import named_modules, named_tensors
 from pytest_gpumem.torch_support.reachability import reachable, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.static_access import (
     attribute,
@@ -15,33 +14,31 @@ from pytest_gpumem.torch_support.static_access import (
     dtype_and_shape,
     gradient_of,
     is_a,
+    named_modules,
+    named_tensors,
     parts_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import torch
 
     from pytest_gpumem.explain.sites import Site
 
-    BlocksOf = Callable[[torch.Tensor], Iterable[tuple[int, int]]]
-
-_BORN_EARLY = ("parameter", "buffer")
-_STAYS = ("parameter", "buffer", "optimizer state")
+_EARLY = ("parameter", "buffer")
+_STAYS = (*_EARLY, "optimizer state")
 
 
 class TensorOwners:
     """Owners that were registered, or found while the step ran. Only inputs are kept alive by it.
 
-    ``creation_sites`` are the lines that allocated what was there before, by address. ``blocks_of`` gives address and bytes
-    of each block of a tensor; by default those of its storages on ``device``.
+    ``creation_sites`` are the lines that allocated older blocks on ``device``, by address.
     """
 
-    def __init__(self, device: torch.device, creation_sites: Mapping[int, Site], blocks_of: BlocksOf | None) -> None:
+    def __init__(self, device: torch.device, creation_sites: Mapping[int, Site]) -> None:
         self._device = device
-        self._births = creation_sites
-        self.blocks_of = blocks_of or self._blocks_on_device
+        self._creation_sites = creation_sites
         # By identity: modules and optimizers may forbid to be hashed, or be equal to others.
         self._paths: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._roots: list[tuple[weakref.ref[torch.nn.Module], str]] = []
@@ -54,7 +51,7 @@ class TensorOwners:
         """The line that calls each optimizer's step: it is there that its state is made."""
         self._zeroed: dict[int, str] = {}
         """The line that fills a gradient with zeros, and so keeps it: by address."""
-        self._told: set[tuple[str, int, str]] = set()
+        self._labelled: set[tuple[str, int, str]] = set()
 
     def model(self, module: torch.nn.Module) -> None:
         """Register a model by its outermost module, unless it is a part of a registered one."""
@@ -67,8 +64,7 @@ class TensorOwners:
         self._roots.append((weakref.ref(module), before))
         for path, child in named_modules(module):
             if self.path_of(child) is None:
-                shown = f"{before}{_as_written(path)}" if path else kind
-                self._paths[id(child)] = weakref.ref(child), shown
+                self._paths[id(child)] = weakref.ref(child), _shown(module, before, path)
 
     def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
         """Register an optimizer, and the line that calls its step."""
@@ -112,21 +108,18 @@ class TensorOwners:
     def labels(self) -> Iterator[Label]:
         """Return an ownership snapshot: parameters, buffers, gradients, optimizer state and inputs, as they are now.
 
-        Of what stays where it is, each is told once.
+        Blocks that stay where they are have a label in the first snapshot only.
         """
         owners: dict[int, str] = {}
         for reference, before in self._roots:
             root = reference()
             if root is None:
                 continue
-            name = type(root).__name__
             for path, _, parameter in named_tensors(root, "parameters"):
-                owner = before + _as_written(path) if path else name
-                owners[id(parameter)] = owner
-                yield from self._parameter(parameter, owner)
+                owners[id(parameter)] = _shown(root, before, path)
+                yield from self._parameter(parameter, owners[id(parameter)])
             for path, _, buffer in named_tensors(root, "buffers"):
-                owner = before + _as_written(path) if path else name
-                yield from self._label("buffer", owner, parts_of(buffer))
+                yield from self._label("buffer", _shown(root, before, path), parts_of(buffer))
         for known in self._optimizers:
             optimizer = known()
             if optimizer is not None:
@@ -151,12 +144,12 @@ class TensorOwners:
 
     def _label(self, category: str, module: str, tensors: Iterable[torch.Tensor], maker: str = "") -> Iterator[Label]:
         for tensor in tensors:
-            blocks = list(self.blocks_of(tensor))
+            blocks = self.blocks_of(tensor)
             for address, nbytes in blocks:
                 if category in _STAYS:
-                    if (category, address, maker) in self._told:
+                    if (category, address, maker) in self._labelled:
                         continue
-                    self._told.add((category, address, maker))
+                    self._labelled.add((category, address, maker))
                 text = ""
                 if len(blocks) == 1 and nbytes == dense_bytes(tensor):
                     text = tensor_text(*dtype_and_shape(tensor))
@@ -164,17 +157,17 @@ class TensorOwners:
 
     def _line(self, category: str, address: int, maker: str) -> str:
         """Return the line that made a block. Creation sites hold for early categories only: later blocks reuse addresses."""
-        if category in _BORN_EARLY and address in self._births:
-            return self._births[address].user
+        if category in _EARLY and address in self._creation_sites:
+            return self._creation_sites[address].user
         return self._zeroed.get(address, "") if category == "gradient" else maker
 
-    def _blocks_on_device(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-        for storage in storages_of([tensor], self._device):
-            yield storage.data_ptr(), storage.nbytes()
+    def blocks_of(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
+        """Return address and bytes of each storage of a tensor on the device."""
+        return [(storage.data_ptr(), storage.nbytes()) for storage in storages_of([tensor], self._device)]
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters that an optimizer holds itself: a wrapper's are those of the one that it wraps."""
+    """Yield the parameters that an optimizer holds itself; for a wrapper those of the optimizer that it wraps."""
     import torch
 
     groups = attribute(optimizer, "param_groups")
@@ -188,10 +181,10 @@ Reference = TypeVar("Reference")
 
 def _of(noted: Mapping[int, tuple[weakref.ref[Reference], str]], one: Reference) -> str | None:
     """Return what was noted of a live object, since ids are used again."""
-    reference, said = noted.get(id(one), (None, None))
-    return said if reference is not None and reference() is one else None
+    reference, text = noted.get(id(one), (None, None))
+    return text if reference is not None and reference() is one else None
 
 
-def _as_written(path: str) -> str:
-    """Return a module's path without what torch.compile puts around modules."""
-    return path.replace("_orig_mod.", "").removesuffix("._orig_mod")
+def _shown(root: torch.nn.Module, before: str, path: str) -> str:
+    """Return a module's path without what torch.compile puts around modules; the class for the model itself."""
+    return before + path.replace("_orig_mod.", "").removesuffix("._orig_mod") if path else type(root).__name__

@@ -20,10 +20,10 @@ from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
-from pytest_gpumem.torch_support.private_api import compiled_graphs_so_far
+from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import parse_size
-from pytest_gpumem.values.composition import NOT_EXPLAINED, Explanation
+from pytest_gpumem.values.composition import Explanation
 from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
 
 if TYPE_CHECKING:
@@ -32,25 +32,12 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.values.events import Token
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
-
-
-def not_explained_note(error: BaseException) -> str:
-    """Return a clause that says why there is no explanation."""
-    said = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return f"{NOT_EXPLAINED}: {said}"
-
-
-def know_nothing(_: Tracker) -> None:
-    """Register nothing in advance: the default where owners are found while the step runs."""
-
-
-def nothing_to_prepare() -> None:
-    """Prepare nothing: the default for a step that repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +62,25 @@ class Left:
     """Of the blocks that are known one by one."""
 
 
-def nothing_left() -> Left:
-    """Return that nothing was left: the default for a step that repeats, which holds what it keeps."""
-    return Left()
-
-
 @dataclass(frozen=True)
 class Subject:
     """The step or call to record. ``run(tracker)`` runs it once; ``own`` gives the storages that it holds when it begins.
 
-    ``own_bytes`` counts those that belong to it when it begins, also those that cannot be found one by one.
+    ``own_bytes`` counts those that belong to it when it begins, also those that cannot be found one by one. The defaults are
+    those of a step that repeats, whose owners are found while it runs.
     """
 
     run: Callable[[Tracker], object]
     own: Callable[[], Sequence[torch.UntypedStorage]]
     own_bytes: Callable[[], int]
-    know: Callable[[Tracker], None] = know_nothing
-    prepare: Callable[[], None] = nothing_to_prepare
-    """What has to be undone of an earlier run before it runs again."""
-    left: Callable[[], Left] = nothing_left
+    register: Callable[[TensorOwners], None] = lambda _: None
+    """Registers owners before it runs."""
+    prepare: Callable[[], None] = lambda: None
+    """Undoes what an earlier run would change of this one."""
+    left: Callable[[], Left] = Left
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     once: bool = False
-    """Whether it is run once, whatever comes of it: what it does besides allocating is done again with each run."""
+    """Whether it is run once only: what it does besides allocating is done again with each run."""
     compiled: bool = False
     """Whether it runs compiled code, which marks would make torch compile anew."""
 
@@ -115,7 +99,7 @@ class Recorded:
     """The mark of the innermost call that failed; -1 for none."""
     left: Left = field(default_factory=Left)
     holders: tuple[str, ...] = ()
-    """What keeps the tensors that it left: attributes, variables, elements of containers."""
+    """Attributes, variables and elements of containers that keep the tensors that it left."""
 
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
@@ -152,15 +136,15 @@ class Recorded:
 def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
     """Record ``subject``, and explain its peak, which was measured as ``expected``.
 
-    Marks can move what they mark: modules that look for a `TorchFunctionMode` take another path under one, and compiled code
-    is compiled anew. Then it is recorded again with fewer of them, until it allocates and peaks as it did when it was
-    measured. If it never does, the closest look at the same peak stands, or at another one, and says so. Raises what
-    ``subject`` raises, if it raises without marks, too.
+    Marks can change the step: modules that look for a `TorchFunctionMode` take another path under one, and compiled code is
+    compiled anew. Then it is recorded again with fewer marks, until it allocates and peaks as it did when it was measured. If
+    it never does, the most detailed recording with the same peak is used, or one with another peak and a note. Raises what
+    ``subject`` raises without marks, too.
     """
     seen: list[Recorded] = []
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
     for level in levels:
-        graphs = compiled_graphs_so_far()
+        graphs = compiled_graphs()
         done = record(device, sites, subject, level)
         if done.error is not None:
             if level == levels[-1]:
@@ -171,7 +155,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
             done = wider if wider.is_as(expected) else done
         if expected.own is not None:
             done = done.without_later_growth(expected.own)
-        if done.is_as(expected) and compiled_graphs_so_far() == graphs:
+        if done.is_as(expected) and compiled_graphs() == graphs:
             return _explained(done), done
         seen.append(done)
     closest = next((done for done in seen if done.peak == expected.peak), seen[0])
@@ -183,7 +167,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
-    """Record ``subject`` until memory runs out again, and tell what was there then; ``None`` when it does not."""
+    """Record ``subject`` until memory runs out again, and return the composition of that moment; ``None`` if it does not."""
     done = record(device, sites, subject, "phases" if subject.compiled else "calls")
     if done.error is None or not is_out_of_memory(done.error):
         return None
@@ -209,39 +193,33 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     tokens: list[Token] = []
     error: BaseException | None = None
     cycles: tuple[str, ...] = ()
-    # What it warns of has been warned of when it was measured.
+    # The measured run has shown its warnings already.
     with warnings.catch_warnings(), device.recorded(tokens):
         warnings.simplefilter("ignore")
-        subject.know(tracker)
-        tracker.look()
+        subject.register(tracker.owners)
+        tracker.snapshot()
         try:
             with tracker.watching():
                 subject.run(tracker)
-        except Exception as raised:  # noqa: BLE001 - told, and judged by whoever asked
+        except Exception as raised:  # noqa: BLE001 - returned, and judged by the caller
             # Tracebacks would keep what the step held.
             clear_frames(raised)
             error = raised.with_traceback(None)
-        tracker.look()
-        # What it has found must be free to go.
-        tracker.known.forget()
+        tracker.snapshot()
+        # The collector below must be able to free the inputs.
+        tracker.owners.forget()
         with tracker.mark(Mark("rest", "workspaces")):
             device.release_workspaces()
         with tracker.mark(Mark("rest", "garbage")):
             cycles = collect_and_tell()
     trace = Trace(
-        tuple(tokens),
-        tuple(tracker.marks),
-        tracker.looks,
-        before,
-        frozenset(held),
-        error is not None,
-        results=tracker.results,
+        tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
     )
     timeline = timeline_of(trace, own_bytes)
     holders: tuple[str, ...] = ()
     with suppress(Exception):
-        # Whose names they have is said beside the explanation, and must not cost it.
-        holders = () if error is not None else holders_of({life.address for life in left_by(timeline)})
+        # Names of holders are beside the explanation, and must not cost it.
+        holders = () if error is not None else holders_of({block.address for block in left_by(timeline)})
     return Recorded(trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders)
 
 
@@ -270,7 +248,7 @@ def phase(tracker: Tracker, name: str) -> Iterator[None]:
     """Mark a phase of the recorded step."""
     with tracker.mark(Mark("phase", name)):
         yield
-    tracker.look()
+    tracker.snapshot()
 
 
 def _explained(done: Recorded) -> Explanation:
@@ -291,9 +269,9 @@ def _moment_of_failure(done: Recorded) -> int:
     was when the most was live within that call.
     """
     tokens = done.trace.tokens
-    told = [n for n, token in enumerate(tokens) if isinstance(token, AllocationEvent) and token.address == NOWHERE]
-    if told:
-        return told[-1]
+    reported = [n for n, token in enumerate(tokens) if isinstance(token, AllocationEvent) and token.address == NOWHERE]
+    if reported:
+        return reported[-1]
     opened = next(
         (n for n, token in enumerate(tokens) if isinstance(token, Open) and 0 <= token.mark == done.failed_in), None
     )

@@ -1,35 +1,37 @@
-"""A recorded step: events, marks and ownership snapshots of its blocks, and the calls of modules in it. Frozen values."""
+"""A recorded step: events, marks and ownership snapshots as frozen values, and the state that a reader of its spans keeps."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.values.events import Seen, Token, tokens_from_plain, tokens_to_plain
 from pytest_gpumem.values.module_calls import ModuleCalls, counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
-    from pytest_gpumem.values.events import Open
+    from pytest_gpumem.values.events import Open, Seen, Token
 
 
-MarkKind = Literal["phase", "module", "call", "optimizer", "look", "rest"]
+MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+# Operators by which others make their results; the one around them says more.
+_FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A span of Python code: a phase, a module's call, a torch function's call, an optimizer's step.
 
-    ``look`` is a moment at which blocks were labelled; ``rest`` is what comes after the step (``workspaces``, ``garbage``).
+    ``snapshot`` is a moment at which blocks were labelled; ``rest`` is what comes after the step (``workspaces``, ``garbage``).
     """
 
     kind: MarkKind
     path: str = ""
-    """The module's path; the phase's name; what is at rest."""
+    """The module's path; the phase's name; the name of the rest."""
     site: str = ""
     library: str = ""
     grad: bool = True
@@ -49,51 +51,16 @@ class Label:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recording. ``before`` are the blocks that were there when it began, ``own`` those of them that are the step's."""
+    """A recording. ``before`` are the bytes of blocks from before it by address, ``own`` the addresses of the step's."""
 
     tokens: tuple[Token, ...]
     marks: tuple[Mark, ...] = ()
-    looks: Mapping[int, tuple[Label, ...]] = field(default_factory=dict)
-    """What was seen at each ``look``, by the index of its mark."""
+    snapshots: Mapping[int, tuple[Label, ...]] = field(default_factory=dict)
+    """The labels of each ``snapshot``, by the index of its mark."""
     before: Mapping[int, int] = field(default_factory=dict)
     own: frozenset[int] = frozenset()
-    failed: bool = False
-    """Whether the step ended with an exception: its tokens then end with the unwinding."""
-    granularity: int = 1
-    """To multiples of how many bytes the source rounds its blocks up."""
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
-    """The tensors that each call returned, by the index of its mark: operators only tell those that they take."""
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain values for JSON; `trace_from_plain` is the inverse."""
-        return {
-            "tokens": tokens_to_plain(list(self.tokens)),
-            "marks": [asdict(mark) for mark in self.marks],
-            "looks": {str(mark): [asdict(label) for label in labels] for mark, labels in self.looks.items()},
-            "results": {str(mark): tokens_to_plain(list(seen)) for mark, seen in self.results.items()},
-            "before": {str(address): nbytes for address, nbytes in self.before.items()},
-            "own": sorted(self.own),
-            "failed": self.failed,
-            "granularity": self.granularity,
-        }
-
-
-def trace_from_plain(plain: Mapping[str, Any]) -> Trace:
-    """Return the trace that `Trace.to_plain` turned into plain values."""
-    return Trace(
-        tuple(tokens_from_plain(plain["tokens"])),
-        tuple(Mark(**mark) for mark in plain["marks"]),
-        {int(mark): tuple(Label(**label) for label in labels) for mark, labels in plain["looks"].items()},
-        {int(address): nbytes for address, nbytes in plain["before"].items()},
-        frozenset(plain["own"]),
-        plain["failed"],
-        plain["granularity"],
-        {int(mark): tuple(_seen(tokens_from_plain(seen))) for mark, seen in plain["results"].items()},
-    )
-
-
-def _seen(tokens: list[Token]) -> list[Seen]:
-    return [token for token in tokens if isinstance(token, Seen)]
+    """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
 
 
 def folded(path: str) -> str:
@@ -121,7 +88,7 @@ class GraphCalls:
         self._ran: set[int] = set()
 
     def opened(self, span: Open) -> None:
-        """A span begins."""
+        """Enter the beginning of a span."""
         if span.kind == "node":
             self._nodes += 1
             self._ran.add(span.sequence)
@@ -135,7 +102,7 @@ class GraphCalls:
             self._calls.append((folded(mark.path), not mark.grad))
 
     def closed(self, span: Open) -> None:
-        """The span ends."""
+        """Enter the end of a span."""
         if span.kind == "node":
             self._nodes -= 1
         elif self._is_module(span):
@@ -151,10 +118,61 @@ class GraphCalls:
     def no_backward(self) -> ModuleCalls:
         """Return for each module how many of its forward calls that made graph nodes had none of them run.
 
-        Nothing of a step without backward.
+        Empty for a step without backward.
         """
         if not self._ran:
             return {}
         made = {call for calls in self._made_in.values() for call in calls}
         reached = {call for number in self._ran for call in self._made_in.get(number, ())}
         return counted((self._calls[call][0], call not in reached) for call in sorted(made))
+
+
+@dataclass(slots=True)
+class SpanStack:
+    """The open spans around an allocation, outermost first, and the allocation's attribution to them.
+
+    ``lines`` are those that forward reached, as (site, library).
+    """
+
+    lines: AbstractSet[tuple[str, str]]
+    phase: str = ""
+    in_optimizer: bool = False
+    operator: str = ""
+    outermost_operator: int = -1
+    call: int = -1
+    module: int = -1
+    node: Open | None = None
+    """The node of the autograd graph that allocates; ``None`` when Python code that it runs does."""
+    within_node: bool = False
+    recomputed: bool = False
+    mark: Mark | None = None
+
+    def operator_begins(self, opened: int, span: Open) -> None:
+        if self.outermost_operator < 0:
+            self.outermost_operator = opened
+        if not self.operator or not _FACTORY.match(span.name):
+            self.operator = span.name
+
+    def node_begins(self, opened: int, span: Open) -> None:
+        self.node, self.call, self.module, self.mark = span, opened, -1, None
+        self.within_node, self.recomputed = True, False
+        self.operator, self.outermost_operator = "", -1
+
+    def mark_begins(self, opened: int, mark: Mark) -> None:
+        if mark.kind == "phase":
+            self.phase = mark.path
+        elif mark.kind == "optimizer":
+            self.in_optimizer = True
+        elif mark.kind in ("call", "module"):
+            self.operator, self.outermost_operator = "", -1
+            self.mark = mark
+            if mark.kind == "module":
+                self.module, self.call = opened, -1
+                # An optimizer's closure runs the model.
+                self.in_optimizer = False
+            else:
+                self.call = opened
+            # Code of torch alone, or of a function's own backward, is the node's.
+            known = bool(mark.site or mark.library) and (mark.site, mark.library) in self.lines
+            if self.within_node and (mark.kind == "module" or known):
+                self.recomputed, self.node = True, None

@@ -1,8 +1,8 @@
 """Marks of modules, lines and optimizers in a recording while a step runs, and ownership snapshots of blocks.
 
-Nothing here looks at what the device does; a source (`Device.recorded`) does, and finds the marks among its events. A mark
-is a span of its name. Operators are not intercepted: a dispatch mode would make autograd choose other
-formulas, and so other memory. What Python calls is, above autograd, with a `TorchFunctionMode`.
+A source (`Device.recorded`) records what the device does, with the marks among its events: a mark is a span of its name.
+Operators are not intercepted: a dispatch mode would make autograd choose other formulas, and so other memory. Calls from
+Python are, above autograd, with a `TorchFunctionMode`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ from pytest_gpumem.torch_support.static_access import contents_of, dense_bytes, 
 from pytest_gpumem.values.events import Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
     from pytest_gpumem.explain.sites import Site, Sites
 
-    BlocksOf = Callable[[torch.Tensor], Iterable[tuple[int, int]]]
-
 Level = Literal["calls", "modules", "phases"]
 """How closely a step is watched: each call of a torch function, each of a module, or only its phases."""
 
 _ZERO = ("zero_", "_foreach_zero_")
-# What reads a tensor's properties and allocates nothing; a step calls these thousands of times.
+# Functions that read a tensor's properties and allocate nothing; a step calls them thousands of times.
 _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_floating_point", "untyped_storage"})
 
 
 class Tracker:
-    """Marks and ownership snapshots of one recording. ``device``, ``creation_sites`` and ``blocks_of`` as in `TensorOwners`.
+    """Marks and ownership snapshots of one recording. ``device`` and ``creation_sites`` are as in `TensorOwners`.
 
-    Without ``looks`` no tensor is looked at: for who only asks in which module it is.
+    Without ``snapshots`` no tensor is read: enough to know in which module the step is.
     """
 
     def __init__(
@@ -48,20 +46,19 @@ class Tracker:
         sites: Sites,
         level: Level = "calls",
         creation_sites: Mapping[int, Site] | None = None,
-        blocks_of: BlocksOf | None = None,
         *,
-        looks: bool = True,
+        snapshots: bool = True,
     ) -> None:
         self.marks: list[Mark] = []
-        self.looks: dict[int, tuple[Label, ...]] = {}
+        self.snapshots: dict[int, tuple[Label, ...]] = {}
         self.results: dict[int, tuple[Seen, ...]] = {}
         """The tensors that each call returned, by the index of its mark."""
         self.failed_in = -1
         """The innermost call that an exception came out of first; -1 for none."""
         self._sites = sites
         self._level = level
-        self._looks = looks
-        self.known = TensorOwners(device, creation_sites or {}, blocks_of)
+        self._takes_snapshots = snapshots
+        self.owners = TensorOwners(device, creation_sites or {})
         self._busy = False
         self._thread = threading.get_ident()
         self._modules: list[tuple[int, str, Any]] = []
@@ -71,20 +68,6 @@ class Tracker:
     def module(self) -> str:
         """Return the path of the innermost module that runs; empty for none."""
         return self._modules[-1][1] if self._modules else ""
-
-    def know(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        inputs: object = None,
-    ) -> None:
-        """Register owners; models and optimizers that run meanwhile are found by themselves."""
-        if model is not None:
-            self.known.model(model)
-        if optimizer is not None:
-            self.known.optimizer(optimizer)
-        if inputs is not None:
-            self.known.inputs(inputs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -102,8 +85,9 @@ class Tracker:
                 ):
                     stack.callback(handle.remove)
             if self._level == "calls":
-                stack.enter_context(engine_run_within(lambda: _calls_marked(self)))
-                stack.enter_context(_calls_marked(self))
+                calls = _calls()
+                stack.enter_context(engine_run_within(lambda: calls(self)))
+                stack.enter_context(calls(self))
             try:
                 yield
             finally:
@@ -126,16 +110,16 @@ class Tracker:
         finally:
             started.__exit__(None, None, None)
 
-    def look(self) -> None:
+    def snapshot(self) -> None:
         """Take an ownership snapshot: parameters, buffers, gradients, optimizer state and inputs."""
-        if not self._looks:
+        if not self._takes_snapshots:
             return
         was_busy, self._busy = self._busy, True
         try:
             number = len(self.marks)
             with outside_torch_function():
-                self.looks[number] = tuple(self.known.labels())
-            self._begin(Mark("look")).__exit__(None, None, None)
+                self.snapshots[number] = tuple(self.owners.labels())
+            self._begin(Mark("snapshot")).__exit__(None, None, None)
         finally:
             self._busy = was_busy
 
@@ -153,9 +137,9 @@ class Tracker:
             if returned:
                 self.results[number] = returned
         if name in _ZERO:
-            self.known.zeroed(args, site.user)
+            self.owners.zeroed(args, site.user)
         elif name == "backward":
-            self.look()
+            self.snapshot()
         return result
 
     def _begin(self, mark: Mark) -> AbstractContextManager[object]:
@@ -165,18 +149,20 @@ class Tracker:
         return started
 
     def _module_begins(self, module: torch.nn.Module, _args: object) -> None:
+        import torch
+
         if self._is_elsewhere():
             return
         if not self._modules:
-            self.known.model(module)
-        path = self.known.path_of(module)
+            self.owners.model(module)
+        path = self.owners.path_of(module)
         if path is None:
             path = self._modules[-1][1] if self._modules else type(module).__name__
         if len(self._modules) == 0:
-            self.look()
-        self._modules.append(
-            (id(module), path, self._begin(Mark("module", path, *self._sites.here(2), grad=_autograd_records())))
-        )
+            self.snapshot()
+        autograd_records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        mark = Mark("module", path, *self._sites.here(2), grad=autograd_records)
+        self._modules.append((id(module), path, self._begin(mark)))
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
         if self._is_elsewhere():
@@ -191,15 +177,15 @@ class Tracker:
         if self._is_elsewhere():
             return
         self._end_optimizing()
-        self.known.optimizer(optimizer, self._sites.here().user)
-        self.look()
+        self.owners.optimizer(optimizer, self._sites.here().user)
+        self.snapshot()
         self._optimizing.append(self._begin(Mark("optimizer")))
 
     def _optimizer_ends(self, *_: object) -> None:
         if self._is_elsewhere():
             return
         self._end_optimizing()
-        self.look()
+        self.snapshot()
 
     def _end_optimizing(self) -> None:
         while self._optimizing:
@@ -215,24 +201,13 @@ class Tracker:
         return any(thread.ident == threading.get_ident() for thread in threading.enumerate())
 
     def _seen(self, result: object) -> Iterator[Seen]:
+        import torch
+
         for value in contents_of(result) if is_a(result, tuple, list) else (result,):
-            if is_a(value, _tensor_type()):
-                for address, nbytes in self.known.blocks_of(value):
+            if is_a(value, torch.Tensor):
+                for address, nbytes in self.owners.blocks_of(value):
                     if nbytes == dense_bytes(value):
                         yield Seen(address, *dtype_and_shape(value))
-
-
-def _autograd_records() -> bool:
-    """Return whether autograd records: neither under ``no_grad`` nor under ``inference_mode``."""
-    import torch
-
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _tensor_type() -> type[torch.Tensor]:
-    import torch
-
-    return torch.Tensor
 
 
 @cache
@@ -249,7 +224,3 @@ def _calls() -> Any:
             return self._tracker.call(func, args, kwargs or {})
 
     return Calls
-
-
-def _calls_marked(tracker: Tracker) -> Any:
-    return _calls()(tracker)

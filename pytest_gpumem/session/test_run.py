@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pytest_gpumem.devices.contract import BlockIds, Device
-    from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measurement import Environment, Workload
     from pytest_gpumem.session.explaining import ExplainingTest
@@ -264,16 +264,16 @@ class TestRun:
             blocks = self.device.known() - self._known_at_call
             return Left(max(0, gained), frozenset(address for address, _ in blocks))
 
-        def know(tracker: Tracker) -> None:
+        def register(owners: TensorOwners) -> None:
             values = self._residency.values(self.item)
-            tracker.known.within(values)
-            tracker.know(inputs=values)
+            owners.within(values)
+            owners.inputs(values)
 
         return Subject(
             lambda _: call_again(self.item),
             own=lambda: list(self._residency.storages(self.item)),
             own_bytes=lambda: self._residency.own(self.item).total,
-            know=know,
+            register=register,
             prepare=prepare,
             left=left,
             once=True,

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.compose import over_time_of
-from pytest_gpumem.explain.places import Places
-from pytest_gpumem.explain.recording import Expected, Subject, explain, explain_out_of_memory, not_explained_note, phase
-from pytest_gpumem.explain.sites import creation_sites
+from pytest_gpumem.explain.recording import Expected, Subject, explain, explain_out_of_memory, phase
+from pytest_gpumem.explain.sites import Places, creation_sites
 from pytest_gpumem.measurement import ITEMS, Workload
 from pytest_gpumem.steps.batches import describe, number_of_items, work_in
 from pytest_gpumem.steps.config import StepConfig
@@ -20,6 +19,7 @@ from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sa
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
+from pytest_gpumem.values.composition import NOT_EXPLAINED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.artifacts import Artifacts
+    from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
@@ -101,7 +102,7 @@ class MeasuringContext:
                 explanation, recorded = explain(self.device, self.explaining.sites, subject, expected)
             return self.explaining.kept(explanation, recorded)
         except RAISED_BY_A_STEP as error:
-            return not_explained_note(error)
+            return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
 
     def explain_out_of_memory(self, subject: Subject) -> Explanation | None:
         """Run what ran out of memory once more, recorded, and tell where it went if it runs out again."""
@@ -235,17 +236,20 @@ class PreparedStep:
             run,
             own=lambda: list(self._storages()),
             own_bytes=lambda: self.start.own + self.context.device.live() - self.start.live,
-            know=self._know,
+            register=self._register,
             creation_sites=self.creation_sites,
             compiled=self._compiled,
         )
 
-    def _know(self, tracker: Tracker) -> None:
+    def _register(self, owners: TensorOwners) -> None:
         if self.model is None:
-            tracker.known.within(self.held)
-            tracker.know(inputs=self.held)
-        else:
-            tracker.know(self.model, self.optimizer, self.batch)
+            owners.within(self.held)
+            owners.inputs(self.held)
+            return
+        owners.model(self.model)
+        if self.optimizer is not None:
+            owners.optimizer(self.optimizer)
+        owners.inputs(self.batch)
 
     @property
     def _compiled(self) -> bool:

@@ -59,27 +59,3 @@ class Threads(NamedTuple):
 
 
 Token = AllocationEvent | Open | Close | Seen
-
-_KINDS: dict[str, type[AllocationEvent | Open | Close | Seen]] = {
-    "allocation": AllocationEvent,
-    "open": Open,
-    "close": Close,
-    "seen": Seen,
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
-
-
-def tokens_to_plain(tokens: list[Token]) -> list[list[object]]:
-    """Return lists of strings and numbers, for JSON; `tokens_from_plain` is the inverse."""
-    return [[_NAMES[type(token)], *(list(v) if isinstance(v, tuple) else v for v in token)] for token in tokens]
-
-
-def tokens_from_plain(plain: list[list[object]]) -> list[Token]:
-    """Return the tokens that `tokens_to_plain` turned into lists. Raises ``ValueError`` for other values."""
-    tokens: list[Token] = []
-    for entry in plain:
-        if not entry or entry[0] not in _KINDS:
-            raise ValueError(f"{entry!r} is no token; one begins with {', '.join(_KINDS)}")
-        values = [tuple(value) if isinstance(value, list) else value for value in entry[1:]]
-        tokens.append(_KINDS[str(entry[0])](*values))  # type: ignore[arg-type]
-    return tokens

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pytest_gpumem.devices.cpu import CpuDevice
+    from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Level, Tracker
     from pytest_gpumem.values.composition import Explanation
@@ -29,7 +30,7 @@ class Recorder:
         self,
         phases: Phases,
         held: object = (),
-        know: Callable[[Tracker], None] | None = None,
+        register: Callable[[TensorOwners], None] | None = None,
         creation_sites: Mapping[int, Site] | None = None,
         *,
         compiled: bool = False,
@@ -44,7 +45,7 @@ class Recorder:
             run,
             own=lambda: list(storages_of(reachable_tensors([held]), here)),
             own_bytes=lambda: sum(blocks_of(reachable_tensors([held]), here).values()),
-            know=know or (lambda tracker: tracker.known.within(held)),
+            register=register or (lambda owners: owners.within(held)),
             creation_sites=creation_sites or {},
             compiled=compiled,
         )

@@ -22,7 +22,7 @@ class Stream:
     def __init__(self, before: Mapping[int, int] | None = None, own: frozenset[int] | set[int] = frozenset()) -> None:
         self.tokens: list[Token] = []
         self.marks: list[Mark] = []
-        self.looks: dict[int, tuple[Label, ...]] = {}
+        self.snapshots: dict[int, tuple[Label, ...]] = {}
         self._before = dict(before or {})
         self._own = frozenset(own)
 
@@ -68,20 +68,20 @@ class Stream:
         yield
         self._add(Close(self._now))
 
-    def look(self, *labels: Label) -> None:
-        self.looks[len(self.marks)] = labels
-        with self.mark("look"):
+    def snapshot(self, *labels: Label) -> None:
+        self.snapshots[len(self.marks)] = labels
+        with self.mark("snapshot"):
             pass
 
     def trace(self) -> Trace:
-        return Trace(tuple(self.tokens), tuple(self.marks), self.looks, self._before, self._own)
+        return Trace(tuple(self.tokens), tuple(self.marks), self.snapshots, self._before, self._own)
 
     def timeline(self) -> Timeline:
         return timeline_of(self.trace())
 
-    def lives(self) -> dict[int, Lifetime]:
+    def lifetimes(self) -> dict[int, Lifetime]:
         """The blocks by address, of a recording that uses each address once."""
-        lives = self.timeline().lives
-        found = {life.address: life for life in lives}
-        assert len(found) == len(lives), "an address was used again"
+        lifetimes = self.timeline().lifetimes
+        found = {block.address: block for block in lifetimes}
+        assert len(found) == len(lifetimes), "an address was used again"
         return found

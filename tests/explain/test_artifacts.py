@@ -27,7 +27,7 @@ def recorded(stream: Stream, own_bytes: int = 0) -> Recorded:
 def step() -> Recorded:
     """A step of a model of 100 bytes, of which 30 more are not known one by one."""
     stream = Stream(before={1: 100}, own={1})
-    stream.look(Label(1, "parameter", "fc"))
+    stream.snapshot(Label(1, "parameter", "fc"))
     with stream.mark("phase", "forward"), stream.mark("module", "fc", "model.py:5"):
         stream.alloc(2, 40)
         stream.alloc(3, 8)
@@ -35,7 +35,7 @@ def step() -> Recorded:
     with stream.mark("phase", "backward"), stream.node("AddmmBackward0", 1):
         stream.alloc(4, 5)
         stream.free(2)
-    stream.look(Label(4, "gradient", "fc"))
+    stream.snapshot(Label(4, "gradient", "fc"))
     return recorded(stream, 130)
 
 

@@ -29,7 +29,7 @@ unhurried = settings(deadline=None)
 def categories(stream: Stream) -> dict[int, str]:
     """By address."""
     timeline = stream.timeline()
-    return {life.address: category_of(life, timeline) for life in timeline.lives}
+    return {block.address: category_of(block, timeline) for block in timeline.lifetimes}
 
 
 # Categories
@@ -38,20 +38,20 @@ def categories(stream: Stream) -> dict[int, str]:
 @pytest.mark.parametrize("category", ["parameter", "buffer", "gradient", "optimizer state"])
 def test_what_was_found_on_the_model_the_optimizer_or_the_batch_is_what_it_was_found_as(category):
     stream = Stream(before={1: 8, 2: 8}, own={1, 2})
-    stream.look(Label(1, category, "fc"))
+    stream.snapshot(Label(1, category, "fc"))
     with stream.node("MulBackward0", 3):
         stream.alloc(3)
-    stream.look(Label(3, category, "fc"))
+    stream.snapshot(Label(3, category, "fc"))
     assert categories(stream) == {1: category, 2: "other", 3: category}
 
 
 def test_an_input_was_there_before_the_step():
     # What the step puts into a list that was handed in can be reached from there, too.
     stream = Stream(before={1: 8}, own={1})
-    stream.look(Label(1, "input"))
+    stream.snapshot(Label(1, "input"))
     with stream.node("MulBackward0", 3):
         stream.alloc(3)
-    stream.look(Label(3, "input"))
+    stream.snapshot(Label(3, "input"))
     assert categories(stream) == {1: "input", 3: "temporary"}
 
 
@@ -132,7 +132,7 @@ def test_what_an_optimizer_makes_and_frees_is_temporary_and_what_nobody_found_of
         stream.alloc(2)
         stream.alloc(3)
         stream.free(1)
-    stream.look(Label(2, "optimizer state", "fc"))
+    stream.snapshot(Label(2, "optimizer state", "fc"))
     assert categories(stream) == {1: "temporary", 2: "optimizer state", 3: "other"}
 
 
@@ -183,14 +183,14 @@ def test_a_label_says_better_than_a_mark_whose_a_block_is_and_a_mark_which_line_
     stream = Stream()
     with stream.mark("module", "GPT", "train.py:1"), stream.operator("aten::zeros"):
         stream.alloc(1, 32)
-    stream.look(Label(1, "buffer", "h.3.attn", "float32[8]", "model.py:2"))
+    stream.snapshot(Label(1, "buffer", "h.3.attn", "float32[8]", "model.py:2"))
     row = Row("buffer", 32, "h.*.attn", "train.py:1", "", "zeros", "float32[8]")
     assert composition_of_peak(stream.timeline(), 0).rows == (row,)
 
 
 def test_what_was_there_before_has_the_line_that_its_label_knows():
     stream = Stream(before={1: 32}, own={1})
-    stream.look(Label(1, "parameter", "h.3.attn", "float32[8]", "model.py:2"))
+    stream.snapshot(Label(1, "parameter", "h.3.attn", "float32[8]", "model.py:2"))
     row = Row("parameter", 32, "h.*.attn", "model.py:2", tensor="float32[8]")
     assert composition_of_peak(stream.timeline(), 32).rows == (row,)
 
@@ -200,7 +200,7 @@ def test_a_label_that_does_not_know_leaves_what_the_mark_knows():
     with stream.mark("module", "GPT", "train.py:1"), stream.operator("aten::zeros"):
         stream.alloc(1, 32)
     stream.seen(1, "float32", 8)
-    stream.look(Label(1, "buffer"))
+    stream.snapshot(Label(1, "buffer"))
     row = Row("buffer", 32, "GPT", "train.py:1", "", "zeros", "float32[8]")
     assert composition_of_peak(stream.timeline(), 0).rows == (row,)
 
@@ -217,7 +217,7 @@ def test_what_was_recomputed_is_told_with_the_peak():
 
 def test_the_total_is_the_steps_own_and_what_it_allocated():
     stream = Stream(before={1: 100, 2: 1000}, own={1})
-    stream.look(Label(1, "parameter", "fc"))
+    stream.snapshot(Label(1, "parameter", "fc"))
     stream.alloc(3, 40)
     composition = composition_of_peak(stream.timeline(), 100)
     assert composition.total == 140
@@ -228,7 +228,7 @@ def test_the_total_is_the_steps_own_and_what_it_allocated():
 
 def test_own_bytes_that_nobody_found_one_by_one_are_a_row_of_their_own():
     stream = Stream(before={1: 100}, own={1})
-    stream.look(Label(1, "parameter", "fc"))
+    stream.snapshot(Label(1, "parameter", "fc"))
     composition = composition_of_peak(stream.timeline(), 130)
     assert composition.total == 130
     assert Row("unattributed", 30) in composition.rows
@@ -247,7 +247,7 @@ def test_a_block_of_somebody_else_that_goes_meanwhile_is_missing_from_the_total_
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["alloc", "free", "operator", "node", "module", "call", "optimizer", "look", "close"]),
+        st.sampled_from(["alloc", "free", "operator", "node", "module", "call", "optimizer", "snapshot", "close"]),
         st.integers(1, 6),
         st.integers(1, 1000),
     ),
@@ -264,8 +264,8 @@ def stream_of(actions: list[tuple[str, int, int]], before: dict[int, int]) -> St
             stream.alloc(number, nbytes)
         elif action == "free":
             stream.free(number)
-        elif action == "look":
-            stream.look(Label(number, CATEGORIES[nbytes % 5], f"h.{number}"))
+        elif action == "snapshot":
+            stream.snapshot(Label(number, CATEGORIES[nbytes % 5], f"h.{number}"))
         elif action == "close":
             if opened:
                 opened.pop().__exit__(None, None, None)

@@ -35,7 +35,7 @@ def test_the_peak_is_the_first_moment_of_the_most_bytes():
     stream.alloc(3, 10)
     timeline = stream.timeline()
     assert (timeline.peak, timeline.peak_bytes) == (highest, 30)
-    assert {life.address for life in timeline.at(timeline.peak)} == {1, 2}
+    assert {block.address for block in timeline.at(timeline.peak)} == {1, 2}
 
 
 def test_what_never_rises_above_the_beginning_has_its_peak_before_the_recording():
@@ -44,7 +44,7 @@ def test_what_never_rises_above_the_beginning_has_its_peak_before_the_recording(
     stream.alloc(2, 1000)
     timeline = stream.timeline()
     assert (timeline.peak, timeline.peak_bytes) == (-1, 0)
-    assert [life.address for life in timeline.at(-1)] == [1]
+    assert [block.address for block in timeline.at(-1)] == [1]
 
 
 def test_a_free_of_a_block_that_nobody_knows_changes_nothing():
@@ -53,7 +53,7 @@ def test_a_free_of_a_block_that_nobody_knows_changes_nothing():
     stream.free(77)
     timeline = stream.timeline()
     assert timeline.live == (10, 10)
-    assert [life.address for life in timeline.lives] == [1]
+    assert [block.address for block in timeline.lifetimes] == [1]
 
 
 def test_an_address_that_is_used_again_is_another_block():
@@ -61,8 +61,11 @@ def test_an_address_that_is_used_again_is_another_block():
     first = stream.alloc(1, 10)
     freed = stream.free(1)
     second = stream.alloc(1, 30)
-    lives = stream.timeline().lives
-    assert [(life.nbytes, life.born, life.died) for life in lives] == [(10, first, freed), (30, second, None)]
+    lifetimes = stream.timeline().lifetimes
+    assert [(block.nbytes, block.allocated, block.freed) for block in lifetimes] == [
+        (10, first, freed),
+        (30, second, None),
+    ]
 
 
 def test_an_allocation_where_a_block_was_known_ends_that_block():
@@ -71,23 +74,23 @@ def test_an_allocation_where_a_block_was_known_ends_that_block():
     again = stream.alloc(1, 30)
     timeline = stream.timeline()
     assert timeline.live == (10, 30)
-    assert [(life.nbytes, life.died) for life in timeline.lives] == [(10, again), (30, None)]
+    assert [(block.nbytes, block.freed) for block in timeline.lifetimes] == [(10, again), (30, None)]
 
 
 def test_a_block_is_there_from_its_allocation_until_its_free():
     stream = Stream()
     before = stream.alloc(9, 1)
-    born = stream.alloc(1, 10)
-    died = stream.free(1)
+    allocated = stream.alloc(1, 10)
+    freed = stream.free(1)
     timeline = stream.timeline()
-    there = [any(life.address == 1 for life in timeline.at(moment)) for moment in (before, born, died)]
+    there = [any(block.address == 1 for block in timeline.at(moment)) for moment in (before, allocated, freed)]
     assert there == [False, True, False]
 
 
 def test_of_what_was_there_before_only_the_steps_own_is_the_steps():
     stream = Stream(before={1: 100, 2: 200}, own={1})
     stream.alloc(3, 4)
-    own = {life.address: (life.own, life.born) for life in stream.timeline().lives}
+    own = {block.address: (block.own, block.allocated) for block in stream.timeline().lifetimes}
     assert own == {1: (True, -1), 2: (False, -1), 3: (True, 0)}
 
 
@@ -110,7 +113,7 @@ def test_a_timeline_counts_as_the_ledger_does(events, before):
     timeline = timeline_of(Trace(tuple(events), before=before))
     assert (timeline.live[-1] if events else 0) == ledger.live - start
     assert timeline.peak_bytes == ledger.pop_peak().allocated - start
-    at_the_end = {life.address: life.nbytes for life in timeline.at(len(events))}
+    at_the_end = {block.address: block.nbytes for block in timeline.at(len(events))}
     assert at_the_end == ledger.blocks
 
 
@@ -121,7 +124,7 @@ def test_a_block_has_the_operator_that_python_called_and_not_the_factory_within(
     stream = Stream()
     with stream.operator("aten::addmm"), stream.operator("aten::empty_strided"):
         stream.alloc(1)
-    assert stream.lives()[1].operator == "aten::addmm"
+    assert stream.lifetimes()[1].operator == "aten::addmm"
 
 
 def test_an_operator_within_another_says_more_unless_it_is_a_factory():
@@ -131,16 +134,16 @@ def test_an_operator_within_another_says_more_unless_it_is_a_factory():
             stream.alloc(1)
         with stream.operator("aten::to"), stream.operator("aten::_to_copy"), stream.operator("aten::empty"):
             stream.alloc(2)
-    lives = stream.lives()
-    assert lives[1].operator == "aten::_softmax"
-    assert lives[2].operator == "aten::softmax"
+    lifetimes = stream.lifetimes()
+    assert lifetimes[1].operator == "aten::_softmax"
+    assert lifetimes[2].operator == "aten::softmax"
 
 
 def test_a_factory_that_is_called_by_itself_is_the_operator():
     stream = Stream()
     with stream.operator("aten::zeros"), stream.operator("aten::empty"):
         stream.alloc(1)
-    assert stream.lives()[1].operator == "aten::zeros"
+    assert stream.lifetimes()[1].operator == "aten::zeros"
 
 
 def test_a_block_has_the_innermost_mark_of_a_module_or_a_call_and_the_phase_around():
@@ -150,10 +153,10 @@ def test_a_block_has_the_innermost_mark_of_a_module_or_a_call_and_the_phase_arou
         with stream.mark("module", "h.0", "model.py:5"), stream.mark("call", "h.0", "model.py:9", "lib/x.py:2"):
             stream.alloc(2)
         stream.alloc(3)
-    lives = stream.lives()
-    assert lives[1].mark == lives[3].mark == Mark("module", "GPT", "train.py:1")
-    assert lives[2].mark == Mark("call", "h.0", "model.py:9", "lib/x.py:2")
-    assert {life.phase for life in lives.values()} == {"forward"}
+    lifetimes = stream.lifetimes()
+    assert lifetimes[1].mark == lifetimes[3].mark == Mark("module", "GPT", "train.py:1")
+    assert lifetimes[2].mark == Mark("call", "h.0", "model.py:9", "lib/x.py:2")
+    assert {block.phase for block in lifetimes.values()} == {"forward"}
 
 
 def test_a_call_ends_where_its_mark_does_and_a_module_where_its_own_does():
@@ -163,8 +166,8 @@ def test_a_call_ends_where_its_mark_does_and_a_module_where_its_own_does():
             stream.alloc(1)
         call_ended = len(stream.tokens) - 1
     module_ended = len(stream.tokens) - 1
-    life = stream.lives()[1]
-    assert (life.call_ended, life.module_ended) == (call_ended, module_ended)
+    block = stream.lifetimes()[1]
+    assert (block.call_ended, block.module_ended) == (call_ended, module_ended)
 
 
 def test_without_a_call_the_outermost_operator_is_what_ends():
@@ -172,17 +175,17 @@ def test_without_a_call_the_outermost_operator_is_what_ends():
     with stream.operator("aten::softmax"), stream.operator("aten::_softmax"):
         stream.alloc(1)
     outermost_ended = len(stream.tokens) - 1
-    life = stream.lives()[1]
-    assert (life.call_ended, life.module_ended) == (outermost_ended, None)
+    block = stream.lifetimes()[1]
+    assert (block.call_ended, block.module_ended) == (outermost_ended, None)
 
 
 def test_the_calls_of_a_module_are_not_those_of_the_code_around_it():
     stream = Stream()
     with stream.mark("call", "", "train.py:1"), stream.mark("module", "fc"):
         stream.alloc(1)
-    life = stream.lives()[1]
-    assert life.call_ended is None, "what the module passes on outlives no call within it"
-    assert life.module_ended is not None
+    block = stream.lifetimes()[1]
+    assert block.call_ended is None, "what the module passes on outlives no call within it"
+    assert block.module_ended is not None
 
 
 def test_what_a_recording_breaks_off_in_ends_with_it():
@@ -190,8 +193,8 @@ def test_what_a_recording_breaks_off_in_ends_with_it():
     with stream.mark("module", "fc"):
         stream.alloc(1)
         cut = stream.trace()
-    life = timeline_of(cut).lives[0]
-    assert life.module_ended == len(cut.tokens)
+    block = timeline_of(cut).lifetimes[0]
+    assert block.module_ended == len(cut.tokens)
 
 
 def test_an_optimizers_step_is_known_as_such():
@@ -199,8 +202,8 @@ def test_an_optimizers_step_is_known_as_such():
     with stream.mark("optimizer"):
         stream.alloc(1)
     stream.alloc(2)
-    lives = stream.lives()
-    assert (lives[1].in_optimizer, lives[2].in_optimizer) == (True, False)
+    lifetimes = stream.lifetimes()
+    assert (lifetimes[1].in_optimizer, lifetimes[2].in_optimizer) == (True, False)
 
 
 # Backward
@@ -224,17 +227,17 @@ def test_what_a_node_allocates_is_led_back_to_the_call_that_made_the_node():
         stream.alloc(1)
     with stream.node("MulBackward0", 7), stream.operator("aten::mul"):
         stream.alloc(2)
-    lives = stream.lives()
-    assert (lives[1].node, lives[1].mark) == ("MulBackward0", Mark("call", "fc2", "model.py:10"))
-    assert (lives[2].node, lives[2].mark) == ("MulBackward0", Mark("call", "fc1", "model.py:9"))
+    lifetimes = stream.lifetimes()
+    assert (lifetimes[1].node, lifetimes[1].mark) == ("MulBackward0", Mark("call", "fc2", "model.py:10"))
+    assert (lifetimes[2].node, lifetimes[2].mark) == ("MulBackward0", Mark("call", "fc1", "model.py:9"))
 
 
 def test_a_node_of_which_nobody_saw_the_making_has_no_mark_whatever_called_backward():
     stream = Stream()
     with stream.mark("call", "", "train.py:3"), stream.node("MulBackward0", 7):
         stream.alloc(1)
-    life = stream.lives()[1]
-    assert (life.node, life.mark) == ("MulBackward0", None)
+    block = stream.lifetimes()[1]
+    assert (block.node, block.mark) == ("MulBackward0", None)
 
 
 def test_a_node_has_calls_of_its_own_and_no_module():
@@ -243,8 +246,8 @@ def test_a_node_has_calls_of_its_own_and_no_module():
         with stream.node("MulBackward0", 7), stream.operator("aten::mul"):
             stream.alloc(1)
         node_ended = len(stream.tokens) - 1
-    life = stream.lives()[1]
-    assert (life.call_ended, life.module_ended) == (node_ended, None)
+    block = stream.lifetimes()[1]
+    assert (block.call_ended, block.module_ended) == (node_ended, None)
 
 
 def test_a_number_that_autograd_gave_anew_is_that_of_the_latest_operator():
@@ -253,7 +256,7 @@ def test_a_number_that_autograd_gave_anew_is_that_of_the_latest_operator():
     forward_of(stream, 7, "new", "model.py:2")
     with stream.node("MulBackward0", 7):
         stream.alloc(1)
-    assert stream.lives()[1].mark == Mark("call", "new", "model.py:2")
+    assert stream.lifetimes()[1].mark == Mark("call", "new", "model.py:2")
 
 
 def test_code_that_is_computed_once_more_in_backward_keeps_its_own_marks_and_is_no_nodes():
@@ -264,11 +267,11 @@ def test_code_that_is_computed_once_more_in_backward_keeps_its_own_marks_and_is_
         with stream.mark("module", "h.0", "model.py:5"):
             stream.alloc(2)
             module = len(stream.tokens)
-    lives = stream.lives()
-    assert (lives[1].node, lives[1].recomputed) == ("CheckpointFunctionBackward", False)
-    assert (lives[2].node, lives[2].recomputed) == ("", True)
-    assert lives[2].mark == Mark("module", "h.0", "model.py:5")
-    assert lives[2].module_ended == module
+    lifetimes = stream.lifetimes()
+    assert (lifetimes[1].node, lifetimes[1].recomputed) == ("CheckpointFunctionBackward", False)
+    assert (lifetimes[2].node, lifetimes[2].recomputed) == ("", True)
+    assert lifetimes[2].mark == Mark("module", "h.0", "model.py:5")
+    assert lifetimes[2].module_ended == module
 
 
 def test_calls_of_torchs_own_code_in_backward_are_the_nodes():
@@ -276,8 +279,12 @@ def test_calls_of_torchs_own_code_in_backward_are_the_nodes():
     forward_of(stream, 7)
     with stream.node("FlexAttentionBackward", 7), stream.mark("call", "", ""):
         stream.alloc(1)
-    life = stream.lives()[1]
-    assert (life.node, life.recomputed, life.mark) == ("FlexAttentionBackward", False, Mark("call", "fc", "model.py:9"))
+    block = stream.lifetimes()[1]
+    assert (block.node, block.recomputed, block.mark) == (
+        "FlexAttentionBackward",
+        False,
+        Mark("call", "fc", "model.py:9"),
+    )
 
 
 def test_a_functions_own_backward_has_its_own_lines_and_the_module_of_forward():
@@ -285,8 +292,8 @@ def test_a_functions_own_backward_has_its_own_lines_and_the_module_of_forward():
     forward_of(stream, 7, "h.0", "model.py:9")
     with stream.node("DoubleBackward", 7), stream.mark("call", "", "double.py:12"), stream.operator("aten::mul"):
         stream.alloc(1)
-    life = stream.lives()[1]
-    assert (life.node, life.recomputed, life.mark) == ("DoubleBackward", False, Mark("call", "h.0", "double.py:12"))
+    block = stream.lifetimes()[1]
+    assert (block.node, block.recomputed, block.mark) == ("DoubleBackward", False, Mark("call", "h.0", "double.py:12"))
 
 
 def test_a_module_that_torch_calls_in_backward_has_the_line_of_forward():
@@ -295,8 +302,8 @@ def test_a_module_that_torch_calls_in_backward_has_the_line_of_forward():
         pass
     with stream.node("CheckpointFunctionBackward", 7), stream.mark("module", "h.0"):
         stream.alloc(1)
-    life = stream.lives()[1]
-    assert (life.recomputed, life.mark) == (True, Mark("module", "h.0", "model.py:5"))
+    block = stream.lifetimes()[1]
+    assert (block.recomputed, block.mark) == (True, Mark("module", "h.0", "model.py:5"))
 
 
 def test_a_module_that_an_optimizers_closure_runs_is_not_the_optimizers():
@@ -305,8 +312,8 @@ def test_a_module_that_an_optimizers_closure_runs_is_not_the_optimizers():
         with stream.mark("module", "fc"):
             stream.alloc(1)
         stream.alloc(2)
-    lives = stream.lives()
-    assert (lives[1].in_optimizer, lives[2].in_optimizer) == (False, True)
+    lifetimes = stream.lifetimes()
+    assert (lifetimes[1].in_optimizer, lifetimes[2].in_optimizer) == (False, True)
 
 
 def test_a_node_that_runs_in_code_that_is_recomputed_is_a_node_again():
@@ -315,8 +322,8 @@ def test_a_node_that_runs_in_code_that_is_recomputed_is_a_node_again():
     recomputing = stream.node("CheckpointFunctionBackward", 7)
     with recomputing, stream.mark("module", "h.0", "model.py:5"), stream.node("MulBackward0", 8):
         stream.alloc(1)
-    life = stream.lives()[1]
-    assert (life.node, life.recomputed, life.mark) == ("MulBackward0", False, Mark("call", "inner", "model.py:11"))
+    block = stream.lifetimes()[1]
+    assert (block.node, block.recomputed, block.mark) == ("MulBackward0", False, Mark("call", "inner", "model.py:11"))
 
 
 def test_a_line_that_is_recomputed_outside_of_a_modules_call_belongs_to_the_module_that_reached_it_in_forward():
@@ -324,7 +331,7 @@ def test_a_line_that_is_recomputed_outside_of_a_modules_call_belongs_to_the_modu
     forward_of(stream, 7, "h.0.mlp", "model.py:9")
     with stream.node("CheckpointFunctionBackward", 7), stream.mark("call", "", "model.py:9"):
         stream.alloc(1)
-    assert stream.lives()[1].mark == Mark("call", "h.0.mlp", "model.py:9")
+    assert stream.lifetimes()[1].mark == Mark("call", "h.0.mlp", "model.py:9")
 
 
 def test_modules_that_run_in_backward_are_counted_by_folded_path_and_their_children_are_not():
@@ -362,52 +369,52 @@ def test_what_was_seen_at_a_look_labels_the_block_that_is_there_then():
     stream.alloc(1, 4)
     stream.free(1)
     stream.alloc(1, 8)
-    stream.look(label)
+    stream.snapshot(label)
     stream.free(1)
     stream.alloc(1, 16)
-    assert [life.label for life in stream.timeline().lives] == [None, label, None]
+    assert [block.label for block in stream.timeline().lifetimes] == [None, label, None]
 
 
 def test_the_first_label_stands():
     parameter, gradient = Label(1, "parameter", "fc"), Label(1, "gradient", "fc")
     stream = Stream()
     stream.alloc(1)
-    stream.look(parameter)
-    stream.look(gradient)
-    assert stream.lives()[1].label == parameter
+    stream.snapshot(parameter)
+    stream.snapshot(gradient)
+    assert stream.lifetimes()[1].label == parameter
 
 
 def test_an_input_is_what_is_nothing_else():
     entered, parameter = Label(1, "input"), Label(1, "parameter", "fc")
     stream = Stream()
     stream.alloc(1)
-    stream.look(entered, parameter)
-    assert stream.lives()[1].label == parameter
+    stream.snapshot(entered, parameter)
+    assert stream.lifetimes()[1].label == parameter
 
 
 def test_a_line_that_comes_to_be_known_later_is_told():
     early, late = Label(1, "gradient", "fc"), Label(1, "gradient", "fc", site="train.py:3")
     stream = Stream()
     stream.alloc(1)
-    stream.look(early)
-    stream.look(late)
-    stream.look(early)
-    assert stream.lives()[1].label == late
+    stream.snapshot(early)
+    stream.snapshot(late)
+    stream.snapshot(early)
+    assert stream.lifetimes()[1].label == late
 
 
 def test_a_call_that_returns_a_block_tells_what_it_is_as_a_tensor():
     stream = Stream()
     with stream.mark("call", "fc", "model.py:9"):
         stream.alloc(1, 32)
-    life = timeline_of(replace(stream.trace(), results={0: (Seen(1, "float32", (8,)),)})).lives[0]
-    assert life.tensor == "float32[8]"
+    block = timeline_of(replace(stream.trace(), results={0: (Seen(1, "float32", (8,)),)})).lifetimes[0]
+    assert block.tensor == "float32[8]"
 
 
 def test_a_label_of_no_block_is_passed_over():
     stream = Stream()
     stream.alloc(1)
-    stream.look(Label(77, "parameter", "fc"))
-    assert stream.lives()[1].label is None
+    stream.snapshot(Label(77, "parameter", "fc"))
+    assert stream.lifetimes()[1].label is None
 
 
 @pytest.mark.parametrize(
@@ -425,17 +432,17 @@ def test_a_block_that_an_operator_took_as_a_tensor_has_its_dtype_and_shape(dtype
     stream = Stream()
     stream.alloc(1, nbytes)
     stream.seen(1, dtype, *shape)
-    assert stream.lives()[1].tensor == f"{dtype}{list(shape)}"
+    assert stream.lifetimes()[1].tensor == f"{dtype}{list(shape)}"
 
 
 def test_a_view_of_another_size_does_not_say_what_a_block_is():
     stream = Stream()
     stream.alloc(1, 8192)
     stream.seen(1, "float32", 8, 255)
-    assert stream.lives()[1].tensor == ""
+    assert stream.lifetimes()[1].tensor == ""
     stream.seen(1, "float32", 256, 8)
     stream.seen(1, "float32", 8, 256)
-    assert stream.lives()[1].tensor == "float32[256, 8]", "the first that fits stands"
+    assert stream.lifetimes()[1].tensor == "float32[256, 8]", "the first that fits stands"
 
 
 # After the step

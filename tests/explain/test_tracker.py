@@ -21,6 +21,7 @@ from pytest_gpumem.values.events import Close, Open
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.explain.trace import Mark
 
@@ -81,7 +82,9 @@ def modules_around(done: Recorded) -> set[tuple[str, ...]]:
 def labels_of(done: Recorded) -> dict[int, tuple[str, str]]:
     """Category and module of each block that was found on something, by address."""
     return {
-        life.address: (life.label.category, life.label.module) for life in done.timeline.lives if life.label is not None
+        block.address: (block.label.category, block.label.module)
+        for block in done.timeline.lifetimes
+        if block.label is not None
     }
 
 
@@ -165,7 +168,7 @@ def test_a_level_tells_how_closely_a_step_is_watched(recorder, level):
         optimizer.zero_grad()
 
     done = recorder.record({"step": step}, (model, optimizer), level)
-    kinds = {mark.kind for mark in done.trace.marks} - {"phase", "look", "rest"}
+    kinds = {mark.kind for mark in done.trace.marks} - {"phase", "snapshot", "rest"}
     expected = {"calls": {"call", "module", "optimizer"}, "modules": {"module", "optimizer"}, "phases": set()}
     assert kinds == expected[level]
     assert paths_of(done, "phase") == ["step"]
@@ -219,7 +222,6 @@ def test_marks_nest_when_the_step_raises(recorder, level):
     model, x = Fails(), torch.ones(2, 8)
     done = recorder.record({"forward": lambda: model(x), "never": lambda: None}, model, level)
     assert isinstance(done.error, ValueError)
-    assert done.trace.failed
     nested(done)
     assert paths_of(done, "phase") == ["forward"]
     composition = composition_of_peak(done.timeline, done.own_bytes)
@@ -245,8 +247,8 @@ def test_marks_nest_when_an_optimizer_raises_and_what_comes_next_is_no_optimizer
     kept: list[torch.Tensor] = []
     done = recorder.record({"step": step}, (model, optimizer))
     nested(done)
-    (life,) = [life for life in done.timeline.lives if life.address == address(kept[0]) and life.died is None]
-    assert not life.in_optimizer
+    (block,) = [block for block in done.timeline.lifetimes if block.address == address(kept[0]) and block.freed is None]
+    assert not block.in_optimizer
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -267,10 +269,10 @@ def test_marks_nest_when_checkpointing_runs_modules_once_more_and_stops_early(re
     assert done.error is None
     nested(done)
     assert done.timeline.recomputed == ({} if level == "phases" else {"blocks.*": 3})
-    recomputed = [life for life in done.timeline.lives if life.recomputed]
+    recomputed = [block for block in done.timeline.lifetimes if block.recomputed]
     assert bool(recomputed) == (level != "phases")
-    assert {life.mark.path.partition(".")[0] for life in recomputed if life.mark is not None} <= {"blocks"}
-    assert not any(life.node for life in recomputed)
+    assert {block.mark.path.partition(".")[0] for block in recomputed if block.mark is not None} <= {"blocks"}
+    assert not any(block.node for block in recomputed)
 
 
 def test_a_torch_function_that_raises_ends_its_mark(recorder):
@@ -311,7 +313,12 @@ def test_parameters_buffers_gradients_optimizer_state_and_inputs_are_found(recor
         model(x).sum().backward()
         optimizer.step()
 
-    subject = recorder.subject({"step": step}, (model, optimizer, x), lambda tracker: tracker.know(model, optimizer, x))
+    def register(owners: TensorOwners) -> None:
+        owners.model(model)
+        owners.optimizer(optimizer)
+        owners.inputs(x)
+
+    subject = recorder.subject({"step": step}, (model, optimizer, x), register)
     done = record(recorder.device, recorder.sites, subject, level)
     labels = labels_of(done)
     assert labels[address(fc1.weight)] == ("parameter", "blocks.0.fc1")
@@ -320,7 +327,7 @@ def test_parameters_buffers_gradients_optimizer_state_and_inputs_are_found(recor
     for name in ("exp_avg", "exp_avg_sq", "step"):
         assert labels[address(optimizer.state[fc1.bias][name])] == ("optimizer state", "blocks.0.fc1")
     assert labels[address(x)] == ("input", "")
-    categories = {category_of(life, done.timeline) for life in done.timeline.at(len(done.trace.tokens))}
+    categories = {category_of(block, done.timeline) for block in done.timeline.at(len(done.trace.tokens))}
     assert categories <= {"parameter", "buffer", "gradient", "optimizer state", "input", "other"}
 
 
@@ -346,18 +353,19 @@ def test_a_gradient_that_is_gone_before_the_phase_ends_is_found_all_the_same(rec
         model.zero_grad()
 
     done = recorder.record({"step": step}, model)
-    gradients = [life for life in done.timeline.lives if category_of(life, done.timeline) == "gradient"]
-    assert sorted(life.nbytes for life in gradients) == [32, 32, 256, 256]
-    assert all(life.died is not None for life in gradients)
+    gradients = [block for block in done.timeline.lifetimes if category_of(block, done.timeline) == "gradient"]
+    assert sorted(block.nbytes for block in gradients) == [32, 32, 256, 256]
+    assert all(block.freed is not None for block in gradients)
 
 
 def test_a_tensor_that_is_parameter_and_input_is_a_parameter(recorder):
     model = Block()
-    subject = recorder.subject(
-        {"step": lambda: model.fc1(model.fc1.weight)},
-        model,
-        lambda tracker: tracker.know(model, None, model.fc1.weight),
-    )
+
+    def register(owners: TensorOwners) -> None:
+        owners.model(model)
+        owners.inputs(model.fc1.weight)
+
+    subject = recorder.subject({"step": lambda: model.fc1(model.fc1.weight)}, model, register)
     labels = labels_of(record(recorder.device, recorder.sites, subject, "calls"))
     assert labels[address(model.fc1.weight)] == ("parameter", "fc1")
 
@@ -368,29 +376,29 @@ def test_a_part_of_a_larger_block_does_not_say_what_the_block_is_as_a_tensor(rec
     model.part = nn.Parameter(flat[:10])
     model.whole = nn.Parameter(torch.ones(10))
     tracker = Tracker(torch.device("cpu"), recorder.sites)
-    tracker.know(model)
-    tracker.look()
-    ((first, second),) = tracker.looks.values()
+    tracker.owners.model(model)
+    tracker.snapshot()
+    ((first, second),) = tracker.snapshots.values()
     assert (first.category, first.address, first.tensor) == ("parameter", address(flat), "")
     assert (second.category, second.tensor) == ("parameter", "float32[10]")
 
 
 def test_a_parameter_has_the_line_that_made_it_and_a_gradient_at_the_same_address_has_not(recorder):
     model = nn.Linear(4, 4)
-    born = Site("model.py:3", "")
-    tracker = Tracker(torch.device("cpu"), recorder.sites, creation_sites={address(model.weight): born})
-    tracker.know(model)
-    tracker.look()
-    ((weight, bias),) = tracker.looks.values()
+    allocated = Site("model.py:3", "")
+    tracker = Tracker(torch.device("cpu"), recorder.sites, creation_sites={address(model.weight): allocated})
+    tracker.owners.model(model)
+    tracker.snapshot()
+    ((weight, bias),) = tracker.snapshots.values()
     assert (weight.site, bias.site) == ("model.py:3", "")
 
 
 def test_models_and_optimizers_are_known_within_containers():
     model, optimizer = Block(), torch.optim.SGD([nn.Parameter(torch.ones(1))])
     tracker = Tracker(torch.device("cpu"), None)  # type: ignore[arg-type]
-    tracker.known.within({"model": [model], "rest": (optimizer, 3, "text")})
-    tracker.look()
-    (labels,) = tracker.looks.values()
+    tracker.owners.within({"model": [model], "rest": (optimizer, 3, "text")})
+    tracker.snapshot()
+    (labels,) = tracker.snapshots.values()
     assert {label.module for label in labels} == {"fc1", "fc2", ""}
 
 
@@ -400,8 +408,9 @@ def test_looking_leaves_no_tensor_behind_and_changes_none(recorder):
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     live = recorder.device.live()
     tracker = Tracker(recorder.device.torch_device, recorder.sites)
-    tracker.know(model, inputs=x)
-    tracker.look()
+    tracker.owners.model(model)
+    tracker.owners.inputs(x)
+    tracker.snapshot()
     assert recorder.device.live() == live
     assert all(torch.equal(before[name], parameter.grad) for name, parameter in model.named_parameters())
 

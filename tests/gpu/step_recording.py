@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,25 +20,23 @@ from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.compose import composition_of_peak
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.explain.trace import trace_from_plain
+from pytest_gpumem.explain.trace import Label, Mark, Trace
 from pytest_gpumem.steps.config import as_config
 from pytest_gpumem.steps.measured import Explaining, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
 from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.values.composition import Composition
-from pytest_gpumem.values.events import tokens_from_plain, tokens_to_plain
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 from pytest_gpumem.values.plain import from_plain, to_plain
 from tests.gpu.project import REPOSITORY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.cuda_runtime import Stretch
     from pytest_gpumem.explain.recording import Recorded
-    from pytest_gpumem.explain.trace import Trace
     from pytest_gpumem.values.composition import Explanation
-    from pytest_gpumem.values.events import Token
 
 FORMAT = 1
 WIDTH, CLASSES, SAMPLES = 36, 10, 24
@@ -101,9 +99,9 @@ class StepRecording:
             "peak": self.peak,
             "own_bytes": self.own_bytes,
             "composition": to_plain(self.composition),
-            "trace": self.trace.to_plain(),
+            "trace": _trace_to_plain(self.trace),
             "history": [list(entry) for entry in self.history],
-            "tokens": tokens_to_plain(self.tokens),
+            "tokens": _tokens_to_plain(self.tokens),
         }
         return json.dumps(document, separators=(",", ":")) + "\n"
 
@@ -116,13 +114,53 @@ class StepRecording:
         return cls(
             document["device"],
             document["details"],
-            tokens_from_plain(document["tokens"]),
+            _tokens_from_plain(document["tokens"]),
             [HistoryEntry(*entry) for entry in document["history"]],
-            trace_from_plain(document["trace"]),
+            _trace_from_plain(document["trace"]),
             document["own_bytes"],
             document["peak"],
             from_plain(Composition, document["composition"]),
         )
+
+
+_TOKENS: dict[str, Any] = {"allocation": AllocationEvent, "open": Open, "close": Close, "seen": Seen}
+_NAMES = {kind: name for name, kind in _TOKENS.items()}
+
+
+def _tokens_to_plain(tokens: Sequence[Token]) -> list[list[object]]:
+    return [[_NAMES[type(token)], *token] for token in tokens]
+
+
+def _tokens_from_plain(plain: list[list[Any]]) -> list[Token]:
+    return [
+        _TOKENS[kind](*(tuple(value) if isinstance(value, list) else value for value in values))
+        for kind, *values in plain
+    ]
+
+
+def _trace_to_plain(trace: Trace) -> dict[str, Any]:
+    return {
+        "tokens": _tokens_to_plain(trace.tokens),
+        "marks": [asdict(mark) for mark in trace.marks],
+        "snapshots": {str(mark): [asdict(label) for label in labels] for mark, labels in trace.snapshots.items()},
+        "results": {str(mark): _tokens_to_plain(seen) for mark, seen in trace.results.items()},
+        "before": {str(address): nbytes for address, nbytes in trace.before.items()},
+        "own": sorted(trace.own),
+    }
+
+
+def _trace_from_plain(plain: Mapping[str, Any]) -> Trace:
+    return Trace(
+        tuple(_tokens_from_plain(plain["tokens"])),
+        tuple(Mark(**mark) for mark in plain["marks"]),
+        {int(mark): tuple(Label(**label) for label in labels) for mark, labels in plain["snapshots"].items()},
+        {int(address): nbytes for address, nbytes in plain["before"].items()},
+        frozenset(plain["own"]),
+        {
+            int(mark): tuple(Seen(address, dtype, tuple(shape)) for _, address, dtype, shape in seen)
+            for mark, seen in plain["results"].items()
+        },
+    )
 
 
 class KeepingCuda(TorchCuda):

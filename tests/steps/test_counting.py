@@ -10,8 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.places import Places
-from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.explain.sites import Places, Sites
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import Counted, Counts, count_step, located
 from pytest_gpumem.steps.host_tensors import HostTensors
