@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
-from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, SessionHeap
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 
 
 class Node:
@@ -33,7 +33,7 @@ class Device:
 @pytest.fixture
 def heap():
     gc.collect()
-    heap = SessionHeap()
+    heap = FrozenHeap()
     yield heap
     heap.close()
     assert gc.get_freeze_count() == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.torch_support.module_tree import named_modules, named_tensors
+from pytest_gpumem.torch_support.static_access import named_modules, named_tensors
 from tests import zoo
 
 

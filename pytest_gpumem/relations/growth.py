@@ -12,7 +12,7 @@ from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.steps.readings import grows
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, storages_of
-from pytest_gpumem.torch_support.static_access import has_graph, is_a
+from pytest_gpumem.torch_support.static_access import is_a, tensor_property
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
     counts: Counter[str] = Counter()
     storages: set[int] = set()
     for tensor in tensors:
-        graph = ", with the graph of its gradient" if has_graph(tensor) else ""
+        graph = "" if tensor_property(tensor, "grad_fn") is None else ", with the graph of its gradient"
         kind = f"{describe(tensor)}{graph}"
         counts[kind] += 1
         new = {address: nbytes for address, nbytes in blocks_of([tensor]).items() if address not in storages}

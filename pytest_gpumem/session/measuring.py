@@ -31,7 +31,7 @@ from pytest_gpumem.session.spoiled_fixtures import SpoiledFixtures
 from pytest_gpumem.session.test_run import TestRun
 from pytest_gpumem.steps.measured import Explaining
 from pytest_gpumem.timing.sampling import TimeBudget
-from pytest_gpumem.torch_support.garbage_collector import SessionHeap
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -113,7 +113,7 @@ class Measuring:
         self._fixture_names = {name for item in measured for name in getattr(item, "fixturenames", ())}
         self._residencies: dict[str, Residency] = {}
         self._environments: dict[str, Environment] = {}
-        self._heap = SessionHeap()
+        self._heap = FrozenHeap()
         self._spoiled = SpoiledFixtures()
         self._open: TestRun | None = None
         self._opened: Device | None = None

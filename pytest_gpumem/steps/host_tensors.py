@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.torch_support.host import is_host
-from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
+from pytest_gpumem.torch_support.reachability import is_host, storage_of, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -12,8 +12,7 @@ from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import autocasting
 from pytest_gpumem.steps.quiet_import import import_quietly
 from pytest_gpumem.steps.runner import Phase
-from pytest_gpumem.torch_support.module_tree import named_modules
-from pytest_gpumem.torch_support.static_access import attribute, is_a
+from pytest_gpumem.torch_support.static_access import attribute, is_a, named_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.quiet_import import import_quietly
-from pytest_gpumem.torch_support.host import is_host
 from pytest_gpumem.torch_support.private_api import load_compiler
+from pytest_gpumem.torch_support.reachability import is_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

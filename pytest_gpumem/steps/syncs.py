@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.host import is_host, means_host
-from pytest_gpumem.torch_support.reachability import tensors_in
+from pytest_gpumem.torch_support.reachability import is_host, means_host, tensors_in
 from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:

@@ -38,53 +38,39 @@ def cyclic_collector_off() -> Iterator[None]:
 
 
 class FrozenHeap:
-    """Objects that are frozen, so that collections skip them.
+    """Objects from before a measured test that are frozen, so that collections skip them.
 
     With torch loaded there are half a million of them, and each of a measurement's several collections would go through
     all, for a quarter of a second. `collect_everything` is for when one of them may have become garbage meanwhile.
+
+    Each measured test begins with a collection of everything younger. All objects are collected, and frozen anew, only where
+    garbage among the frozen ones could be in the test's figures: a shared fixture from before has been torn down, the device
+    has live bytes, or nothing is frozen any more. A full collection that other code starts sees all objects, as without the
+    plugin; they stay thawed until the next measured test.
     """
 
     def __init__(self) -> None:
-        self._froze = False
-
-    @property
-    def frozen(self) -> bool:
-        """Return whether this heap has frozen objects."""
-        return self._froze
-
-    def freeze(self) -> None:
-        """Freeze all live objects, unless other code has: its objects could not be told from ours."""
-        if not gc.get_freeze_count():
-            gc.freeze()
-            self._froze = True
-
-    def thaw(self) -> None:
-        """Undo `freeze`."""
-        if self._froze:
-            gc.unfreeze()
-            self._froze = False
-
-
-class SessionHeap(FrozenHeap):
-    """The frozen heap of a session: objects from before a measured test, most of which live until its end.
-
-    Each measured test begins with a collection of everything younger. All objects are gone through, and frozen anew, only
-    where garbage among the frozen ones could be in the test's figures: a shared fixture from before has been torn down, the
-    device has live bytes, or nothing is frozen any more.
-
-    A full collection that somebody else asks for sees all objects, as without the plugin; they stay thawed until the next
-    measured test.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
+        self.frozen = False
+        """Whether this heap has frozen objects."""
         self._stale = True
         """Whether frozen objects may be garbage."""
         self._younger: set[Hashable] = set()
         """Shared fixtures that were set up since the heap was frozen."""
 
+    def freeze(self) -> None:
+        """Freeze all live objects, unless other code has: its objects could not be told from ours."""
+        if not gc.get_freeze_count():
+            gc.freeze()
+            self.frozen = True
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        if self.frozen:
+            gc.unfreeze()
+            self.frozen = False
+
     def begin(self, device: _Allocator) -> None:
-        """Come to rest before a measured test: no garbage that could be in its figures is left."""
+        """Collect the garbage that could be in the figures of the measured test that is about to run."""
         # pytest lets go of the last failure when the next call begins. Its frames would then be garbage of before.
         for name in _LAST_FAILURE:
             vars(sys).pop(name, None)
@@ -125,7 +111,7 @@ class SessionHeap(FrozenHeap):
         self._younger.clear()
 
     def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
-        """Thaw everything before somebody else's full collection."""
+        """Thaw everything before a full collection that other code starts."""
         # A frame that was kept in a variable of itself would be a cycle, with all the frames that called it.
         if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe().f_back):  # noqa: SLF001
             self.thaw()

@@ -35,10 +35,7 @@ MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "
 
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
-    """Modules and names of torch's functions that reset a peak of this type of device, and what they end in.
-
-    A name that a release lacks is to be passed over.
-    """
+    """Return modules and names of torch's functions that reset a peak of this type of device; a release may lack some."""
     public = (f"torch.{device_type}", f"torch.{device_type}.memory", "torch.accelerator", "torch.accelerator.memory")
     private = (f"_{device_type}_resetPeakMemoryStats", "_accelerator_resetPeakStats")
     return [*((module, "reset_peak_memory_stats") for module in public), *(("torch._C", name) for name in private)]
@@ -94,15 +91,12 @@ def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process; it grows with every recompilation."""
+    """Return how many graphs torch.compile has compiled in this process, recompiled ones included."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-def compiled_graphs_so_far() -> int:
-    """Return `compiled_graphs` without loading the compiler: 0 where it is not loaded."""
-    return compiled_graphs() if "torch._dynamo" in sys.modules else 0
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""Reachability of tensors from a value, by the ways in which Python code holds on to tensors."""
+"""Reachability of tensors from a value, by the ways in which Python code holds on to tensors, and where their memory lies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.torch_support.private_api import beneath_modes, outside_torch_function, parts_of_coo
-from pytest_gpumem.torch_support.static_access import Layout, contents_of, gradient_of, is_a, layout_of
+from pytest_gpumem.torch_support.static_access import Layout, contents_of, gradient_of, is_a, layout_of, tensor_property
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
+
 
 # A proxy holds nothing: who holds the object behind it leads to it, too.
 _ATOMS: tuple[type[Any], ...] = (
@@ -163,7 +164,7 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     anything = cast("Any", torch.Tensor)
     with beneath_modes():
-        layout = anything.layout.__get__(tensor)
+        layout = tensor_property(tensor, "layout")
         if layout is torch.sparse_coo:
             return parts_of_coo(tensor)
         if layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -171,3 +172,16 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if layout in (torch.sparse_csc, torch.sparse_bsc):
             return (anything.ccol_indices(tensor), anything.row_indices(tensor), anything.values(tensor))
     return ()
+
+
+HOST = "cpu"
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors on this device lie in the host's memory."""
+    return device.type == HOST
+
+
+def means_host(word: object) -> bool:
+    """Return whether ``device=word`` names the host, as no device does."""
+    return word in (None, HOST)

@@ -2,7 +2,8 @@
 
 ``isinstance`` asks an object for its ``__class__``, which may lie, raise or belong to another object (`weakref.proxy`); an
 attribute may be a property; a container's methods may be overridden; a metaclass may answer for a class. So an object
-is known by its type, and read with the methods of the builtin type that it inherits from.
+is known by its type, and read with the methods of the builtin type that it inherits from. ``named_modules`` and
+``named_parameters`` of a model may be overridden, too, and hash modules, which a model may forbid.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import gc
 import math
 import types
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from pytest_gpumem.torch_support.private_api import outside_torch_function
+from pytest_gpumem.torch_support.private_api import MODULE_PARTS, outside_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import TypeGuard
 
     import torch
+
 
 T = TypeVar("T")
 
@@ -85,11 +87,6 @@ def attribute(value: object, name: str, default: Any = None) -> Any:
     return default if found is None or class_attribute(type(found), "__get__") is not None else found
 
 
-def attributes_of(value: object) -> list[object]:
-    """Return the values of all attributes of ``value``: those in its ``__dict__`` and in its slots."""
-    return layout_of(type(value)).attributes(value)
-
-
 def contents_of(value: object) -> Iterable[object]:
     """Return the contents of a container, what a function, method or partial is bound to, or a generator's locals."""
     contents = layout_of(type(value)).contents
@@ -105,14 +102,14 @@ class Layout:
     contents: Callable[[Any], Iterable[object]] | None
     """As `contents_of`; ``None`` where there are none."""
     dictionary: Any
-    """The descriptor that gives the ``__dict__``; ``None`` where there is none, or Python code stands in front of it."""
+    """The descriptor that gives the ``__dict__``; ``None`` where there is none, or Python code overrides it."""
     covered: bool
-    """Whether it is Python code that stands in front of it."""
+    """Whether Python code overrides it."""
     members: tuple[types.MemberDescriptorType, ...]
     """The slots."""
 
     def attributes(self, value: object) -> list[object]:
-        """As `attributes_of`, for objects of the class."""
+        """Return the values of all attributes of an object of the class: those in its ``__dict__`` and in its slots."""
         held: list[object] = []
         if self.dictionary is not None:
             own = self.dictionary.__get__(value)
@@ -193,16 +190,17 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-# Tensors. A subclass may override its properties, and see every use of a torch function on it.
+def tensor_property(tensor: torch.Tensor, name: str) -> Any:
+    """Return a property of `torch.Tensor`: a subclass may override it, and see every use of a torch function on it."""
+    import torch
+
+    with outside_torch_function():
+        return getattr(torch.Tensor, name).__get__(tensor)
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a leaf; ``None`` for other tensors, which warn when they are asked."""
-    import torch
-
-    anything = cast("Any", torch.Tensor)
-    with outside_torch_function():
-        return anything.grad.__get__(tensor) if anything.is_leaf.__get__(tensor) else None
+    """Return the gradient of a leaf; ``None`` for other tensors, for which torch warns."""
+    return tensor_property(tensor, "grad") if tensor_property(tensor, "is_leaf") else None
 
 
 def clear_gradient(tensor: torch.Tensor) -> None:
@@ -211,14 +209,6 @@ def clear_gradient(tensor: torch.Tensor) -> None:
 
     with outside_torch_function():
         cast("Any", torch.Tensor).grad.__set__(tensor, None)
-
-
-def has_graph(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor leads to an autograd graph."""
-    import torch
-
-    with outside_torch_function():
-        return cast("Any", torch.Tensor).grad_fn.__get__(tensor) is not None
 
 
 def has_parts(tensor: torch.Tensor) -> bool:
@@ -236,7 +226,8 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if not has_parts(one):
             yield one
             continue
-        parts = [part for part in attributes_of(one) if is_a(part, torch.Tensor) and id(part) not in seen]
+        attributes = layout_of(type(one)).attributes(one)
+        parts = [part for part in attributes if is_a(part, torch.Tensor) and id(part) not in seen]
         seen.update(map(id, parts))
         stack.extend(reversed(parts))
 
@@ -245,22 +236,53 @@ def dense_bytes(tensor: torch.Tensor) -> int | None:
     """Return the bytes of a tensor's elements; ``None`` for one that is sparse or made of others."""
     import torch
 
-    if has_parts(tensor):
+    if has_parts(tensor) or tensor_property(tensor, "layout") is not torch.strided:
         return None
-    anything = cast("Any", torch.Tensor)
-    with outside_torch_function():
-        return int(anything.nbytes.__get__(tensor)) if anything.layout.__get__(tensor) is torch.strided else None
+    return int(tensor_property(tensor, "nbytes"))
 
 
 def elements_of(tensor: torch.Tensor) -> int:
     """Return the number of a tensor's elements: 0 for a parameter of a lazy module that has not been called."""
-    return math.prod(dtype_and_shape(tensor)[1])
+    return math.prod(tensor_property(tensor, "shape"))
 
 
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Return dtype and shape: ``("float32", (8, 256))``."""
+    return str(tensor_property(tensor, "dtype")).removeprefix("torch."), tuple(tensor_property(tensor, "shape"))
+
+
+def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Return the modules of a model, each once and before those within it; the model itself has the path ``""``."""
+    seen: set[int] = set()
+    stack = [("", root)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+            before = f"{path}." if path else ""
+            stack.extend((before + name, child) for name, child in reversed(list(_own_parts(module, "modules"))))
+
+
+def named_tensors(
+    root: torch.nn.Module, kind: Literal["parameters", "buffers"]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Return the parameters or buffers of a model, each once: the path of its module, its name there, and the tensor."""
+    seen: set[int] = set()
+    for path, module in named_modules(root):
+        for name, tensor in _own_parts(module, kind):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield path, name, tensor
+
+
+def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+    """Return the parameters, buffers or modules of ``module`` itself, by name."""
     import torch
 
-    anything = cast("Any", torch.Tensor)
-    with outside_torch_function():
-        return str(anything.dtype.__get__(tensor)).removeprefix("torch."), tuple(anything.shape.__get__(tensor))
+    parts = attribute(module, MODULE_PARTS[kind])
+    # Scripted modules keep theirs in C++, and their class is torch's own.
+    named = dict.items(parts) if is_a(parts, dict) else parts.items() if is_a(module, torch.jit.ScriptModule) else ()
+    for name, part in list(named):
+        if is_a(part, torch.nn.Module if kind == "modules" else torch.Tensor):
+            yield name, part
