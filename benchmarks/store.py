@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from claims import Claim, conclude, parser_of, print_table
 
-from pytest_gpumem.baselines.folder_backend import Folder
+from pytest_gpumem.baselines.backend import Folder
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
 from pytest_gpumem.gate.budget import Budget

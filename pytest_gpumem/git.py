@@ -1,4 +1,4 @@
-"""git, asked in a folder: one command and its answer, or the contents of many objects at once."""
+"""Commands of git in a folder: one command and its output, or the contents of many objects at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SET_BY_HOOKS = frozenset(
 
 
 class GitError(Exception):
-    """git could not do what it was asked for; the message says why."""
+    """A git command failed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,35 @@ class Revision:
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment without what a git hook would set, so that git goes by the folder it runs in."""
+    """Return the environment without the variables of a git hook, so that git goes by the folder it runs in."""
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
 
 
 def git_environment() -> dict[str, str]:
-    """`plain_environment`, in which git asks nobody for a password."""
+    """Return `plain_environment`, in which git does not prompt for a password."""
     return {**plain_environment(), "GIT_TERMINAL_PROMPT": "0"}
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git answers. Raises `GitError`."""
+    """Return git's output. Raises `GitError`."""
     return _answer(folder, arguments).decode("utf-8", "surrogateescape")
 
 
 def is_shallow(folder: Path) -> bool:
-    """Whether the clone that ``folder`` is in lacks old commits. Raises `GitError`."""
+    """Return whether the clone that ``folder`` is in lacks old commits. Raises `GitError`."""
     return git(folder, "rev-parse", "--is-shallow-repository").strip() == "true"
 
 
+def commit_of(folder: Path) -> str | None:
+    """Return the abbreviated hash of the commit checked out in ``folder``; ``None`` outside of a repository, or without git."""
+    try:
+        return git(folder, "rev-parse", "--short=9", "HEAD").strip()
+    except GitError:
+        return None
+
+
 def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:
-    """The bytes of each of the blobs with these full names (40 or 64 hex digits). Raises `GitError`."""
+    """Return the bytes of each of the blobs with these full names (40 or 64 hex digits). Raises `GitError`."""
     names = list(dict.fromkeys(objects))
     if not names:
         return {}

@@ -1,9 +1,9 @@
 """A distributed lock of numbered objects, for storage that creates an object only once (S3, Google Cloud Storage).
 
-Whoever wants the lock creates the object with the next number; only one can. Its owner holds the lock until it writes into
-it that it is released, or until others have watched it unchanged for `LASTS` seconds: then the owner is dead. Time is only
-ever measured between two moments of one process, so no two clocks have to agree. The highest number is never removed, so
-that somebody who has looked long ago, and creates a number that is gone, finds a higher one.
+A process takes the lock by creating the object with the next number; only one can. It holds the lock until it writes into
+the object that it is released, or until others have watched the object unchanged for `LASTS` seconds: then the holder is
+dead. Time is only measured between two moments of one process, so no two clocks have to agree. The highest number is never
+removed, so that a process that read the numbers long ago, and creates one that is gone, finds a higher one.
 """
 
 from __future__ import annotations
@@ -14,36 +14,66 @@ import platform
 import time
 import uuid
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 LASTS = 60.0
-"""Seconds for which a lock is believed to be held without a sign of its holder."""
+"""Seconds after which the holder of an unchanged lock is taken for dead."""
 PATIENCE = 600.0
 """Seconds to wait for holders that are alive."""
 _RENEWED_AFTER = LASTS / 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
-class Objects(Protocol):
-    """The lock's objects in the storage, by number. Their exceptions are not caught."""
+class LockObjects:
+    """The lock's objects in a folder of a file system of fsspec, by number. Their exceptions are not caught."""
+
+    def __init__(self, files: Any, folder: str) -> None:
+        self._files = files
+        self._folder = folder
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the objects that exist."""
+        self._files.invalidate_cache()
+        try:
+            names = self._files.ls(self._folder, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        numbers = (str(name).rpartition("/")[2] for name in names)
+        return [int(number) for number in numbers if number.isdecimal()]
 
     def create(self, number: int, text: str) -> bool:
         """Create an object, and return whether it did not exist."""
+        try:
+            self._files.pipe_file(self._path(number), text.encode(), mode="create")
+        except FileExistsError:
+            return False
+        except TypeError:
+            # An older release, which cannot create a file only once: seen when it creates this one again.
+            self.replace(number, text)
+        except OSError as error:
+            # Two that create at once, at S3; and servers like it, which do not say which condition it was that failed.
+            if "ConditionalRequestConflict" not in str(error) and self.read(number) is None:
+                raise
+            return False
+        return True
 
     def read(self, number: int) -> str | None:
-        """Return an object's text; ``None`` where there is none."""
+        try:
+            return str(self._files.cat_file(self._path(number)).decode("utf-8", "replace"))
+        except FileNotFoundError:
+            return None
 
     def replace(self, number: int, text: str) -> None:
-        """Write an object."""
+        self._files.pipe_file(self._path(number), text.encode())
 
     def remove(self, number: int) -> None:
-        """Remove an object, if it is there."""
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._path(number))
+
+    def _path(self, number: int) -> str:
+        return f"{self._folder}/{number:08}"
 
 
 class DistributedLockError(Exception):
@@ -55,7 +85,7 @@ class DistributedLock:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: LockObjects,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -92,7 +122,7 @@ class DistributedLock:
         """Renew the lock's object if that is due, so that others see that the holder is alive.
 
         Raises:
-            DistributedLockError: They may believe that it is not.
+            DistributedLockError: Others may have taken the lock over.
         """
         now = self._clock()
         if now - self._renewed < _RENEWED_AFTER:
@@ -100,7 +130,7 @@ class DistributedLock:
         self._check_held()
         self._renewals += 1
         self._objects.replace(self._number, self._text())
-        # Who has seen the renewal in time does not take over; who has not may have.
+        # Processes that saw the renewal in time do not take over; others may have.
         if self._clock() - self._renewed >= LASTS:
             raise DistributedLockError(_lost(self._clock() - self._renewed))
         self._renewed = now

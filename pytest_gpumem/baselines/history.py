@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Baseline, Key
 
 _HEADER, _FIELD = "\x1e", "\x1f"
-_NO_BLOB = "0"
-# What a person's configuration may have changed is said once more; the path is one, whatever characters are in it.
+# Overrides the user's git configuration; paths are literal, as they may contain glob characters.
 _LOG = (
     *("--literal-pathspecs", "-c", "log.showRoot=true", "log", "--date-order", "--date=short", "--no-color"),
     *("--no-show-signature", "--no-relative", "--raw", "--no-abbrev", "-z"),
@@ -27,7 +26,7 @@ _LOG = (
 class Commit:
     """A commit: its full name, the day on which it was written (``2026-11-02``), by whom, and its message's first line.
 
-    ``cut_off`` tells that a shallow clone knows nothing before it, so that what it seems to add may be older.
+    ``cut_off`` says that its parents are not in a shallow clone, so that what it seems to add may be older.
     """
 
     name: str
@@ -80,7 +79,7 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
             if source is None:
                 followed.append(change)
                 continue
-            # What was at this path before is another file's history.
+            # Older changes at this path are another file's.
             path, blob = source
             followed.append(FileChange(change.commit, (blob,), change.after))
             start = f"{change.commit.name}^"
@@ -118,17 +117,13 @@ def texts_of(top: Path, changes: Sequence[FileChange]) -> dict[str, bytes]:
 def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Key) -> list[Event]:
     """Return the changes of the baseline with this key among those of its file, in their order. Pure.
 
-    The file may have had another name: test and measurement are looked for.
+    The file may have had another name: test and measurement have to be equal.
     """
-    files = {blob: _entries(text) for blob, text in texts.items()}
-
-    def state(blob: str | None) -> Baseline | Unreadable | None:
-        file = None if blob is None else files[blob]
-        return file if file is None or isinstance(file, Unreadable) else file.get((key.test, key.name))
-
+    states: dict[str | None, Baseline | Unreadable | None] = {None: None}
+    states |= {blob: _state(text, key) for blob, text in texts.items()}
     events = []
     for change in changes:
-        before, after = [state(blob) for blob in change.before] or [None], state(change.after)
+        before, after = [states[blob] for blob in change.before] or [None], states[change.after]
         if all(one != after for one in before):
             events.append(Event(change.commit, before[0], after))
     return events
@@ -136,8 +131,12 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
 
 def state_in(text: str | None, key: Key) -> Baseline | Unreadable | None:
     """Return the baseline with this key in the text of its file, if there is one. Pure."""
-    file = None if text is None else _entries(text.encode("utf-8"))
-    return file if file is None or isinstance(file, Unreadable) else file.get((key.test, key.name))
+    return None if text is None else _state(text.encode("utf-8"), key)
+
+
+def _state(text: bytes, key: Key) -> Baseline | Unreadable | None:
+    file = _entries(text)
+    return file if isinstance(file, Unreadable) else file.get((key.test, key.name))
 
 
 def names_in(texts: Mapping[str, bytes], test: str) -> set[str]:
@@ -168,7 +167,7 @@ def _changes(words: Sequence[str], cut_off: frozenset[str]) -> Iterator[FileChan
             # ":100644 100644 <before> <after> R094", with one colon, mode and blob more for each further parent.
             parents = len(word) - len(word.lstrip(":"))
             blobs = word.split()[parents + 1 : -1]
-            *before, after = (None if not blob.strip(_NO_BLOB) else blob for blob in blobs)
+            *before, after = (None if not blob.strip("0") else blob for blob in blobs)
             yield FileChange(commit, tuple(before), after)
             # The path follows, which begins with the store's folder.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from pytest_gpumem.baselines.backend import SUFFIX, BackendError
-from pytest_gpumem.baselines.distributed_lock import DistributedLock, DistributedLockError
+from pytest_gpumem.baselines.distributed_lock import DistributedLock, DistributedLockError, LockObjects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -156,7 +156,7 @@ class Url:
     def locked(self) -> Iterator[str | None]:
         self._prepare_change()
         folder = f"{self._root}/{_LOCK}"
-        lease = DistributedLock(_LockObjects(self._files, folder)) if _creates_once(self._files) else None
+        lease = DistributedLock(LockObjects(self._files, folder)) if _creates_once(self._files) else None
         with _ONE_THREAD:
             with self._telling("cannot be locked"):
                 if lease is not None and self._scheme not in _WITHOUT_FOLDERS:
@@ -226,54 +226,6 @@ class Url:
             raise
         except Exception as error:  # noqa: BLE001
             raise BackendError(f"{self._named(path)}: {what}: {reason_of(error, self.url)}") from None
-
-
-class _LockObjects:
-    """The objects of the distributed lock, in a folder of the store."""
-
-    def __init__(self, files: Any, folder: str) -> None:
-        self._files = files
-        self._folder = folder
-
-    def numbers(self) -> list[int]:
-        self._files.invalidate_cache()
-        try:
-            names = self._files.ls(self._folder, detail=False, refresh=True)
-        except FileNotFoundError:
-            return []
-        numbers = (str(name).rpartition("/")[2] for name in names)
-        return [int(number) for number in numbers if number.isdecimal()]
-
-    def create(self, number: int, text: str) -> bool:
-        try:
-            self._files.pipe_file(self._path(number), text.encode(), mode="create")
-        except FileExistsError:
-            return False
-        except TypeError:
-            # An older release, which cannot create a file only once: seen when it creates this one again.
-            self.replace(number, text)
-        except OSError as error:
-            # Two that create at once, at S3; and servers like it, which do not say which condition it was that failed.
-            if "ConditionalRequestConflict" not in str(error) and self.read(number) is None:
-                raise
-            return False
-        return True
-
-    def read(self, number: int) -> str | None:
-        try:
-            return str(self._files.cat_file(self._path(number)).decode("utf-8", "replace"))
-        except FileNotFoundError:
-            return None
-
-    def replace(self, number: int, text: str) -> None:
-        self._files.pipe_file(self._path(number), text.encode())
-
-    def remove(self, number: int) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm_file(self._path(number))
-
-    def _path(self, number: int) -> str:
-        return f"{self._folder}/{number:08}"
 
 
 def _creates_once(files: Any) -> bool:

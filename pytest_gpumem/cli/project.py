@@ -50,8 +50,7 @@ def project_settings(store: str | None = None) -> Settings:
 
 def place_of_store(settings: Settings) -> Backend:
     """Where the project's baselines lie. Raises `InputError` when there is no such place."""
-    from pytest_gpumem.baselines.backend import BackendError, backend_of
-    from pytest_gpumem.baselines.folder_backend import Folder
+    from pytest_gpumem.baselines.backend import BackendError, Folder, backend_of
 
     try:
         backend = backend_of(settings.store, settings.store_base)
@@ -92,7 +91,7 @@ def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBa
 def checkout_of(backend: Backend) -> tuple[Checkout, str]:
     """The checkout that the store lies in, and the store's path from its top. Raises `InputError`."""
     from pytest_gpumem.ab.checkout import Checkout
-    from pytest_gpumem.baselines.folder_backend import Folder
+    from pytest_gpumem.baselines.backend import Folder
     from pytest_gpumem.git import GitError
 
     if not isinstance(backend, Folder):
@@ -106,8 +105,7 @@ def checkout_of(backend: Backend) -> tuple[Checkout, str]:
 
 def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Backend]:
     """The store as it is in a revision, and what to call that. Raises `InputError`."""
-    from pytest_gpumem.baselines.backend import BackendError
-    from pytest_gpumem.baselines.git_backend import GitBackend
+    from pytest_gpumem.baselines.backend import BackendError, GitBackend
     from pytest_gpumem.git import GitError
 
     checkout, folder = checkout_of(backend)

@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gpumem import __version__
 from pytest_gpumem.baselines.backend import BackendError
-from pytest_gpumem.baselines.provenance import commit_of, this_second, today
 from pytest_gpumem.baselines.selecting import unused, unused_line
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.update import entries_to_write, times_left_out
 from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
+from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.files import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
 from pytest_gpumem.reports.layout import Screen
@@ -170,7 +171,7 @@ class Controller:
         settings, selection = self._settings, self._selection or Selection()
         told = {(result.verdict.file, result.verdict.test) for result in results}
         return SessionReport(
-            ended=this_second(),
+            ended=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             version=__version__,
             commit=commit_of(self._config.rootpath) if self._files.wanted else None,
             terms=Terms(settings.baseline, settings.strict, settings.update, settings.units),
@@ -207,7 +208,7 @@ class Controller:
         mode = self._settings.update
         assert mode is not None, "only called for an update"
         passed = [result for result in results if result.passed]
-        recorded, commit = today(), commit_of(self._config.rootpath)
+        recorded, commit = datetime.now(timezone.utc).date().isoformat(), commit_of(self._config.rootpath)
         measured: dict[Key, tuple[Verdict, Baseline]] = {}
         for result in passed:
             for verdict in result.verdict.verdicts:

@@ -14,8 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from pytest_gpumem.baselines.backend import BackendError, backend_of
-from pytest_gpumem.baselines.folder_backend import Folder
+from pytest_gpumem.baselines.backend import BackendError, Folder, backend_of
 from pytest_gpumem.baselines.url_backend import Url
 
 PATH = "cpu-x86_64/tests/test_gpt.py.toml"
@@ -337,7 +336,7 @@ import signal
 import sys
 from pathlib import Path
 
-from pytest_gpumem.baselines.folder_backend import Folder
+from pytest_gpumem.baselines.backend import Folder
 
 os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 with Folder(Path(sys.argv[1])).locked():

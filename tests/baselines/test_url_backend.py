@@ -15,8 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pytest_gpumem.baselines.backend import BackendError, backend_of
-from pytest_gpumem.baselines.folder_backend import Folder
+from pytest_gpumem.baselines.backend import BackendError, Folder, backend_of
 from pytest_gpumem.baselines.url_backend import Url
 from tests.baselines.racing import all_at_once
 
@@ -220,10 +219,10 @@ def test_without_credentials_it_is_said_how_to_give_them(s3, monkeypatch, tmp_pa
 def test_two_that_create_at_once_are_told_apart(s3_url, monkeypatch):
     from botocore.exceptions import ClientError
 
-    from pytest_gpumem.baselines.url_backend import _LockObjects
+    from pytest_gpumem.baselines.distributed_lock import LockObjects
 
     backend = Url(s3_url)
-    lock = _LockObjects(backend._files, f"{backend._root}/.lock")
+    lock = LockObjects(backend._files, f"{backend._root}/.lock")
     assert lock.create(1, "mine")
     assert not lock.create(1, "theirs")
     create = type(backend._files)._call_s3
