@@ -19,7 +19,7 @@ _SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=l
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A config and what it took: ``peak`` in bytes, ``time`` in seconds; or why it gave no figures, as a clause."""
+    """A config and its figures: ``peak`` in bytes, ``time`` in seconds; or why there are none, as a clause."""
 
     config: StepConfig
     peak: int | None = None
@@ -27,7 +27,7 @@ class Tried:
     why_not: str = ""
 
     def fits(self, limit: int) -> bool:
-        """Whether it needs at most ``limit`` bytes."""
+        """Return whether it needs at most ``limit`` bytes."""
         return self.peak is not None and self.peak <= limit
 
 
@@ -52,33 +52,33 @@ def candidates(samples: int | None) -> tuple[_Candidate, ...]:
 
 
 def shares(samples: int | None) -> tuple[int, ...]:
-    """The numbers of micro-batches that a batch of ``samples`` can be shared out to."""
+    """Return the numbers of micro-batches into which a batch of ``samples`` can be split."""
     return tuple(number for number in (2, 4, 8, 16) if samples is not None and samples % number == 0)
 
 
 def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None = None) -> StepConfig | None:
-    """The next config to try; ``None`` when there is no other. ``blocks`` is the pattern that names the model's blocks.
+    """Return the next config to try; ``None`` when there is no other. ``blocks`` is the pattern for the model's blocks.
 
-    Each rung keeps what the ones before it brought. What ran out of memory is kept, too: it may have come close.
+    Each candidate keeps the values that helped before it. One that ran out of memory is kept, too: it may have come close.
     """
     known = {one.config: one for one in tried}
     if START not in known:
         return START
     base = known[START]
-    for rung in candidates(samples):
-        for value in rung.values:
-            config = _changed(base.config, blocks, **{rung.axis: value})
+    for candidate in candidates(samples):
+        for value in candidate.values:
+            config = _changed(base.config, blocks, **{candidate.axis: value})
             if config not in known:
                 return config
             if _helps(known[config], base):
                 base = known[config]
-                if rung.first:
+                if candidate.first:
                     break
     return None
 
 
 def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig:
-    """The config with other ``values``. It names the blocks where its checkpointing acts on them: elsewhere it may not."""
+    """Return the config with other ``values``, and with ``blocks`` only where its checkpointing acts on them."""
     kind = KINDS[values.get("checkpoint", config.checkpoint)]
     return replace(config, **values, blocks=blocks if kind.on_blocks else None)
 
@@ -90,7 +90,7 @@ def _helps(one: Tried, base: Tried) -> bool:
 
 
 def every_config(samples: int | None, blocks: str | None = None) -> list[StepConfig]:
-    """Every combination of what the ladder uses, fp32 first. ``blocks`` is the pattern that names the model's blocks."""
+    """Return every combination of the candidates' values, fp32 first. ``blocks`` is the pattern for the model's blocks."""
     configs = combinations(
         {
             "precision": [START.precision, "amp-bf16", "amp-fp16", "bf16"],
@@ -103,7 +103,7 @@ def every_config(samples: int | None, blocks: str | None = None) -> list[StepCon
 
 
 def recommended(tried: Sequence[Tried], limit: int | None) -> Tried | None:
-    """The fastest of those that fit; without times the first that fits. Without a limit the one whose saving is worth most.
+    """Return the fastest that fits; without times the first that fits, without a limit that with the best saving for its time.
 
     ``None`` when nothing fits, or nothing could be measured.
     """
@@ -117,7 +117,7 @@ def recommended(tried: Sequence[Tried], limit: int | None) -> Tried | None:
 
 
 def _worth(one: Tried, first: Tried) -> tuple[float, float]:
-    """Saving over cost, and the saving itself where two are equal."""
+    """Return the sort key: saving over cost, then saving."""
     if not first.peak or not one.peak:
         return 0.0, 0.0
     saving = (first.peak - one.peak) / first.peak

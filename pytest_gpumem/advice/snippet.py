@@ -1,4 +1,4 @@
-"""The lines of code that make a step config, for people to paste into their training loop."""
+"""Code snippet of a step config, for people to paste into their training loop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.steps.config import StepConfig
 
-    Holder = str | tuple[str, ...]
+    BlockContainer = str | tuple[str, ...]
     """The path of a list of blocks, or the paths of blocks that are not a whole list."""
 
 
-def recipe(config: StepConfig, device_type: str, holders: Sequence[Holder]) -> list[str]:
-    """Python lines: what is done once, and the step.
+def code_snippet(config: StepConfig, device_type: str, containers: Sequence[BlockContainer]) -> list[str]:
+    """Return lines of Python: the set-up, and the step.
 
-    ``holders`` lead to the model's blocks. The lines use ``model``, ``batches`` (the micro-batches of a step, or the one
+    ``containers`` have the model's blocks. The lines use ``model``, ``batches`` (the micro-batches of a step, or the one
     batch) and ``loss_of(model, batch)``. For the configs that `advice.search_order` tries.
     """
-    return [*_once(config, device_type, holders), "", *_step(config, device_type)]
+    return [*_once(config, device_type, containers), "", *_step(config, device_type)]
 
 
-def _once(config: StepConfig, device_type: str, holders: Sequence[Holder]) -> list[str]:
+def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContainer]) -> list[str]:
     snippet = config.checkpointing.kind.snippet
     precision = precision_named(config.precision)
     imports, lines = [*snippet.imports], []
@@ -33,8 +33,8 @@ def _once(config: StepConfig, device_type: str, holders: Sequence[Holder]) -> li
         lines.append(f"model.to(torch.{precision.weights})")
     lines += snippet.setup()
     if snippet.each_block:
-        for holder in holders:
-            lines += [f"for block in {_reached(holder)}:", f"    {snippet.each_block}"]
+        for container in containers:
+            lines += [f"for block in {_reached(container)}:", f"    {snippet.each_block}"]
     if config.optimizer.endswith("-8bit"):
         module, name = eight_bit_module(config.optimizer)
         imports.append(f"from {module} import {name}")
@@ -46,8 +46,8 @@ def _once(config: StepConfig, device_type: str, holders: Sequence[Holder]) -> li
     return [*imports, "", *lines]
 
 
-def _reached(path: Holder) -> str:
-    """The expression for a list of blocks: ``model.transformer.h``, ``model``, ``model.get_submodule("0.blocks")``."""
+def _reached(path: BlockContainer) -> str:
+    """Return the expression for a list of blocks: ``model.transformer.h``, ``model``, ``model.get_submodule("0.blocks")``."""
     if not isinstance(path, str):
         names = ", ".join(f'"{one}"' for one in path)
         return f"map(model.get_submodule, [{names}])"

@@ -1,4 +1,4 @@
-"""Tries one config: measures the model's training step under it, and takes failure for an answer."""
+"""Trial of one config: the model's training step is measured under it, and a failure is a result, too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START, Tried
 from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.blocks import repeated_blocks
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.advice.snippet import Holder
+    from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.blocks import Block
     from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.measured import MeasuredStep
     from pytest_gpumem.steps.model_step import Loss
 
 _NO_BLOCKS = (
@@ -39,17 +39,17 @@ _NO_BLOCKS = (
 
 
 class SubjectError(ValueError):
-    """The function that was named does not give a model and a batch, or the model has not the blocks that were named."""
+    """The named function does not return a model and a batch, or the model lacks the named blocks."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a function that builds the model, its batch, and the loss where the model has none of its own."""
+    """Subject of the measurements: a function that builds the model, its batch, and the loss if the model has none."""
 
     build: Callable[[], torch.nn.Module]
     batch: Any
     loss: Loss | None
-    holders: tuple[Holder, ...]
+    containers: tuple[BlockContainer, ...]
     """Where the repeated blocks are; empty when there are none."""
 
     @property
@@ -58,7 +58,7 @@ class Subject:
 
 
 def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | None = None) -> Subject:
-    """What ``factory()`` gives: ``(model, batch)`` or ``(model, batch, loss)``; it is called again for each model.
+    """Return the subject that ``factory()`` gives as ``(model, batch)`` or ``(model, batch, loss)``; it builds each model.
 
     A batch that is a function is made here, once. ``blocks`` is the pattern that names the model's blocks. Raises
     `SubjectError` when something else is given, or nothing is so named.
@@ -84,17 +84,17 @@ def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | N
     model, batch, *loss = make()
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
-    holders = _holders(model, blocks)
-    return Subject(lambda: make()[0], on_device(batch, device), loss[0] if loss else None, holders)
+    containers = _containers(model, blocks)
+    return Subject(lambda: make()[0], on_device(batch, device), loss[0] if loss else None, containers)
 
 
 def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:
-    """Measure the step under ``config``. Not to be able to, or to run out of memory, is an answer and no error.
+    """Measure the step under ``config``, and return the figures or why there are none.
 
-    So is any other failure of a config that is not the first: what was measured before is worth more than a traceback.
+    A failure of a config that is not the first is a result as well: the earlier measurements are worth more than a traceback.
     Raises `NotAStep`, and the errors of the first config, which are the model's own.
     """
-    if config.checkpointing.kind.on_blocks and not subject.holders:
+    if config.checkpointing.kind.on_blocks and not subject.containers:
         return Tried(config, why_not=_NO_BLOCKS)
     try:
         metrics = _metrics(device, subject, config)
@@ -103,18 +103,19 @@ def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:
     except (CannotRun, ConfigError, MeasuringError) as error:
         return Tried(config, why_not=str(error))
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             return Tried(config, why_not=OUT_OF_MEMORY)
         if config == START:
             raise
-        return Tried(config, why_not=_first_line(error))
+        first_line = str(error).strip().partition("\n")[0]
+        return Tried(config, why_not=f"{type(error).__name__}: {first_line}".removesuffix(": "))
     # What the allocator takes from the GPU is what has to fit.
     peak = metrics.get("peak_reserved", metrics["peak_allocated"])
     return Tried(config, int(peak), metrics.get("step_time"))
 
 
 _SECONDS = 0.5
-"""For the time of a config, which is shown beside the others' and not judged."""
+"""Time budget of a config, whose time is shown beside the others' and not judged."""
 
 
 def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
@@ -125,30 +126,14 @@ def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, 
         stack.callback(device.close)
         stack.callback(device.quiesce)
         try:
-            return _measured(context, subject, config).metrics()
+            with prepared_train_step(
+                context, subject.build, subject.batch, config=config, loss=subject.loss
+            ) as prepared:
+                return prepared.measure().metrics()
         except Exception as error:
-            # What the failed step held would be in the next one's way.
+            # The memory of the failed step must be free for the next one.
             traceback.clear_frames(error.__traceback__)
             raise
-
-
-def _measured(context: MeasuringContext, subject: Subject, config: StepConfig) -> MeasuredStep:
-    with prepared_train_step(context, subject.build, subject.batch, config=config, loss=subject.loss) as prepared:
-        return prepared.measure()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    import torch
-
-    # The CPU's allocator has no error of its own.
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:
@@ -162,17 +147,17 @@ def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:
         raise SubjectError(f"{name} is called without arguments: {error}") from None
 
 
-def _holders(model: torch.nn.Module, named: str | None) -> tuple[Holder, ...]:
+def _containers(model: torch.nn.Module, named: str | None) -> tuple[BlockContainer, ...]:
     try:
         lists = repeated_blocks(model, named)
     except ConfigError as error:
         if named is not None:
             raise SubjectError(str(error)) from None
         return ()
-    return tuple(_holder(model, blocks) for blocks in lists)
+    return tuple(_container(model, blocks) for blocks in lists)
 
 
-def _holder(model: torch.nn.Module, blocks: list[Block]) -> Holder:
+def _container(model: torch.nn.Module, blocks: list[Block]) -> BlockContainer:
     import torch
 
     path = blocks[0].path.rpartition(".")[0]

@@ -163,13 +163,13 @@ def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, 
 
 
 def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject) -> None:
-    from pytest_gpumem.advice.snippet import recipe
+    from pytest_gpumem.advice.snippet import code_snippet
 
     within = "" if fits is None else f" of {format_bytes(fits)}"
     time = "" if chosen.time is None else f", {format_seconds(chosen.time)} a step"
     click.echo(f"recommended: {chosen.config}: {format_bytes(chosen.peak or 0)}{within}{time}")
     click.echo()
-    for line in recipe(chosen.config, device.torch_device.type, subject.holders):
+    for line in code_snippet(chosen.config, device.torch_device.type, subject.containers):
         click.echo(f"    {line}".rstrip())
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.cuda_history import in_order_of_time
 from pytest_gpumem.devices.profiled import check_change, profiled
-from pytest_gpumem.torch_support.private_api import compiled_graphs_so_far
+from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.values.interference import Conditions
 
@@ -299,7 +299,7 @@ class Device(ABC):
 
         For the calling thread: the two readings of a stretch must be its own.
         """
-        return Conditions(time.perf_counter(), graphs=compiled_graphs_so_far(), waited=proc.waited_seconds())
+        return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 
     def pace(self) -> float | None:
         """The rate of the clock that steps run by now, so that seconds times pace is a step's time in its cycles.

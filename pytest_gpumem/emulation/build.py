@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.emulation.elf import NotElf, read_needs
 from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs
@@ -28,12 +28,12 @@ LINKED = "libcuda.so"
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-w")
 
 
-class _Wanted:
+class _Wanted(NamedTuple):
     """The functions that torch takes from one library, and the version nodes that it takes them from."""
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.versions: set[str] = set()
+    library: Library
+    names: set[str]
+    versions: set[str]
 
 
 def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
@@ -112,24 +112,17 @@ def _compile_all(compiler: str, torch: TorchBuild, draft: Path) -> None:
     if first is None:
         raise EmulationError(f"torch {torch.version} does not need {FIRST}: this build of torch is not known")
     for soname in sorted(wanted, key=lambda soname: soname != first):
-        library = library_of(soname)
-        assert library is not None, "only these are wanted"
         link = () if soname == first else (str(draft / first),)
-        _compile(compiler, torch, library, soname, wanted[soname], sources, (*link, "-ldl", "-lpthread"))
+        _compile(compiler, torch, soname, wanted[soname], sources, (*link, "-ldl", "-lpthread"))
     shutil.rmtree(sources)
     (draft / LINKED).symlink_to(DRIVER)
 
 
 def _compile(
-    compiler: str,
-    torch: TorchBuild,
-    library: Library,
-    soname: str,
-    wanted: _Wanted,
-    sources: Path,
-    link: Iterable[str],
+    compiler: str, torch: TorchBuild, soname: str, wanted: _Wanted, sources: Path, link: Iterable[str]
 ) -> None:
     """Compile one library; the loader warns where a version node is missing that torch asks for."""
+    library = wanted.library
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, wanted.names), encoding="utf-8")
     script = sources / f"{library.stem}.map"
@@ -157,26 +150,28 @@ def _compile(
 
 def _wanted(torch: TorchBuild) -> dict[str, _Wanted]:
     """Return the functions that torch takes from each of NVIDIA's libraries, by soname."""
-    wanted = {soname: _Wanted() for soname in ALWAYS}
+    wanted: dict[str, _Wanted] = {}
     unversioned: set[str] = set()
+
+    def wanted_of(soname: str) -> _Wanted | None:
+        library = library_of(soname)
+        return None if library is None else wanted.setdefault(soname, _Wanted(library, {*library.by_name}, set()))
+
+    for soname in ALWAYS:
+        wanted_of(soname)
     for path in sorted(torch.libraries.glob("*.so*")):
         try:
             needs = read_needs(path)
         except NotElf as error:
             raise EmulationError(f"torch {torch.version} cannot be read: {error}") from None
         for soname in needs.libraries:
-            if library_of(soname) is not None:
-                wanted.setdefault(soname, _Wanted())
+            wanted_of(soname)
         for symbol in needs.symbols:
             if symbol.library is None:
                 unversioned.add(symbol.name)
-            elif library_of(symbol.library) is not None:
-                of = wanted.setdefault(symbol.library, _Wanted())
+            elif (of := wanted_of(symbol.library)) is not None:
                 of.names.add(symbol.name)
                 of.versions.update(() if symbol.version is None else (symbol.version,))
-    for soname, of in wanted.items():
-        library = library_of(soname)
-        assert library is not None, "only these are wanted"
-        of.names.update(name for name in unversioned if library.symbols.match(name))
-        of.names.update(library.by_name)
+    for of in wanted.values():
+        of.names.update(name for name in unversioned if of.library.symbols.match(name))
     return wanted

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.option_words import EMULATED, nearest_device
@@ -27,7 +27,7 @@ MOST_DEVICES = 64
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as CUDA describes it. Sources of each figure are in ``gpus.toml``."""
+    """A GPU as CUDA describes it: its numbers are in the order of ``native/emulated.h``, their sources in ``gpus.toml``."""
 
     word: str
     name: str
@@ -88,9 +88,8 @@ def _with_memory(size: str) -> Gpu | None:
 @cache
 def _table() -> Mapping[str, Gpu]:
     text = (files(__package__) / "gpus.toml").read_text(encoding="utf-8")
-    return {word: _gpu(word, entry) for word, entry in tomllib.loads(text).items()}
-
-
-def _gpu(word: str, entry: Mapping[str, Any]) -> Gpu:
-    fields = {key: value for key, value in entry.items() if key != "sources"}
-    return Gpu(word=word, **{**fields, "capability": tuple(fields["capability"])})
+    gpus = {}
+    for word, entry in tomllib.loads(text).items():
+        entry.pop("sources", None)
+        gpus[word] = Gpu(word=word, **{**entry, "capability": tuple(entry["capability"])})
+    return gpus

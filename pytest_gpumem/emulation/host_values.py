@@ -2,7 +2,7 @@
 
 Kernels of an emulated GPU do nothing, but its memory is the host's. So an operator whose tensors are all known and small is
 run once more, on the host, on the same memory. Everything else is *unknown*: its bytes mean nothing, and its floats are taken
-as finite. Where the host reads an unknown value in a way that may change memory, it is told (`HostValues.trouble`).
+as finite. A read of an unknown value by the host that may change memory is noted in `HostValues.trouble`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,7 @@ _READ = {
     "repeat_interleave": "repeat_interleave reads values",
     "bincount": "bincount reads values",
 }
-"""Operators whose answer, or the size of it, is as values say: they are run on the host."""
+"""Operators whose result, or its size, depends on values: they are run on the host."""
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 """Operators that ask a boolean index how many are true."""
 
@@ -268,20 +269,13 @@ class HostValues(TorchDispatchMode):
 
 
 def _users_line() -> str:
-    frame = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS)) and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+    for frame, line in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
+        if not frame.f_code.co_filename.startswith((_OURS, _TORCHS, "<")):
+            return f"{frame.f_code.co_filename}:{line}"
     return "an unknown line"
 
 
 def _initialises() -> bool:
     """Return whether weights are being initialised: some are drawn again as long as values are out of a range."""
-    frame = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
-    while frame is not None:
-        if frame.f_code.co_filename == torch.nn.init.__file__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
+    return any(frame.f_code.co_filename == torch.nn.init.__file__ for frame, _ in frames)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.cudnn import Cudnn
-from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu
 from pytest_gpumem.emulation.libraries import DRIVER
 from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
 from pytest_gpumem.emulation.triton import compiler_variables
@@ -19,30 +19,17 @@ from pytest_gpumem.emulation.triton import compiler_variables
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_gpumem.emulation.gpus import Gpu
-
 VARIABLE = "GPUMEM_EMULATED"
-"""Tells processes that this one starts which GPU to emulate."""
+"""Variable that names the GPU to emulate for the processes that this one starts."""
 STARTUP = Path(__file__).with_name("startup")
 """A folder for ``PYTHONPATH``, whose ``sitecustomize`` has torch preceded by the stand-ins."""
 CONTEXT_BYTES = 520 * 2**20
-"""What a CUDA context takes from a GPU, of which no allocator knows: about what nvidia-smi shows for torch on an H100."""
+"""Bytes that a CUDA context takes from a GPU outside of any allocator: about what nvidia-smi shows for torch on an H100."""
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
-_NUMBERS = (
-    "major",
-    "minor",
-    "multiprocessors",
-    "threads_per_multiprocessor",
-    "blocks_per_multiprocessor",
-    "shared_per_block",
-    "shared_per_block_optin",
-    "shared_per_multiprocessor",
-    "l2_bytes",
-    "bus_bits",
-    "sm_khz",
-    "memory_khz",
+_NUMBERS = tuple(
+    field.name for field in fields(Gpu) if field.type == "int" and field.name not in ("total_bytes", "count")
 )
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
 
@@ -52,7 +39,7 @@ class _Configuration(ctypes.Structure):
 
     _fields_ = (
         ("name", ctypes.c_char * 256),
-        *((field, ctypes.c_int) for field in _NUMBERS),
+        *((name, ctypes.c_int) for name in ("major", "minor", *_NUMBERS)),
         ("total_bytes", ctypes.c_size_t),
         ("context_bytes", ctypes.c_size_t),
         ("count", ctypes.c_int),
@@ -162,7 +149,7 @@ def load(word: str) -> Emulation:
 
 
 def _configuration(gpu: Gpu) -> _Configuration:
-    same = {field: getattr(gpu, field) for field in (*_NUMBERS, "total_bytes", "count") if hasattr(gpu, field)}
+    same = {name: getattr(gpu, name) for name in (*_NUMBERS, "total_bytes", "count")}
     major, minor = gpu.capability
     # Code looks for "H100" in the name, and people for what it is.
     name = f"{gpu.name} (emulated)".encode()

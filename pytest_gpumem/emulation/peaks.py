@@ -1,21 +1,53 @@
-"""Peaks of a program on an emulated GPU, printed when it ends, with the lines whose blocks are live then."""
+"""Peaks of a program on an emulated GPU, whether or not it resets them, and their report at its end with lines of code."""
 
 from __future__ import annotations
 
 import atexit
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.torch_support.private_api import cuda_snapshot, start_cuda_history, when_cuda_begins
+from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.emulation.kept_peaks import KeptPeaks
+
+def keeps_statistics() -> bool:
+    """Return whether the process's allocator keeps statistics: one that the program gave to torch has none."""
+    return torch.cuda.memory.get_allocator_backend() != "pluggable"
+
+
+class KeptPeaks:
+    """Peaks in bytes, by device. They stay empty where the allocator keeps no statistics."""
+
+    def __init__(self) -> None:
+        self.allocated: Counter[int] = Counter()
+        self.reserved: Counter[int] = Counter()
+        # Entered for good, and left while torch is still there.
+        self._entered = ExitStack()
+
+    def begin(self) -> None:
+        """Take the peaks before each reset from now on."""
+        self._entered.enter_context(before_each_reset(self.take, "cuda"))
+
+    def take(self) -> None:
+        """Take the peaks since the last reset."""
+        if not keeps_statistics():
+            return
+        for device in range(torch.cuda.device_count()):
+            self.allocated[device] = max(self.allocated[device], torch.cuda.max_memory_allocated(device))
+            self.reserved[device] = max(self.reserved[device], torch.cuda.max_memory_reserved(device))
+
 
 MOST_LINES = 8
 _OURS = str(Path(__file__).parents[1])
@@ -39,15 +71,9 @@ def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
             ``frames``.
         torchs: torch's folder: the line of a block is the nearest outside of it.
     """
-    most, until = 0, 0
-    for at, (total, _) in enumerate(_replayed(trace)):
-        if total > most:
-            most, until = total, at
-    kept: Mapping[int, Mapping[str, Any]] = {}
-    for at, (_, live) in enumerate(_replayed(trace)):
-        if at == until:
-            kept = dict(live)
-            break
+    totals = [total for total, _ in _replayed(trace)]
+    peak = max(range(len(totals)), key=totals.__getitem__, default=0)
+    most, kept = next(islice(_replayed(trace), peak, None), (0, {}))
     by_line: Counter[str] = Counter()
     blocks: Counter[str] = Counter()
     for entry in kept.values():
@@ -85,10 +111,6 @@ def tell_at_the_end() -> None:
 
 
 def _begin() -> None:
-    import torch
-
-    from pytest_gpumem.emulation.kept_peaks import KeptPeaks
-
     peaks = KeptPeaks()
     peaks.begin()
     backend = torch.cuda.memory.get_allocator_backend()
@@ -98,10 +120,7 @@ def _begin() -> None:
 
 
 def _tell(peaks: KeptPeaks, backend: str) -> None:
-    from pytest_gpumem.emulation.kept_peaks import keeps_statistics
-    from pytest_gpumem.emulation.load import current_emulation
-
-    peaks.look()
+    peaks.take()
     if not keeps_statistics():
         _say(f"gpumem: no peaks: the program's allocator ({backend}) keeps no statistics")
     elif backend == "native":
@@ -118,8 +137,6 @@ def _tell(peaks: KeptPeaks, backend: str) -> None:
 
 
 def _tell_with_lines(peaks: KeptPeaks) -> None:
-    import torch
-
     torchs = str(Path(torch.__file__).parent)
     for device, trace in enumerate(cuda_snapshot()["device_traces"]):
         peak = at_peak(trace, torchs)
@@ -137,8 +154,6 @@ def _tell_with_lines(peaks: KeptPeaks) -> None:
 
 
 def _peak(device: int, allocated: int, reserved: int) -> str:
-    import torch
-
     name = torch.cuda.get_device_name(device)
     return f"gpumem: {name}, cuda:{device}: peak {format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved"
 

@@ -75,17 +75,20 @@ def installed_torch() -> TorchBuild:
 
 def _cudnn() -> tuple[tuple[int, int, int], str]:
     """Return the release of cuDNN that torch requires and checks for, and its package."""
+    wheel = requirement("nvidia-cudnn-cu") or _CUDNN_OF_OLDEST
+    major, minor, patch = map(int, wheel.partition("==")[2].split(".")[:3])
+    return (major, minor, patch), wheel
+
+
+def requirement(name: str) -> str | None:
+    """Return the release of a package that torch requires, as ``"triton==3.6.0"``, by the beginning of the package's name."""
     try:
-        wanted = requires("torch") or []
+        required = requires("torch") or []
     except PackageNotFoundError:
-        wanted = []
-    for one in (*wanted, _CUDNN_OF_OLDEST):
-        # torch 2.6 has the version in parentheses.
-        found = re.match(r"(nvidia-cudnn-cu\d+) ?\(?==((\d+)\.(\d+)\.(\d+)[.\d]*)", one)
-        if found:
-            break
-    assert found is not None, "the last one is of this form"
-    return (int(found[3]), int(found[4]), int(found[5])), f"{found[1]}=={found[2]}"
+        return None
+    # torch 2.6 has the version in parentheses.
+    found = (re.match(rf"({re.escape(name)}\d*) ?\(?==([\w.]+)", one) for one in required)
+    return next((f"{one[1]}=={one[2]}" for one in found if one), None)
 
 
 def _found(pattern: str, text: str) -> str | None:

@@ -9,9 +9,10 @@ import re
 import shutil
 import sysconfig
 import tempfile
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pytest_gpumem.emulation.torch_build import requirement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,8 @@ def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
     """Return a sentence that says what torch.compile lacks and how to install it; ``None`` where all is there."""
     if importlib.util.find_spec("triton") is None:
         return (
-            f"torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps {_triton()}"
+            "torch.compile needs Triton on an emulated GPU, too, and there is none: "
+            f"pip install --no-deps {requirement('triton') or 'triton'}"
         )
     if not environment.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
         return (
@@ -55,13 +57,3 @@ def _cache() -> str:
     """Return the folder of the compiler's cache, beside torch's own, which is ``torchinductor_<user>``."""
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}_emulated")  # noqa: PTH118
-
-
-def _triton() -> str:
-    """Return the requirement for pip: the release that torch asks for."""
-    try:
-        wanted = requires("torch") or []
-    except PackageNotFoundError:
-        wanted = []
-    found = (re.match(r"triton ?\(?==([\w.]+)", one) for one in wanted)
-    return next((f"triton=={release[1]}" for release in found if release), "triton")

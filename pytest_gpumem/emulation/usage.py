@@ -1,13 +1,14 @@
-"""Usage of emulated GPUs by a program's processes, which each leaves in a folder for the process that started it."""
+"""Usage of emulated GPUs by a program's processes. Each writes its own to a folder, which the process that started it reads."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -43,7 +44,7 @@ class ProcessUsage:
     began: int
     """When it first used CUDA, in ns of the machine's monotonic clock."""
     ended: int | None
-    """``None`` where it was killed before it could tell: then all else is as it was when it was last told."""
+    """``None`` where it was killed before it could write it: then all else is as it was when it was last written."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
     ran_out: RanOut | None = None
@@ -57,22 +58,19 @@ class ProcessUsage:
     """Why its peaks may be too low, as a clause, where they lack the workspaces of convolutions."""
 
 
-def to_text(usage: ProcessUsage) -> str:
-    """Return ``usage`` as JSON."""
-    return json.dumps(asdict(usage))
-
-
-def from_text(text: str) -> ProcessUsage:
-    """Return the usage that `to_text` turned into JSON."""
-    plain: Mapping[str, Any] = json.loads(text)
-    devices = tuple(DeviceUsage(**device) for device in plain["devices"])
-    ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
-    return ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out})
+def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
+    """Write ``usage`` into ``folder``, in place of an earlier one of this name."""
+    write_whole(folder / f"{name}.json", json.dumps(asdict(usage)))
 
 
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
     """Return the usages in ``folder``, in the order in which the processes began to use CUDA."""
-    found = [from_text(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    found = []
+    for path in folder.glob("*.json"):
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        devices = tuple(DeviceUsage(**device) for device in plain["devices"])
+        ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
+        found.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out}))
     return tuple(sorted(found, key=lambda usage: usage.began))
 
 

@@ -9,25 +9,21 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from traceback import walk_stack
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 
-from pytest_gpumem.emulation.kept_peaks import KeptPeaks, keeps_statistics
 from pytest_gpumem.emulation.load import current_emulation
-from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, to_text
+from pytest_gpumem.emulation.peaks import KeptPeaks, keeps_statistics
+from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, write_usage
 from pytest_gpumem.emulation.values import current
 from pytest_gpumem.torch_support.private_api import (
     expandable_segments_are_on,
     observe_out_of_memory,
     when_cuda_begins,
 )
-from pytest_gpumem.whole_file import write_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
 
 _OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -83,7 +79,7 @@ class _Recorder:
             self._write(time.monotonic_ns())
 
     def _write(self, ended: int | None) -> None:
-        self._peaks.look()
+        self._peaks.take()
         values, emulation = current(), current_emulation()
         used = [device for device, reserved in self._peaks.reserved.items() if reserved]
         usage = ProcessUsage(
@@ -97,7 +93,7 @@ class _Recorder:
             without_statistics=not keeps_statistics(),
             lacking=emulation.cudnn.lacking() if emulation is not None else None,
         )
-        write_whole(self._folder / f"{self._process}-{self._began}.json", to_text(usage))
+        write_usage(self._folder, f"{self._process}-{self._began}", usage)
 
     def _of_device(self, device: int) -> DeviceUsage:
         retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
@@ -114,16 +110,10 @@ def _programs_line() -> str:
     threads = [sys._getframe(1), main]  # noqa: SLF001 -- likewise
     for passed_over in ((*_OF_TORCH_OR_OURS, *_OF_LIBRARIES), _OF_TORCH_OR_OURS):
         for thread in threads:
-            for frame in _outwards(thread):
+            for frame, line in walk_stack(thread) if thread is not None else ():
                 if not frame.f_code.co_filename.startswith(passed_over):
-                    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                    return f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
     return ""
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _end_after(steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What came of running a program on an emulated GPU: whether it fits, and what it took. Pure."""
+"""Outcome of a program's run on an emulated GPU: whether it fits, and its usage of memory. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.emulation.usage import DeviceUsage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.emulation.usage import ProcessUsage, RanOut
@@ -21,7 +21,7 @@ _MOST_LINES = 20
 
 
 class Outcome(Enum):
-    """What came of a run. The value is a phrase for people and for programs."""
+    """Outcome of a run. The value is a phrase for people and for programs."""
 
     FITS = "fits"
     WENT_ON = "ran out of memory and went on"
@@ -33,12 +33,12 @@ class Outcome(Enum):
 
 
 NOT_ENOUGH = (Outcome.WENT_ON, Outcome.OUT_OF_MEMORY, Outcome.TOO_MUCH_TOGETHER)
-"""With more memory it would have gone otherwise."""
+"""Outcomes that more memory would change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a program ended, and what its processes took."""
+    """How a program ended, and the usage of its processes."""
 
     status: int
     """Its exit status; negative for the signal that killed it."""
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a run on one GPU says. Bytes are of the device that took most."""
+    """Outcome of a run on one GPU. Bytes are of the device that took most."""
 
     outcome: Outcome
     status: int
@@ -66,7 +66,7 @@ class Found:
     message: str = ""
     """PyTorch's own, where it was an error that nobody caught."""
     last_lines: tuple[str, ...] = ()
-    """Of what it said, where the program failed with another error."""
+    """The end of its output, where the program failed with another error."""
     expandable: bool = False
     unknown: str | None = None
     without_statistics: bool = False
@@ -74,12 +74,12 @@ class Found:
     lacking: str | None = None
     """Why what was taken may be too low, as a clause, where the workspaces of convolutions are not in it."""
     killed: int = 0
-    """Processes that used CUDA and were killed before they could tell what they took."""
+    """Processes that used CUDA and were killed before they wrote their usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A GPU, what came of the program on it, and what came of it with expandable segments where that was tried."""
+    """A GPU, the outcome of the program on it, and that with expandable segments where they were tried."""
 
     gpu: Gpu
     plain: Found
@@ -101,7 +101,7 @@ class _OnDevice:
 
 
 def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
-    """Return what a run says.
+    """Return the outcome of a run.
 
     Args:
         run: How the program ended.
@@ -109,7 +109,8 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
         context_bytes: What the context of each process takes of it. For one process the emulated GPU has taken it off; it
             counts here only for further processes on a device, since each has a GPU to itself when it is emulated.
     """
-    devices = [_on_device(run.processes, number) for number in _numbers(run.processes)]
+    numbers = sorted({device.device for one in run.processes for device in one.devices})
+    devices = [_on_device(run.processes, number) for number in numbers]
     most = max(devices, key=lambda one: one.usage.reserved, default=None)
     together = any(
         one.processes > 1 and one.usage.reserved + one.processes * context_bytes > total_bytes for one in devices
@@ -148,12 +149,8 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
     )
 
 
-def _numbers(processes: Iterable[ProcessUsage]) -> list[int]:
-    return sorted({device.device for one in processes for device in one.devices})
-
-
 def _on_device(processes: Sequence[ProcessUsage], number: int) -> _OnDevice:
-    """The peaks on a device of those processes together that used it at the same time: the largest such sum."""
+    """Return the largest sum of peaks on a device over processes that used it at the same time."""
     users = [(one, device) for one in processes for device in one.devices if device.device == number]
     sums = []
     # As many as ever are alive at once are so when one of them begins.
@@ -170,10 +167,10 @@ def _on_device(processes: Sequence[ProcessUsage], number: int) -> _OnDevice:
 
 
 def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
-    """0 where the program fits, 1 where memory ran out, 2 where it cannot be told.
+    """Return 0 where the program fits, 1 where memory ran out, 2 where neither is known.
 
     Args:
-        fits: What was found.
+        fits: The outcomes by GPU.
         every: Whether it has to fit into each of the GPUs, or into one of them.
     """
     enough = all if every else any
@@ -183,7 +180,7 @@ def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
 
 
 def ends_it(first: Fit, *, every: bool) -> bool:
-    """Whether no other GPU needs to be tried after the first: the program uses none, or does not run at all.
+    """Return whether no other GPU needs to be tried after the first: the program uses none, or does not run at all.
 
     Where GPUs were asked for (``every``), a program that fails on one may run on the others.
     """

@@ -1,4 +1,4 @@
-"""Runs a program on an emulated GPU, and gathers what its processes took."""
+"""Run of a program on an emulated GPU, and the usage of its processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAIL = 64 * 1024
 
 
 def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """The variables to add so that PyTorch's segments can grow; ``None`` where the environment says whether they can."""
+    """Return the variables that make PyTorch's segments expandable; ``None`` where the environment sets that itself."""
     said = {name: environment[name] for name in SETTINGS if environment.get(name)}
     if any(_EXPANDABLE in value for value in said.values()):
         return None

@@ -1,4 +1,4 @@
-"""What `gpumem fit` says: a line for each run, a table, and which GPUs the program fits into. Pure."""
+"""Texts of `gpumem fit`: a line for each run, a table, and which GPUs the program fits into. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gpumem.reports.layout import Column, Span, Table
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.fit.outcome import Fit, Found
@@ -23,12 +23,12 @@ _STYLES: dict[Outcome, Style] = {Outcome.FITS: "good", Outcome.OUT_OF_MEMORY: "b
 
 
 def name_of(gpu: Gpu) -> str:
-    """A GPU's name for people: ``"A100 40GB"``, ``"H100 80GB x8"``."""
+    """Return a GPU's name for people: ``"A100 40GB"``, ``"H100 80GB x8"``."""
     return gpu.title if gpu.count == 1 else f"{gpu.title} x{gpu.count}"
 
 
 def progress(one: Found, cwd: str) -> str:
-    """A phrase on what a run says."""
+    """Return a phrase on the outcome of a run."""
     if one.outcome is Outcome.FITS:
         return f"fits, {_needed(one)}"
     if one.outcome is Outcome.TOO_MUCH_TOGETHER:
@@ -41,7 +41,7 @@ def progress(one: Found, cwd: str) -> str:
 
 
 def table(fits: Sequence[Fit], context_bytes: int) -> Table:
-    """A row a GPU, the smallest first: its memory, the peaks where the program ran to its end, and what came of it."""
+    """Return a row for each GPU, the smallest first: its memory, the peaks where the program ended, and the outcome."""
     columns = [
         Column("GPU", left=True),
         *map(Column, ("memory", "reserved", "allocated", "left")),
@@ -66,11 +66,11 @@ def table(fits: Sequence[Fit], context_bytes: int) -> Table:
 
 
 def details(fits: Sequence[Fit], cwd: str) -> list[str]:
-    """Lines: where memory ran out and with which message, how the program failed, and what else has to be known.
+    """Return lines: where memory ran out and with which message, how the program failed, and notes.
 
     Args:
-        fits: What was found.
-        cwd: Paths are told from here.
+        fits: The outcomes by GPU.
+        cwd: The folder that paths are relative to.
     """
     lines: list[str] = []
     for fit in _by_memory(fits):
@@ -83,17 +83,16 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
         if one.outcome is Outcome.FAILED:
             lines.append(f"{name}: failed by itself ({_status(one)})")
         lines += [f"  {line}" for line in one.last_lines]
-    for say in _NOTES:
-        said: dict[str, list[str]] = {}
-        for fit in _by_memory(fits):
-            if note := say(fit):
-                said.setdefault(note, []).append(name_of(fit.gpu))
-        lines += [f"note: {', '.join(names)}: {note}" for note, names in said.items()]
+    for notes in zip(*map(_notes, _by_memory(fits)), strict=True):
+        named: dict[str, list[str]] = {}
+        for fit, note in zip(_by_memory(fits), notes, strict=True):
+            named.setdefault(note, []).append(name_of(fit.gpu))
+        lines += [f"note: {', '.join(names)}: {note}" for note, names in named.items() if note]
     return lines
 
 
 def conclusion(fits: Sequence[Fit]) -> str:
-    """One line: what the program needs, which GPUs it fits into and which not, and what expandable segments change."""
+    """Return one line: the memory needed, the GPUs that the program fits into and the others, and with expandable segments."""
     named = {
         "fits": [fit for fit in fits if fit.fits],
         "expanded": [fit for fit in fits if fit.fits_expanded],
@@ -113,7 +112,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
-    """Everything, for programs: bytes, in the order of the runs."""
+    """Return everything as JSON: bytes, in the order of the runs."""
     plain = {
         "format": 1,
         "emulated": True,
@@ -148,7 +147,7 @@ def _names(fits: Sequence[Fit]) -> str:
 
 
 def _span(found: Sequence[Found]) -> str:
-    """The memory that was reserved: one figure, or from the least to the most where GPUs differ."""
+    """Return the reserved memory: one figure, or from the least to the most where GPUs differ."""
     least, most = (format_bytes(bound(one.reserved for one in found)) for bound in (min, max))
     return least if least == most else f"{least} to {most}"
 
@@ -183,57 +182,27 @@ def _status(one: Found) -> str:
         return f"killed by signal {-one.status}"
 
 
-def _notes_of_retries(fit: Fit) -> str:
-    if not (fit.fits and fit.plain.retries):
-        return ""
+def _notes(fit: Fit) -> tuple[str, ...]:
+    """Return the notes on a GPU, in a fixed order; empty where one does not apply."""
+    one = fit.plain
+    killed = "a process that used CUDA was" if one.killed == 1 else f"{one.killed} processes that used CUDA were"
+    expandable = ""
+    if one.outcome in NOT_ENOUGH and one.expandable:
+        expandable = "segments were expandable already"
+    elif (
+        one.outcome in NOT_ENOUGH and fit.expanded is not None and not fit.expanded.expandable and fit.expanded.devices
+    ):
+        expandable = "expandable segments were not tried: the program has settings of its own for PyTorch's allocator"
     return (
-        f"only just: cached memory was given back to the GPU before an allocation succeeded ({fit.plain.retries} x), "
-        "which is slow"
+        f"only just: cached memory was given back to the GPU before an allocation succeeded ({one.retries} x), which is slow"
+        if fit.fits and one.retries
+        else "",
+        f"{one.unknown}: what comes after it may need other memory on a GPU" if one.unknown else "",
+        f"it may take more: {one.lacking}" if one.lacking else "",
+        f"{one.together} processes used one device at the same time; their peaks are added up"
+        if one.together > 1
+        else "",
+        f"{one.devices} devices were used; figures are of the one that took most" if one.devices > 1 else "",
+        f"{killed} killed before telling what was taken, which is not counted" if one.killed else "",
+        expandable,
     )
-
-
-def _note_of_unknown(fit: Fit) -> str:
-    return f"{fit.plain.unknown}: what comes after it may need other memory on a GPU" if fit.plain.unknown else ""
-
-
-def _note_of_convolutions(fit: Fit) -> str:
-    return f"it may take more: {fit.plain.lacking}" if fit.plain.lacking else ""
-
-
-def _note_of_processes(fit: Fit) -> str:
-    if fit.plain.together == 1:
-        return ""
-    return f"{fit.plain.together} processes used one device at the same time; their peaks are added up"
-
-
-def _note_of_devices(fit: Fit) -> str:
-    return (
-        f"{fit.plain.devices} devices were used; figures are of the one that took most" if fit.plain.devices > 1 else ""
-    )
-
-
-def _note_of_killed(fit: Fit) -> str:
-    killed = fit.plain.killed
-    whose = "a process that used CUDA was" if killed == 1 else f"{killed} processes that used CUDA were"
-    return f"{whose} killed before telling what was taken, which is not counted" if killed else ""
-
-
-def _note_of_expandable(fit: Fit) -> str:
-    if fit.plain.outcome not in NOT_ENOUGH:
-        return ""
-    if fit.plain.expandable:
-        return "segments were expandable already"
-    if fit.expanded is not None and not fit.expanded.expandable and fit.expanded.devices:
-        return "expandable segments were not tried: the program has settings of its own for PyTorch's allocator"
-    return ""
-
-
-_NOTES: tuple[Callable[[Fit], str], ...] = (
-    _notes_of_retries,
-    _note_of_unknown,
-    _note_of_convolutions,
-    _note_of_processes,
-    _note_of_devices,
-    _note_of_killed,
-    _note_of_expandable,
-)

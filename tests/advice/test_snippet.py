@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.advice.snippet import recipe
+from pytest_gpumem.advice.snippet import code_snippet
 from pytest_gpumem.steps.checkpoint_kinds import KINDS, Snippet
 from pytest_gpumem.steps.config import StepConfig
 
@@ -41,7 +41,7 @@ def run(text: str, parts: int = 1, holders=("body.blocks",)) -> tuple[Model, str
     torch.manual_seed(0)
     model = Model()
     batch = torch.randn(SAMPLES, WIDTH)
-    lines = "\n".join(recipe(StepConfig.parse(text), "cpu", holders))
+    lines = "\n".join(code_snippet(StepConfig.parse(text), "cpu", holders))
     batches = batch.to(torch.bfloat16 if text == "bf16" else batch.dtype).chunk(parts)
     exec(compile(lines, text, "exec"), {"model": model, "batches": batches, "loss_of": lambda model, x: model(x)})
     return model, lines
@@ -85,14 +85,14 @@ def test_weights_in_half_precision_are_converted():
 
 
 def test_saved_tensors_go_to_pinned_memory():
-    lines = recipe(StepConfig.parse("amp-bf16,checkpoint=offload"), "cuda", [])
+    lines = code_snippet(StepConfig.parse("amp-bf16,checkpoint=offload"), "cuda", [])
     line = 'with torch.autocast("cuda", dtype=torch.bfloat16), torch.autograd.graph.save_on_cpu(pin_memory=True):'
     assert f"    {line}" in lines
 
 
 def test_the_8_bit_optimizer_comes_from_the_package_that_is_installed():
     pytest.importorskip("torchao", reason="needs torchao, from which the optimizer would come")
-    lines = recipe(StepConfig.parse("fp32,optimizer=adamw-8bit"), "cuda", [])
+    lines = code_snippet(StepConfig.parse("fp32,optimizer=adamw-8bit"), "cuda", [])
     assert "from torchao.optim import AdamW8bit" in lines
     assert "optimizer = AdamW8bit(model.parameters())" in lines
 
@@ -103,9 +103,9 @@ def test_blocks_that_are_no_whole_list_are_computed_again_and_no_others():
 
 
 def test_selective_checkpointing_casts_anew_each_time():
-    lines = recipe(StepConfig.parse("amp-bf16,checkpoint=ops"), "cuda", ["h"])
+    lines = code_snippet(StepConfig.parse("amp-bf16,checkpoint=ops"), "cuda", ["h"])
     assert '    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):' in lines
-    others = recipe(StepConfig.parse("amp-bf16,checkpoint=blocks"), "cuda", ["h"])
+    others = code_snippet(StepConfig.parse("amp-bf16,checkpoint=blocks"), "cuda", ["h"])
     assert '    with torch.autocast("cuda", dtype=torch.bfloat16):' in others
 
 
@@ -117,7 +117,7 @@ def test_selective_checkpointing_under_autocast_teaches_what_autocast_alone_does
 
 
 def test_every_list_of_blocks_is_recomputed():
-    lines = recipe(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", ["encoder.block", "decoder.block"])
+    lines = code_snippet(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", ["encoder.block", "decoder.block"])
     assert [line for line in lines if line.startswith("for block in")] == [
         "for block in model.encoder.block:",
         "for block in model.decoder.block:",
@@ -133,6 +133,6 @@ def test_every_list_of_blocks_is_recomputed():
     ],
 )
 def test_blocks_are_reached_wherever_they_are(holder, line):
-    lines = recipe(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", [holder])
+    lines = code_snippet(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", [holder])
     assert line in lines
     compile("\n".join(lines), "recipe", "exec")

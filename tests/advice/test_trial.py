@@ -121,7 +121,7 @@ def test_a_batch_that_is_a_function_is_made_once():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "holders"),
+    ("pattern", "containers"),
     [
         ("layers", ("layers",)),
         ("layers.?", ("layers",)),
@@ -130,8 +130,8 @@ def test_a_batch_that_is_a_function_is_made_once():
         (None, ()),
     ],
 )
-def test_named_blocks_are_reached_as_they_are_held(pattern, holders):
-    assert trial.subject_of(make, torch.device("cpu"), pattern).holders == holders
+def test_named_blocks_are_reached_as_they_are_held(pattern, containers):
+    assert trial.subject_of(make, torch.device("cpu"), pattern).containers == containers
 
 
 def test_a_name_that_no_module_has_is_told_before_anything_is_measured():

@@ -27,7 +27,7 @@ def test_a_machine_that_has_all_lacks_nothing(complete):
 
 @pytest.mark.parametrize("required", ['triton==3.7.1; platform_system == "Linux"', "triton (==3.7.1) ; whatever"])
 def test_triton_is_asked_for_in_the_release_that_torch_requires(complete, required):
-    complete.setattr(triton, "requires", lambda name: ["sympy", required])
+    complete.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: ["sympy", required])
     complete.setattr(importlib.util, "find_spec", lambda name: None)
     assert triton.what_compiling_lacks({}) == (
         "torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps triton==3.7.1"

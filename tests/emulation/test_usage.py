@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, from_text, read_usages, to_text
+from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, read_usages, write_usage
 
 FULL = ProcessUsage(
     began=5,
@@ -19,14 +19,9 @@ FULL = ProcessUsage(
 KILLED = ProcessUsage(began=1, ended=None)
 
 
-@pytest.mark.parametrize("usage", [FULL, KILLED])
-def test_what_is_written_is_what_is_read(usage):
-    assert from_text(to_text(usage)) == usage
-
-
 def test_all_processes_of_a_folder_are_read_in_the_order_in_which_they_began(tmp_path):
-    (tmp_path / "1-5.json").write_text(to_text(FULL), encoding="utf-8")
-    (tmp_path / "2-1.json").write_text(to_text(KILLED), encoding="utf-8")
+    write_usage(tmp_path, "1-5", FULL)
+    write_usage(tmp_path, "2-1", KILLED)
     (tmp_path / "errors").write_text("not a process", encoding="utf-8")
     (tmp_path / ".1-5.json.x.draft").write_text("{", encoding="utf-8")
     assert read_usages(tmp_path) == (KILLED, FULL)
