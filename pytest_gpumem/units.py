@@ -13,22 +13,13 @@ from typing import Literal
 
 UnitSystem = Literal["si", "iec"]
 
-SIZES: dict[str, int] = {
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
+_SYSTEMS: dict[UnitSystem, tuple[int, tuple[str, ...]]] = {
+    "si": (1000, ("B", "kB", "MB", "GB", "TB")),
+    "iec": (1024, ("B", "KiB", "MiB", "GiB", "TiB")),
 }
+SIZES = {name: base**power for base, names in _SYSTEMS.values() for power, name in enumerate(names)}
+"""Bytes by unit."""
 _SIZES_BY_LOWER = {name.lower(): size for name, size in SIZES.items()}
-_SHOWN: dict[UnitSystem, tuple[str, ...]] = {
-    "si": ("B", "kB", "MB", "GB", "TB"),
-    "iec": ("B", "KiB", "MiB", "GiB", "TiB"),
-}
 _COUNTS = ("", "k", "M", "G", "T")
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 _RATE = re.compile(r"\s*(?P<number>\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*(?P<of>[A-Za-z]+)\s*/\s*s\s*")
@@ -36,21 +27,20 @@ _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<unit>
 
 
 def nearest(word: str, valid: list[str]) -> str:
-    """A clause that names the valid word closest to ``word``, or all of them when none is close."""
+    """Return a clause that names the valid word closest to ``word``, or all of them when none is close."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as ``"6.5 GB"`` or ``"24 MiB"``, rounded to a whole byte.
+    """Return the bytes of a size such as ``"6.5 GB"`` or ``"24 MiB"``, rounded to a whole byte.
 
     Raises ``ValueError`` for anything else: no unit, an unknown unit, a negative number.
     """
-    match = _QUANTITY.fullmatch(text)
-    if match is None:
+    number, unit = _quantity(text)
+    if not number:
         raise ValueError(f"{text!r} is not a size; write it like '6.5 GB' or '24 MiB'")
-    number, unit = match["number"], match["unit"]
-    if unit is None:
+    if not unit:
         raise ValueError(f"{text!r} has no unit; write it like '{number} GB' or '{number} MiB'")
     size = _SIZES_BY_LOWER.get(unit.lower())
     if size is None:
@@ -61,7 +51,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gigabytes(number: float) -> int:
-    """Bytes in a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
+    """Return the bytes of a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"{number!r} is not a number of GB; write 6.5, or use max_memory='6.5 GiB'")
     if number < 0:
@@ -77,21 +67,27 @@ def _whole(count: float, said: str, what: str) -> int:
 
 
 def parse_ratio(text: str) -> float:
-    """The ratio in a percentage such as ``"2 %"`` (0.02).
+    """Return the ratio of a percentage such as ``"2 %"`` (0.02).
 
     Raises ``ValueError`` when the percent sign is missing or the number is negative.
     """
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match["unit"] != "%":
+    number, unit = _quantity(text)
+    if unit != "%":
         raise ValueError(f"{text!r} is not a percentage; write it like '2 %'")
-    if match["number"].startswith("-"):
+    if number.startswith("-"):
         raise ValueError(f"{text!r} is negative; a percentage here is zero or more")
-    return float(Decimal(match["number"]) / 100)
+    return float(Decimal(number) / 100)
+
+
+def _quantity(text: object) -> tuple[str, str]:
+    """Return number and unit; empty where there is none."""
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    return (match["number"], match["unit"] or "") if match is not None else ("", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many ``of`` something (``"samples"``, ``"tokens"``, ``"steps"``, ``"items"``) per second."""
+    """Amount per second ``of`` ``"samples"``, ``"tokens"``, ``"steps"`` or ``"items"``."""
 
     amount: float
     of: str
@@ -104,7 +100,7 @@ RATES = ("samples", "tokens", "steps", "items")
 
 
 def parse_rate(text: str) -> Rate:
-    """The rate in ``"1200 samples/s"``, ``"3.5e4 tokens/s"`` or ``"8 steps/s"``. Raises ``ValueError`` for anything else."""
+    """Return the rate of ``"1200 samples/s"`` or ``"3.5e4 tokens/s"``. Raises ``ValueError`` for anything else."""
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'")
@@ -118,20 +114,20 @@ def parse_rate(text: str) -> Rate:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in a duration such as ``"2 s"`` or ``"500 ms"``. Raises ``ValueError`` for anything else, and for none."""
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    scale = {"s": 1.0, "ms": 1e-3, "min": 60.0}.get(match["unit"] or "") if match is not None else None
-    if match is None or scale is None:
+    """Return the seconds of a duration such as ``"2 s"`` or ``"500 ms"``. Raises ``ValueError`` for anything else, and 0."""
+    number, unit = _quantity(text)
+    scale = {"s": 1.0, "ms": 1e-3, "min": 60.0}.get(unit)
+    if scale is None:
         raise ValueError(f"{text!r} is not a duration; write it like '2 s' or '500 ms'")
-    seconds = float(match["number"]) * scale
+    seconds = float(number) * scale
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{text!r} is not a duration above zero; --gpumem-no-time takes no time at all")
     return seconds
 
 
 def format_bytes(count: int, system: UnitSystem = "si") -> str:
-    """``"8.12 GB"``: two decimals in the largest unit that keeps the number at one or more."""
-    return _in_largest_unit(count, 1000 if system == "si" else 1024, _SHOWN[system])
+    """Return ``"8.12 GB"``: two decimals in the largest unit that keeps the number at one or more."""
+    return _in_largest_unit(count, *_SYSTEMS[system])
 
 
 def _in_largest_unit(count: int, base: int, names: tuple[str, ...]) -> str:
@@ -144,17 +140,17 @@ def _in_largest_unit(count: int, base: int, names: tuple[str, ...]) -> str:
 
 
 def format_bytes_change(change: int, system: UnitSystem = "si") -> str:
-    """A signed size: ``"+1.19 GB"``, ``"-3 B"``."""
+    """Return a signed size: ``"+1.19 GB"``, ``"-3 B"``."""
     return ("+" if change >= 0 else "") + format_bytes(change, system)
 
 
 def format_ratio(ratio: float) -> str:
-    """A signed percentage with one decimal: ``"+14.7 %"``."""
+    """Return a signed percentage with one decimal: ``"+14.7 %"``."""
     return f"{ratio * 100:+.1f} %"
 
 
 def format_seconds(seconds: float) -> str:
-    """``"12.31 ms"``, ``"2.05 s"``, ``"840.00 µs"``."""
+    """Return seconds as ``"12.31 ms"``, ``"2.05 s"``, ``"840.00 µs"``."""
     for scale, name in ((1e6, "µs"), (1e3, "ms")):
         if round(seconds * scale, 2) < 1000:
             return f"{seconds * scale:.2f} {name}"
@@ -162,20 +158,20 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(rate: float, of: str = "") -> str:
-    """``of`` something per second, with as many digits as a reader can use: ``"1200 /s"``, ``"3.42 tokens/s"``."""
+    """Return a rate with three digits or all of its integer part: ``"1200 /s"``, ``"3.42 tokens/s"``."""
     return f"{rate:.0f} {of}/s" if rate >= 100 else f"{rate:.3g} {of}/s"
 
 
 def format_count(count: int) -> str:
-    """``"1,284"``."""
+    """Return ``"1,284"``."""
     return f"{count:,}"
 
 
 def format_large_count(count: int) -> str:
-    """``"1.19 M"``: two decimals in the largest unit that keeps the number at one or more."""
+    """Return ``"1.19 M"``: two decimals in the largest unit that keeps the number at one or more."""
     return _in_largest_unit(count, 1000, _COUNTS).rstrip()
 
 
 def format_flops(count: int) -> str:
-    """``"1.23 GFLOP"``: floating-point operations, two decimals in the largest unit that keeps the number at one or more."""
+    """Return ``"1.23 GFLOP"``: two decimals in the largest unit that keeps the number at one or more."""
     return _in_largest_unit(count, 1000, _FLOPS)

@@ -31,7 +31,7 @@ def nearest_tests(keys: Iterable[Key], said: str) -> list[str]:
     """Return up to three ids of tests, or names of their files, that are spelled like ``said``, the nearest first."""
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     files = sorted({test.partition("::")[0] for test in tests})
-    # Whoever leaves folders or the file out, or mistypes them, has named the test all the same.
+    # A test may be named without its folders or file, or with a misspelt one.
     named = {name: name for name in (*tests, *(file.rpartition("/")[2] for file in files))}
     named |= {test.rpartition("::")[2]: test for test in reversed(tests)}
     close = difflib.get_close_matches(said, list(named), n=3, cutoff=0.6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.baselines.backend import SUFFIX, Backend
@@ -26,13 +27,13 @@ class Store:
     """The baselines in a storage backend. Each file is read once, when first needed."""
 
     def __init__(self, backend: Backend) -> None:
-        self._place = backend
+        self._backend = backend
         self._paths: list[str] | None = None
         self._read: dict[str, _Read] = {}
 
     def check(self) -> None:
         """Read every file. Raises `StoreError` for the first that cannot be understood."""
-        self._look_at(self._known_paths())
+        self._read_files(self._known_paths())
 
     def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
         """Return the baseline of ``key`` on the device called ``slug``, or which other devices have one."""
@@ -70,56 +71,50 @@ class Store:
         for slug, key in gone:
             unwanted.setdefault(path_of(slug, key.file), set()).add(key)
         paths = sorted(wanted.keys() | unwanted.keys())
-        with self._place.locked() as unguarded:
-            self._look_at(paths)
+        with self._backend.locked() as unlocked:
+            self._read_files(paths)
             for path in paths:
                 theirs = self._read[path].entries
                 kept = {key: entry for key, entry in theirs.items() if key not in unwanted.get(path, ())}
                 merged = kept | wanted.get(path, {})
                 if merged:
                     text = render(merged)
-                    self._place.write(path, text)
+                    self._backend.write(path, text)
                     self._read[path] = _Read(text, merged)
                 elif theirs:
-                    self._place.remove(path)
+                    self._backend.remove(path)
                     del self._read[path]
         self._paths = None
-        return unguarded
+        return unlocked
 
     def _known_paths(self) -> list[str]:
         if self._paths is None:
-            self._paths = [path for path in self._place.paths() if "/" in path]
+            self._paths = [path for path in self._backend.paths() if "/" in path]
             for path in self._paths:
                 self._check_listed(path)
         return self._paths
 
     def _check_listed(self, path: str) -> None:
         """Raise `StoreError` for a file in a listing at a path that no baseline would be written to."""
-        try:
-            fits = path_of(_slug(path), _file(path)) == path
-        except StoreError:
-            fits = False
-        if not fits:
-            raise StoreError(f"{self._place.shown(path)}: no baselines can lie there; remove the file from the store")
+        with suppress(StoreError):
+            if path_of(_slug(path), _file(path)) == path:
+                return
+        raise StoreError(f"{self._backend.shown(path)}: no baselines can lie there; remove the file from the store")
 
     def _entries(self, path: str) -> Mapping[Key, Baseline]:
         if path not in self._read:
-            self._look_at([path])
+            self._read_files([path])
         return self._read[path].entries
 
-    def _look_at(self, paths: Sequence[str]) -> None:
+    def _read_files(self, paths: Sequence[str]) -> None:
         """Read files as they are now, and parse those whose text has changed."""
-        for path, text in self._place.read_many(paths).items():
+        for path, text in self._backend.read_many(paths).items():
             if path not in self._read or self._read[path].text != text:
-                self._read[path] = _Read(text, self._understood(path, text))
-
-    def _understood(self, path: str, text: str | None) -> Mapping[Key, Baseline]:
-        if text is None:
-            return {}
-        try:
-            return parse(text, _file(path), _slug(path))
-        except FormatError as error:
-            raise StoreError(f"{self._place.shown(path)}: {error}") from None
+                try:
+                    entries = {} if text is None else parse(text, _file(path), _slug(path))
+                except FormatError as error:
+                    raise StoreError(f"{self._backend.shown(path)}: {error}") from None
+                self._read[path] = _Read(text, entries)
 
 
 class _Read(NamedTuple):

@@ -13,7 +13,7 @@ from pytest_gpumem.timing.comparison import SLOWER_RUN, slower_machine
 from pytest_gpumem.values.operator_counts import without_places
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from pytest_gpumem.values.operator_counts import Tally
     from pytest_gpumem.values.option_words import UpdateMode
@@ -26,7 +26,7 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
         {Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.MISSING, Outcome.REGRESSED, Outcome.UNCERTAIN}
     ),
 }
-"""The outcomes that an update mends by writing what was measured, or by taking out what its test no longer measures."""
+"""The outcomes that an update accepts, by writing what was measured or removing what its test no longer measures."""
 
 
 def entries_to_write(
@@ -65,39 +65,35 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     """Return ``earlier`` with improved metrics lowered; ``None`` if none is, or the others need another environment."""
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     kept = {name: value for name, value in earlier.metrics.items() if name not in better}
-    if not better or not _same_decisive(kept, entry, earlier):
+    here, there = entry.environment.details, earlier.environment.details
+    decisive = {detail for name in kept for detail in METRICS[name].decided_by}
+    if not better or any(here.get(detail) != there.get(detail) for detail in decisive):
         return None
     # A composition belongs to its peak.
     composition = entry.composition if "peak_allocated" in better else earlier.composition
-    # What the baseline says by not having it stays as it was, too.
-    told = {
+    # A metric whose absence has a meaning stays absent.
+    taken = {
         name: value for name, value in entry.metrics.items() if name in better or METRICS[name].where_absent is None
     }
     by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
-    lowered = replace(entry, metrics={**told, **kept}, composition=composition, by_operator=by_operator)
+    lowered = replace(entry, metrics={**taken, **kept}, composition=composition, by_operator=by_operator)
     return _with_times_of(entry if "step_time" in better else earlier, lowered)
-
-
-def _same_decisive(names: Iterable[str], entry: Baseline, earlier: Baseline) -> bool:
-    """Return whether two environments are equal in the details that decide these metrics."""
-    here, there = entry.environment.details, earlier.environment.details
-    return all(here.get(detail) == there.get(detail) for name in names for detail in METRICS[name].decided_by)
 
 
 def times_left_out(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> list[str]:
     """Return, as a clause for each measurement, why its times are not stored though ``mode`` accepts them."""
-    reasons = [
-        _refusal(verdict, entry, stored[key])
+    return [
+        reason
         for key, (verdict, entry) in measured.items()
         if mode == "all" or (mode == "new" and _lacks_times(stored[key], entry))
+        if (reason := _refusal(verdict, entry, stored[key])) is not None
     ]
-    return [reason for reason in reasons if reason is not None]
 
 
 def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -> str | None:
-    """Return why this run cannot be held against later ones, or not beside those in the store, as a clause."""
+    """Return why later runs cannot be compared with this one, or it does not fit those in the store, as a clause."""
     times = verdict.measurement.times
     if times is None:
         return None
@@ -105,20 +101,18 @@ def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -
         return times.best.invalid
     if isinstance(stored, NoBaseline) or not _goes_on(entry, stored) or stored.runs is None:
         return None
-    # Runs that only lie apart from the others stay: without them the others would seem to vary less than runs do.
+    # Outliers stay: without them runs would seem to vary less than they do.
     slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
-    if slower is not None:
-        return slower
-    if stored.runs.cycles and not entry.runs.cycles and not _has_another_speed(verdict):
+    if slower is None and stored.runs.cycles and not entry.runs.cycles and not _has_another_speed(verdict):
         return "the clock that steps run by could not be read"
-    return None
+    return slower
 
 
 def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     """Return ``entry``, completed from ``earlier`` by what this session did not take, if that is of the same work.
 
     That is the composition of the same peak (``--gpumem-explain=never``), and times: those of ``earlier`` where this run
-    took none (``--gpumem-no-time``) or is not to be gone by, and otherwise this run as the latest of its runs.
+    took none (``--gpumem-no-time``) or is refused, and otherwise this run as the latest of its runs.
     """
     if entry.workload != earlier.workload:
         return entry
@@ -126,7 +120,7 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
         entry = replace(entry, composition=earlier.composition)
     entry = replace(entry, by_operator={**entry.by_operator, **_better_placed(entry, earlier)})
     if earlier.runs is None:
-        # What is not compared may be of a run that was disturbed, but is of the latest.
+        # Times that are not compared are those of the latest run, disturbed or not.
         return entry if "step_time" in entry.metrics else _with_times_of(earlier, entry)
     if "step_time" in entry.metrics and not _goes_on(entry, earlier):
         return entry

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from pytest_gpumem.baselines.backend import SUFFIX, BackendError
+from pytest_gpumem.baselines.backend import SUFFIX, Backend, BackendError
 from pytest_gpumem.baselines.distributed_lock import DistributedLock, DistributedLockError, LockObjects
 
 if TYPE_CHECKING:
@@ -51,33 +51,25 @@ def has_credentials(url: str) -> bool:
 def reason_of(error: Exception, url: str) -> str:
     """Return why an operation on ``url`` failed, in one line, with the remedy where that is known."""
     kind = EXTRAS.get(scheme_of(url))
-    text = _said(error, url)
+    text = " ".join(str(error).split())
+    for secret in _userinfo_and_query(url):
+        for part in (secret, *secret.split(":")):
+            if len(part) > 1:
+                text = text.replace(part, _HIDDEN).replace(unquote(part), _HIDDEN)
     if isinstance(error, DistributedLockError):
         return text
     if isinstance(error, NotImplementedError):
         return "it can only be read"
     if isinstance(error, PermissionError) or text.startswith("Forbidden") or "Anonymous caller" in text:
         return f"access denied: {text}" + (f"; needed are {_PERMISSIONS[kind]}" if kind is not None else "")
-    return (_of_object_stores(error, kind, text) if kind is not None else None) or f"{type(error).__name__}: {text}"
-
-
-def _of_object_stores(error: Exception, kind: str, text: str) -> str | None:
-    if isinstance(error, ImportError):
-        return f"another package is needed: pip install 'pytest-gpumem[{kind}]'"
-    if isinstance(error, FileNotFoundError):
-        return f"there is no such bucket: {text}"
-    if type(error).__name__ in _NO_CREDENTIALS:
-        return f"there are no credentials: {_CREDENTIALS[kind]} ({text})"
-    return None
-
-
-def _said(error: Exception, url: str) -> str:
-    text = " ".join(str(error).split())
-    for secret in _userinfo_and_query(url):
-        for part in (secret, *secret.split(":")):
-            if len(part) > 1:
-                text = text.replace(part, _HIDDEN).replace(unquote(part), _HIDDEN)
-    return text
+    reason = f"{type(error).__name__}: {text}"
+    if kind is not None and isinstance(error, ImportError):
+        reason = f"another package is needed: pip install 'pytest-gpumem[{kind}]'"
+    elif kind is not None and isinstance(error, FileNotFoundError):
+        reason = f"there is no such bucket: {text}"
+    elif kind is not None and type(error).__name__ in _NO_CREDENTIALS:
+        reason = f"there are no credentials: {_CREDENTIALS[kind]} ({text})"
+    return reason
 
 
 def _authority(url: str) -> str:
@@ -86,26 +78,20 @@ def _authority(url: str) -> str:
 
 def _userinfo_and_query(url: str) -> list[str]:
     """Return the secret parts of a URL."""
-    found = []
-    if has_credentials(url):
-        found.append(_authority(url).rpartition("@")[0])
-    scheme = scheme_of(url)
-    query = url.partition("?")[2]
     # In the names of objects a question mark is a character like others.
-    if query and scheme in ("http", "https"):
-        found.append(query)
-    return found
+    query = url.partition("?")[2] if scheme_of(url) in _ONLY_READ else ""
+    return [secret for secret in (_authority(url).rpartition("@")[0], query) if secret]
 
 
 _LOCK = ".lock"
 _ONLY_READ = frozenset({"http", "https"})
 # To make a folder there would be to make the bucket.
 _WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
-# fsspec's memory looks whether a file is there and then creates it, which two threads may do at once.
+# fsspec's memory file system creates files in two steps, which is not safe for threads.
 _ONE_THREAD = threading.Lock()
 
 
-class Url:
+class Url(Backend):
     """A storage backend for a folder behind a URL. HTTP can only be read."""
 
     def __init__(self, url: str) -> None:
@@ -118,13 +104,13 @@ class Url:
                 f"{without_credentials(url)}: credentials do not belong into this URL, where they are shown and not used; "
                 "set them in the environment"
             )
-        with self._telling("cannot be opened"):
+        with self._as_backend_errors("cannot be opened"):
             self._files, root = fsspec.core.url_to_fs(self.url)
         self._root = str(root).rstrip("/")
-        self._lease: DistributedLock | None = None
+        self._lock: DistributedLock | None = None
 
     def paths(self) -> list[str]:
-        with self._telling("cannot be read"):
+        with self._as_backend_errors("cannot be read"):
             # Listings are kept for as long as the process lives, and others write.
             self._files.invalidate_cache()
             names = self._files.find(self._root) if self._scheme in EXTRAS else list(self._walk())
@@ -134,48 +120,48 @@ class Url:
         return self.read_many([path])[path]
 
     def read_many(self, paths: Sequence[str]) -> dict[str, str | None]:
-        with self._telling("cannot be read"):
+        with self._as_backend_errors("cannot be read"):
             # Not cat(), which takes brackets and stars for patterns.
             contents = self._files.cat_ranges([self._outside(path) for path in paths], None, None, on_error="return")
         return {path: self._text(path, content) for path, content in zip(paths, contents, strict=True)}
 
     def write(self, path: str, text: str) -> None:
-        self._prepare_change(path)
-        with self._telling("cannot be written", path):
+        self._check_writable(path)
+        with self._as_backend_errors("cannot be written", path):
             content = text.encode("utf-8")
             if self._scheme not in _WITHOUT_FOLDERS:
                 self._files.makedirs(self._outside(path).rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(self._outside(path), content)
 
     def remove(self, path: str) -> None:
-        self._prepare_change(path)
-        with self._telling("cannot be removed", path), suppress(FileNotFoundError):
+        self._check_writable(path)
+        with self._as_backend_errors("cannot be removed", path), suppress(FileNotFoundError):
             self._files.rm_file(self._outside(path))
 
     @contextmanager
     def locked(self) -> Iterator[str | None]:
-        self._prepare_change()
+        self._check_writable()
         folder = f"{self._root}/{_LOCK}"
-        lease = DistributedLock(LockObjects(self._files, folder)) if _creates_once(self._files) else None
+        lock = DistributedLock(LockObjects(self._files, folder)) if _creates_once(self._files) else None
         with _ONE_THREAD:
-            with self._telling("cannot be locked"):
-                if lease is not None and self._scheme not in _WITHOUT_FOLDERS:
+            with self._as_backend_errors("cannot be locked"):
+                if lock is not None and self._scheme not in _WITHOUT_FOLDERS:
                     self._files.makedirs(folder, exist_ok=True)
-                held = lease is not None and lease.acquire()
-            if lease is None or not held:
+                held = lock is not None and lock.acquire()
+            if lock is None or not held:
                 yield f"nothing keeps others from writing into {self._named()} meanwhile: let one job write it"
                 return
-            self._lease = lease
+            self._lock = lock
             try:
                 yield None
             except BaseException:
                 with suppress(Exception):
-                    lease.release()
+                    lock.release()
                 raise
             finally:
-                self._lease = None
-            with self._telling("cannot be written"):
-                lease.release()
+                self._lock = None
+            with self._as_backend_errors("cannot be written"):
+                lock.release()
 
     def shown(self, path: str) -> str:
         return f"{without_credentials(self.url)}/{path}"
@@ -201,24 +187,24 @@ class Url:
     def _text(self, path: str, content: object) -> str | None:
         if isinstance(content, FileNotFoundError):
             return None
-        with self._telling("cannot be read", path):
+        with self._as_backend_errors("cannot be read", path):
             if isinstance(content, Exception):
                 raise content
             assert isinstance(content, bytes), "fsspec gives what is in a file, or an error"
             return content.decode("utf-8")
 
-    def _prepare_change(self, path: str = "") -> None:
+    def _check_writable(self, path: str = "") -> None:
         if self._scheme in _ONLY_READ:
             raise BackendError(f"{self._named(path)}: cannot be written: what HTTP serves can only be read")
-        if self._lease is not None:
-            with self._telling("cannot be written", path):
-                self._lease.renew()
+        if self._lock is not None:
+            with self._as_backend_errors("cannot be written", path):
+                self._lock.renew()
 
     def _named(self, path: str = "") -> str:
         return self.shown(path) if path else without_credentials(self.url)
 
     @contextmanager
-    def _telling(self, what: str, path: str = "") -> Iterator[None]:
+    def _as_backend_errors(self, what: str, path: str = "") -> Iterator[None]:
         """Turn any exception into a `BackendError`, not chained: its text may hold credentials."""
         try:
             yield

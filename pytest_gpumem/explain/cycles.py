@@ -11,14 +11,14 @@ from pytest_gpumem.torch_support.static_access import class_name, is_a, package_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_TOLD = 5
+MOST_CYCLES = 5
 _LONGEST = 8
 
 
-def collect_and_tell() -> tuple[str, ...]:
+def collect_cycles() -> tuple[str, ...]:
     """Collect garbage, and return the types in its reference cycles that hold tensors: ``"Trainer -> dict -> Trainer"``.
 
-    The most frequent cycles first, at most `MOST_TOLD` of them. Somebody's own ``gc.set_debug`` is given back.
+    The most frequent cycles come first, at most `MOST_CYCLES` of them. The flags of ``gc.set_debug`` are restored.
     """
     flags = gc.get_debug()
     before = len(gc.garbage)
@@ -29,42 +29,40 @@ def collect_and_tell() -> tuple[str, ...]:
         gc.set_debug(flags)
     unreachable = gc.garbage[before:]
     del gc.garbage[before:]
-    told = cycles_among(unreachable)
+    cycles = cycles_among(unreachable)
     unreachable.clear()
     gc.collect()
-    return told
+    return cycles
 
 
 def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
     """Return the types in each reference cycle among ``objects`` that holds one of their tensors, directly or not.
 
-    Each is told from the type that says most of where it comes from.
+    Each begins with the most specific type.
     """
+    import torch
+
     index = {id(one): number for number, one in enumerate(objects)}
     edges = [sorted({index[id(other)] for other in gc.get_referents(one) if id(other) in index}) for one in objects]
     counts: dict[str, int] = {}
     holding: set[int] = set()
     # A component comes after those that it leads to.
     for component in _strongly_connected(edges):
-        if not any(_is_tensor(objects[n]) or not holding.isdisjoint(edges[n]) for n in component):
+        if not any(
+            is_a(objects[n], torch.Tensor, torch.UntypedStorage) or not holding.isdisjoint(edges[n]) for n in component
+        ):
             continue
         holding.update(component)
         if len(component) > 1 or component[0] in edges[component[0]]:
             text = _cycle_text(component, edges, objects)
             counts[text] = counts.get(text, 0) + 1
     ranked = sorted(counts, key=lambda text: (-counts[text], text))
-    return tuple(f"{text} ({counts[text]} times)" if counts[text] > 1 else text for text in ranked[:MOST_TOLD])
-
-
-def _is_tensor(one: object) -> bool:
-    import torch
-
-    return is_a(one, torch.Tensor, torch.UntypedStorage)
+    return tuple(f"{text} ({counts[text]} times)" if counts[text] > 1 else text for text in ranked[:MOST_CYCLES])
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:
-    """Return a shortest cycle through the object of a component whose type says most."""
-    first = min(component, key=lambda number: (_dull(objects[number]), number))
+    """Return a shortest cycle through the object of a component with the most specific type."""
+    first = min(component, key=lambda number: (_genericness(objects[number]), number))
     inside = set(component)
     came_from: dict[int, int] = {}
     queue = [first]
@@ -86,8 +84,8 @@ def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], object
     return " -> ".join([*names, names[0]])
 
 
-def _dull(one: object) -> int:
-    """Return a sort key that is larger the less the type of an object says."""
+def _genericness(one: object) -> int:
+    """Return a sort key that is larger for types that say less about an object's origin."""
     if is_a(one, dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType):
         return 2
     return 1 if package_of(type(one)) in ("builtins", "functools", "weakref") else 0
@@ -103,38 +101,29 @@ def _type_name(one: object) -> str:
 
 
 def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the strongly connected components, by Tarjan's algorithm (SIAM J. Comput. 1(2), 1972), without recursion."""
-    order: dict[int, int] = {}
-    low: dict[int, int] = {}
-    on_stack: set[int] = set()
-    stack: list[int] = []
+    """Return the strongly connected components, by Gabow's algorithm (Inf. Process. Lett. 74, 2000), without recursion."""
     components: list[list[int]] = []
+    path: list[int] = []
+    starts: list[int] = []
+    # Each object's place in the path, and behind all of them once its component is complete.
+    place: dict[int, int] = {}
     for root in range(len(edges)):
-        if root in order:
-            continue
-        work = [(root, iter(edges[root]))]
-        order[root] = low[root] = len(order)
-        stack.append(root)
-        on_stack.add(root)
+        work = [(-1, iter((root,)))] if root not in place else []
         while work:
             node, others = work[-1]
             for other in others:
-                if other not in order:
-                    order[other] = low[other] = len(order)
-                    stack.append(other)
-                    on_stack.add(other)
+                if other not in place:
+                    place[other] = len(path)
+                    starts.append(len(path))
+                    path.append(other)
                     work.append((other, iter(edges[other])))
                     break
-                if other in on_stack:
-                    low[node] = min(low[node], order[other])
+                while starts[-1] > place[other]:
+                    starts.pop()
             else:
                 work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == order[node]:
-                    component = [stack.pop()]
-                    while component[-1] != node:
-                        component.append(stack.pop())
-                    on_stack.difference_update(component)
-                    components.append(component)
+                if node >= 0 and starts[-1] == place[node]:
+                    components.append(path[starts.pop() :])
+                    del path[place[node] :]
+                    place.update(dict.fromkeys(components[-1], len(edges)))
     return components

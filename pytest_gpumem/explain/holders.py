@@ -14,7 +14,7 @@ from pytest_gpumem.torch_support.static_access import class_name, instance_dict,
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-MOST_TOLD = 3
+MOST_PATHS = 3
 _HIGHEST = 6
 """How many containers within one another are looked through."""
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
@@ -24,7 +24,7 @@ def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
     """Return what keeps the tensors whose memory lies at ``addresses`` alive: ``"Net.seen[...]"``.
 
     Returns:
-        At most `MOST_TOLD` paths, that of the most tensors first. None for memory that only a graph of gradients holds.
+        At most `MOST_PATHS` paths, that of the most tensors first. None for memory that only a graph of gradients holds.
     """
     if not addresses:
         return ()
@@ -32,10 +32,10 @@ def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
         tensors = [tensor for tensor in _tensors() if _address(tensor) in addresses]
         held = _held(tensors)
         tensors.clear()
-        counts = Counter(_Climb(tensors, held).paths_of(held).values())
+        counts = Counter(_Search(tensors, held).paths_of(held).values())
         held.clear()
     ranked = sorted(counts, key=lambda path: (-counts[path], path))
-    return tuple(ranked[:MOST_TOLD])
+    return tuple(ranked[:MOST_PATHS])
 
 
 def _tensors() -> list[Any]:
@@ -61,78 +61,65 @@ def _address(tensor: Any) -> int | None:
     return None if storage is None else storage.data_ptr()
 
 
-class _Climb:
+class _Search:
     """Search from objects up to holders with a name. ``ours`` are lists of the caller that refer to them.
 
-    Python goes through all objects to find who refers to one, in much less time than for each of many after another: each
-    height is climbed by all at once.
+    Python goes through all objects to find the referrers of one, in much less time than for each of many after another: so
+    each level is searched for all at once.
     """
 
     def __init__(self, *ours: list[Any]) -> None:
         self._ours: list[Any] = [*ours]
-        """Containers of this climb. They are kept: another object must not get the place of one."""
+        """Containers of this search. They are kept: another object must not get the id of one."""
 
     def paths_of(self, values: list[Any], height: int = 0) -> dict[int, str]:
-        """Return the path to each value, by the value's id. Those that no name leads to are left out."""
+        """Return the path to each value, by the value's id. Values without a named holder are left out."""
         if not values or height > _HIGHEST:
             return {}
-        holders, of = self._look(values)
-        names = self._names(holders, of, values)
-        found = {id(value): names[id(value)] for value in values if id(value) in names}
+        holders = self._holders(values)
+        found = self._names(values, holders)
         within = {
-            id(value): [one for one in of[id(value)] if issubclass(type(holders[one]), _CONTAINERS)]
-            for value in values
-            if id(value) not in names
+            number: [one for one in ones if issubclass(type(one), _CONTAINERS)]
+            for number, ones in holders.items()
+            if number not in found
         }
-        containers = [holders[one] for one in {one: None for ones in within.values() for one in ones}]
+        containers = list({id(one): one for ones in within.values() for one in ones}.values())
+        self._ours += within.values()
         above = self.paths_of(containers, height + 1)
-        for value, ones in within.items():
-            path = next((above[one] for one in ones if one in above), None)
+        for number, ones in within.items():
+            path = next((above[id(one)] for one in ones if id(one) in above), None)
             if path is not None:
-                found[value] = path if path.endswith("[...]") else f"{path}[...]"
+                found[number] = path if path.endswith("[...]") else f"{path}[...]"
         return found
 
-    def _look(self, values: list[Any]) -> tuple[dict[int, Any], dict[int, list[int]]]:
-        """Return the objects that refer to any of the values, by id, and their ids for each value, by the value's id."""
+    def _holders(self, values: list[Any]) -> dict[int, list[Any]]:
+        """Return the objects that refer to each of the values, by the value's id."""
         self._ours.append(values)
         ours = {id(self._ours), *map(id, self._ours)}
-        of: dict[int, list[int]] = {id(value): [] for value in values}
-        holders: dict[int, Any] = {}
-        # Of none it would look as long.
+        found: dict[int, list[Any]] = {id(value): [] for value in values}
+        # Without values, all objects would be searched in vain.
         for holder in gc.get_referrers(*values) if values else ():
-            if id(holder) in ours or _is_nobodys(holder):
-                continue
-            holders[id(holder)] = holder
-            for one in {id(referent) for referent in gc.get_referents(holder)} & of.keys():
-                of[one].append(id(holder))
-        self._ours.append(holders)
-        return holders, of
+            if id(holder) not in ours and not _is_excluded(holder):
+                for number in {id(referent) for referent in gc.get_referents(holder)} & found.keys():
+                    found[number].append(holder)
+        self._ours += found.values()
+        return found
 
-    def _names(self, holders: dict[int, Any], of: dict[int, list[int]], values: list[Any]) -> dict[int, str]:
+    def _names(self, values: list[Any], holders: dict[int, list[Any]]) -> dict[int, str]:
         """Return the name that the first holder with one gives to each value, by the value's id."""
-        variables = self._variables([holder for holder in holders.values() if type(holder) is types.CellType])
-        keys = {
-            (one, id(value)): key
-            for value in values
-            for one in of[id(value)]
-            if type(holders[one]) is dict and (key := _key_of(holders[one], value)) is not None
+        every = {id(one): one for ones in holders.values() for one in ones}
+        self._ours.append(every)
+        variables = self._variables([one for one in every.values() if type(one) is types.CellType])
+        of_names = {
+            id(one) for value in values for one in holders[id(value)] if type(one) is dict and _key_of(one, value)
         }
-        owners = self._owners([holders[one] for one in {one: None for one, _ in keys}])
+        owners = self._owners([every[number] for number in of_names])
         found: dict[int, str] = {}
         for value in values:
-            for one in of[id(value)]:
-                name: str | None
-                if one in variables:
-                    name = variables[one]
-                elif type(holders[one]) is dict:
-                    name = (
-                        f"{owners[one]}.{keys[one, id(value)]}" if one in owners and (one, id(value)) in keys else None
-                    )
-                else:
-                    name = _attribute(holders[one], value)
-                if name is not None:
-                    found[id(value)] = name
-                    break
+            names = (_name(value, one, variables, owners) for one in holders[id(value)])
+            name = next((name for name in names if name is not None), None)
+            if name is not None:
+                found[id(value)] = name
         return found
 
     def _owners(self, namespaces: list[Any]) -> dict[int, str]:
@@ -142,30 +129,38 @@ class _Climb:
             name = dict.get(namespace, "__name__")
             if type(name) is str and dict.__contains__(namespace, "__builtins__"):
                 found[id(namespace)] = name  # a module, also one that is not in sys.modules
-        others = [namespace for namespace in namespaces if id(namespace) not in found]
         self._ours.append(namespaces)
-        holders, of = self._look(others)
-        for namespace in others:
-            for one in of[id(namespace)]:
-                if not issubclass(type(holders[one]), _CONTAINERS) and instance_dict(holders[one]) is namespace:
-                    found.setdefault(id(namespace), class_name(type(holders[one])))
+        for number, ones in self._holders(
+            [namespace for namespace in namespaces if id(namespace) not in found]
+        ).items():
+            for one in ones:
+                if not issubclass(type(one), _CONTAINERS) and id(instance_dict(one)) == number:
+                    found.setdefault(number, class_name(type(one)))
         return found
 
     def _variables(self, cells: list[Any]) -> dict[int, str]:
         """Return the variable of each closure cell, with its function, by the cell's id."""
         found: dict[int, str] = {}
-        closures, of_cell = self._look(cells)
-        tuples = [closure for closure in closures.values() if type(closure) is tuple]
-        functions, of_closure = self._look(tuples)
+        closures = self._holders(cells)
+        tuples = list({id(one): one for ones in closures.values() for one in ones if type(one) is tuple}.values())
+        functions = self._holders(tuples)
         for cell in cells:
-            for closure in (closures[one] for one in of_cell[id(cell)] if one in of_closure):
-                for function in (functions[one] for one in of_closure[id(closure)]):
+            for closure in closures[id(cell)]:
+                index = [one is cell for one in closure].index(True) if type(closure) is tuple else -1
+                for function in functions.get(id(closure), ()):
                     if type(function) is types.FunctionType and function.__closure__ is closure:
-                        free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-                        name = next((name for name, own in free if own is cell), None)
-                        if name is not None:
-                            found.setdefault(id(cell), f"{_outer(function)}.<locals>.{name}")
+                        found.setdefault(
+                            id(cell), f"{_outer(function)}.<locals>.{function.__code__.co_freevars[index]}"
+                        )
         return found
+
+
+def _name(value: object, holder: Any, variables: dict[int, str], owners: dict[int, str]) -> str | None:
+    """Return the name that a holder gives to a value; ``None`` where it has none."""
+    if type(holder) is dict:
+        key = _key_of(holder, value)
+        return f"{owners[id(holder)]}.{key}" if key is not None and id(holder) in owners else None
+    return variables.get(id(holder)) or _attribute(holder, value)
 
 
 def _attribute(holder: object, value: object) -> str | None:
@@ -177,7 +172,7 @@ def _attribute(holder: object, value: object) -> str | None:
     return None if key is None else f"{class_name(type(holder))}.{key}"
 
 
-def _is_nobodys(holder: object) -> bool:
+def _is_excluded(holder: object) -> bool:
     """Return whether a holder is a running frame, or pytest's or ours."""
     return type(holder) is types.FrameType or package_of(type(holder)) in NOT_THE_TESTS
 

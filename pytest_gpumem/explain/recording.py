@@ -15,7 +15,7 @@ from pytest_gpumem.explain.compose import (
     composition_of_retained,
     left_by,
 )
-from pytest_gpumem.explain.cycles import collect_and_tell
+from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Mark, Trace
@@ -211,7 +211,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
         with tracker.mark(Mark("rest", "workspaces")):
             device.release_workspaces()
         with tracker.mark(Mark("rest", "garbage")):
-            cycles = collect_and_tell()
+            cycles = collect_cycles()
     trace = Trace(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
     )

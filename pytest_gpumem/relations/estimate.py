@@ -1,4 +1,4 @@
-"""Theory beside practice: what a training step must hold by formula, and what it holds."""
+"""State of a training step by formula and as measured."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.state import Share, StateBytes
 
 OFF = 0.02
-"""How far a state may be off its formula before it is pointed out, as a ratio."""
+"""Largest ratio by which a state may be off its formula without a finding."""
 _COPY = 0.1
-"""How close something must be to a whole copy to be called one."""
+"""Largest distance to whole copies, as a ratio, at which bytes are called copies."""
 _KINDS = ("parameters", "gradients", "optimizer_state", "master_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a training step holds, by formula and as measured.
+    """The state of a training step by formula and as measured.
 
     The bytes of each kind are attributes: by formula where there is one, ``activations`` as measured. ``state`` has both.
     """
@@ -29,7 +29,7 @@ class Estimate:
     measurement: Measurement
     state: StateBytes
     findings: tuple[str, ...]
-    """What is more than 2 % off its formula, each as a sentence."""
+    """Parts that are more than 2 % off their formula, each as a sentence."""
 
     @property
     def parameters(self) -> int:
@@ -50,11 +50,11 @@ class Estimate:
 
     @property
     def activations(self) -> int:
-        """What forward adds at its peak: saved tensors and temporaries. Measured."""
+        """Bytes that forward adds at its peak: saved tensors and temporaries. Measured."""
         return self.state.activations
 
     def table(self, units: UnitSystem = "si") -> list[str]:
-        """Lines: a row a kind, by formula and as measured, then the findings."""
+        """Return lines: a row for each kind, by formula and as measured, then the findings."""
         state = self.state
         rows = [_row(name.replace("_", " "), getattr(state, name), units) for name in _KINDS]
         measured = {"buffers": state.buffers, "batch": state.batch, "other at rest": state.other}
@@ -69,7 +69,7 @@ class Estimate:
 
 
 def findings_of(state: StateBytes) -> tuple[str, ...]:
-    """What is more than `OFF` off its formula, or held beside it, each as a sentence."""
+    """Return the parts that are more than `OFF` off their formula, or have none, each as a sentence."""
     found = []
     for name in _KINDS:
         share: Share = getattr(state, name)
@@ -94,7 +94,7 @@ def findings_of(state: StateBytes) -> tuple[str, ...]:
 
 
 def _copies(title: str, measured: int, formula: int) -> str:
-    """``": two copies of the optimizer state are alive"``, when it looks like that."""
+    """Return ``": two copies of the optimizer state are alive"`` where the bytes are near a multiple of the formula's."""
     if not formula:
         return ""
     copies = round(measured / formula)

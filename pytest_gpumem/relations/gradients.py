@@ -1,4 +1,4 @@
-"""Equal gradients under two step configs: what saves memory must not change what is learnt."""
+"""Comparison of the gradients under two step configs, as saving memory must not change them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ Some tens of the precision's unit roundoff (6e-8, 5e-4 of TF32 and float16, 4e-3
 since kernels sum in different orders), as errors add up over the layers. A gradient that is wrong is off by about its size.
 """
 SEED = 0
+_MOST_TRIES = 5
+"""Scales from 65536 down to 1, by 16: gradients that overflow at a large scale are no error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,12 @@ def assert_same_gradients(
 def difference(
     mine: Gradients, theirs: Gradients, rtol: float, atol: float | None = None, hint: str = ""
 ) -> str | None:
-    """What differs between two steps' gradients, as a message; ``None`` when they are the same.
+    """Return the difference of two steps' gradients as a message; ``None`` when they are the same.
 
     The root mean square of the error may be ``atol`` + ``rtol`` times that of the gradient: single entries may be far off where
     rounding decides on which side of a ReLU's corner a value falls. Without ``atol`` it is one hundredth of ``rtol`` times the
     largest gradient's: one that is 0 but for rounding (the bias of an attention's keys) has no size of its own.
-    ``hint`` is said where values differ.
+    ``hint`` ends the message where values differ.
     """
     names = list(theirs.by_name)
     if mine.by_name.keys() != theirs.by_name.keys():
@@ -121,18 +123,18 @@ def difference(
         return "nothing to compare: every gradient is 0"
     if atol is None:
         atol = 0.01 * rtol * max(_size(b) for _, _, b in pairs)
-    wrong = [(name, told) for name, a, b in pairs if (told := _error(a, b, rtol, atol)) is not None]
+    wrong = [(name, error) for name, a, b in pairs if (error := _error(a, b, rtol, atol)) is not None]
     if not wrong:
         return None
-    name, told = wrong[0]
+    name, error = wrong[0]
     return (
-        f"gradients differ: {name}: {told} (rtol {rtol:g}, atol {atol:.3g}); "
+        f"gradients differ: {name}: {error} (rtol {rtol:g}, atol {atol:.3g}); "
         f"{mine.config} against {theirs.config}, {len(wrong)} of {len(names)} parameters differ{hint}"
     )
 
 
 def _hint(one: StepConfig, other: StepConfig) -> str:
-    """Where equal gradients cannot be expected of a model with dropout."""
+    """Return why a model's gradients may differ between two configs that are right, as the end of a message."""
     if one.compile != other.compile or "none" not in (one.compile, other.compile):
         return "; compiled code draws random numbers of its own: compare with dropout switched off"
     if one.accumulate != other.accumulate:
@@ -146,13 +148,13 @@ def _hint(one: StepConfig, other: StepConfig) -> str:
 
 
 def _error(mine: torch.Tensor, theirs: torch.Tensor, rtol: float, atol: float) -> str | None:
-    """How two gradients of a parameter differ, as a clause; ``None`` when they do not."""
+    """Return the difference of two gradients of a parameter as a clause; ``None`` when they are equal."""
     if mine.shape != theirs.shape:
         return f"shape {list(mine.shape)} against {list(theirs.shape)}"
     if not mine.numel():
         return None
     error, allowed = _size(mine - theirs), atol + rtol * _size(theirs)
-    # Not the other way round: NaN is never within anything.
+    # Not `error > allowed`: NaN compares false.
     if error <= allowed:
         return None
     at = int((mine - theirs).abs().nan_to_num(nan=float("inf")).argmax())
@@ -168,7 +170,7 @@ def _gradients(
     loss: Loss | None,
     weights: dict[str, Any],
 ) -> Gradients:
-    """The gradients of one forward and backward. ``weights`` are those of the first model; empty before it is built."""
+    """Return the gradients of one forward and backward. ``weights`` are the first model's; empty before it is built."""
     import torch
 
     torch_device = device.torch_device
@@ -180,7 +182,7 @@ def _gradients(
     runs = Runs()
     cast = CastTo(precision_named(config.precision))
     with ExitStack() as stack:
-        # What a test draws afterwards does not depend on this comparison.
+        # Random numbers of the test must not depend on this comparison.
         stack.enter_context(random_numbers_given_back(device))
         # Buffers that are not in the state are the same in both models if they are drawn the same.
         torch.manual_seed(SEED)
@@ -206,26 +208,27 @@ def _gradients(
             torch.manual_seed(SEED)
             for phase in training.phases():
                 phase.run()
-            if training.scaler is None or _finite(found):
+            if training.scaler is None or _not_finite(found) is None:
                 break
             training.scaler.update(training.scaler.get_scale() / 16)
     runs.check(model, config)
     if config.compile == "none":
         cast.check(config.precision)
-    unclean = [name for name, value in found.items() if value is not None and not bool(torch.isfinite(value).all())]
-    if unclean:
-        raise MeasuringError(f"the gradient of {unclean[0]} is not finite under {config}")
+    if (name := _not_finite(found)) is not None:
+        raise MeasuringError(f"the gradient of {name} is not finite under {config}")
     precision = config.precision or precision_of(model)
     return Gradients(str(config), found, tuple(precision.split("+")))
 
 
-_MOST_TRIES = 5
-"""Scales from 65536 down to 1, by 16: gradients that overflow at a large scale are no error."""
-
-
 def _size(gradient: torch.Tensor) -> float:
-    """The root mean square of a gradient's entries."""
+    """Return the root mean square of a gradient's entries."""
     return float(gradient.abs().double().square().mean().sqrt()) if gradient.numel() else 0.0
+
+
+def _on_the_host(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a dense copy, in at least single precision."""
+    dense = gradient.detach().to_dense().cpu()
+    return dense.float() if dense.element_size() < 4 else dense
 
 
 def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | None]:
@@ -236,13 +239,10 @@ def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | 
     }
 
 
-def _on_the_host(gradient: torch.Tensor) -> torch.Tensor:
-    """A dense copy, in at least single precision."""
-    dense = gradient.detach().to_dense().cpu()
-    return dense.float() if dense.element_size() < 4 else dense
-
-
-def _finite(gradients: Mapping[str, torch.Tensor | None]) -> bool:
+def _not_finite(gradients: Mapping[str, torch.Tensor | None]) -> str | None:
+    """Return the first parameter whose gradient is not finite."""
     import torch
 
-    return all(value is None or bool(torch.isfinite(value).all()) for value in gradients.values())
+    return next(
+        (name for name, one in gradients.items() if one is not None and not bool(torch.isfinite(one).all())), None
+    )

@@ -1,4 +1,4 @@
-"""No growth: a step that is called again and again keeps nothing more."""
+"""Assertion that the memory of a repeated step does not grow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_KINDS = 3
 def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object], steps: int = 20) -> None:
     """Call ``step`` ``steps`` times. Raises ``AssertionError`` when memory still grows in the second half of them.
 
-    And `MeasuringError` when the steps held nothing on the device, so that they could not be seen to grow.
+    Raises `MeasuringError` when the steps held nothing on the device.
     """
     if steps < 2:
         raise ValueError(f"steps={steps}: growth is seen over two steps or more")
@@ -58,7 +58,7 @@ def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object
 
 
 def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
-    """What ``steps`` steps kept: bytes of each, and the kinds of tensors, most bytes first."""
+    """Return lines on the memory that ``steps`` steps kept: bytes of each, and the kinds of tensors, most bytes first."""
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     storages: set[int] = set()
@@ -66,14 +66,14 @@ def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
         graph = "" if tensor_property(tensor, "grad_fn") is None else ", with the graph of its gradient"
         kind = f"{describe(tensor)}{graph}"
         counts[kind] += 1
-        new = {address: nbytes for address, nbytes in blocks_of([tensor]).items() if address not in storages}
-        if new:
-            storages.update(new)
-            sizes[kind] += sum(new.values())
+        for address, nbytes in blocks_of([tensor]).items():
+            if address not in storages:
+                storages.add(address)
+                sizes[kind] += nbytes
     lines = [f"memory grows: {format_bytes(round(kept / steps))} a step, {format_bytes(kept)} in {steps} steps"]
     shown = sizes.most_common(MOST_KINDS)
     lines += [f"  kept: {counts[kind]} x {kind}, {format_bytes(size)}" for kind, size in shown]
-    if len(sizes) > len(shown):
+    if len(sizes) > MOST_KINDS:
         lines.append(f"  kept: tensors of {len(sizes) - len(shown)} more kinds")
     rest = kept - sum(sizes.values())
     if rest > 0:
@@ -82,7 +82,7 @@ def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
 
 
 def _tensors(device: Device) -> dict[int, torch.Tensor]:
-    """The tensors on the device that Python knows and that have memory, by id. Objects from before the test are not seen."""
+    """Return the tensors with memory on the device by id, as the collector sees them: without the frozen heap's."""
     import torch
 
     return {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_gpumem.explain.cycles import MOST_TOLD, collect_and_tell, cycles_among
+from pytest_gpumem.explain.cycles import MOST_CYCLES, collect_cycles, cycles_among
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,14 +54,14 @@ def _nothing_to_collect() -> Iterator[None]:
 
 def test_without_a_cycle_there_is_nothing_to_tell():
     Trainer().model = Model()  # type: ignore[attr-defined]
-    assert collect_and_tell() == ()
+    assert collect_cycles() == ()
 
 
 def test_two_objects_that_hold_each_other():
     trainer, model = Trainer(), Model()
     trainer.model, model.trainer = model, trainer  # type: ignore[attr-defined]
     del trainer, model
-    (told,) = collect_and_tell()
+    (told,) = collect_cycles()
     names = [name for name in told.split(" -> ") if name != "dict"]
     # Until Python 3.11 an object's attributes are in a dict of their own.
     assert names in (["Trainer", "Model", "Trainer"], ["Model", "Trainer", "Model"])
@@ -71,7 +71,7 @@ def test_an_object_that_holds_itself_through_a_dict():
     trainer = Trainer()
     trainer.state = {"trainer": trainer}  # type: ignore[attr-defined]
     del trainer
-    (told,) = collect_and_tell()
+    (told,) = collect_cycles()
     assert told in ("Trainer -> dict -> Trainer", "Trainer -> dict -> dict -> Trainer")
 
 
@@ -79,7 +79,7 @@ def test_a_cycle_begins_with_the_type_that_says_most():
     node = Node()
     node.other = [{"key": (node,)}]
     del node
-    assert collect_and_tell() == ("Node -> list -> dict -> tuple -> Node",)
+    assert collect_cycles() == ("Node -> list -> dict -> tuple -> Node",)
 
 
 def test_a_closure_that_holds_itself():
@@ -91,7 +91,7 @@ def test_a_closure_that_holds_itself():
             tensor.zero_()
 
     leak()
-    (told,) = collect_and_tell()
+    (told,) = collect_cycles()
     name = "function test_a_closure_that_holds_itself.<locals>.leak.<locals>.again"
     assert told == f"{name} -> tuple -> cell -> {name}"
 
@@ -100,7 +100,7 @@ def test_a_method_that_an_object_keeps_of_itself():
     node = Node()
     node.other = Model.hook.__get__(node)
     del node
-    assert collect_and_tell() == ("Node -> method -> Node",)
+    assert collect_cycles() == ("Node -> method -> Node",)
 
 
 def test_the_frame_of_an_exception_that_is_kept_in_it():
@@ -112,7 +112,7 @@ def test_the_frame_of_an_exception_that_is_kept_in_it():
             kept = error  # noqa: F841 - this is the cycle
 
     fail()
-    (told,) = collect_and_tell()
+    (told,) = collect_cycles()
     assert told.startswith("ValueError -> traceback -> frame of ")
     assert told.endswith("fail -> ValueError")
 
@@ -121,7 +121,7 @@ def test_an_object_that_holds_itself_alone():
     held: list[object] = [torch.empty(1)]
     held.append(held)
     del held
-    assert collect_and_tell() == ("list -> list",)
+    assert collect_cycles() == ("list -> list",)
 
 
 def test_a_cycle_that_holds_no_tensor_is_not_told():
@@ -132,7 +132,7 @@ def test_a_cycle_that_holds_no_tensor_is_not_told():
         pass
 
     del held, OfItsOwn
-    assert collect_and_tell() == ()
+    assert collect_cycles() == ()
 
 
 def test_a_cycle_that_leads_to_a_tensor_through_others_is_told():
@@ -140,7 +140,7 @@ def test_a_cycle_that_leads_to_a_tensor_through_others_is_told():
     held[0]["state"].tensors = (torch.empty(1),)  # type: ignore[index]
     held.append(held)
     del held
-    assert collect_and_tell() == ("list -> list",)
+    assert collect_cycles() == ("list -> list",)
 
 
 def test_a_cycle_that_shares_a_tensor_with_what_is_alive_holds_nothing():
@@ -148,7 +148,7 @@ def test_a_cycle_that_shares_a_tensor_with_what_is_alive_holds_nothing():
     held: list[object] = [tensor]
     held.append(held)
     del held
-    assert collect_and_tell() == ()
+    assert collect_cycles() == ()
     assert tensor.numel() == 1
 
 
@@ -156,7 +156,7 @@ def test_what_only_hangs_on_a_cycle_is_not_in_it():
     node = Node()
     node.other = [node, Trainer(), {"a": Model()}]
     del node
-    assert collect_and_tell() == ("Node -> list -> Node",)
+    assert collect_cycles() == ("Node -> list -> Node",)
 
 
 def test_the_shortest_cycle_is_told():
@@ -164,7 +164,7 @@ def test_the_shortest_cycle_is_told():
     second = Node([first, Node([first])])
     first.other = second
     del first, second
-    assert collect_and_tell() == ("Node -> Node -> list -> Node",)
+    assert collect_cycles() == ("Node -> Node -> list -> Node",)
 
 
 def test_a_long_cycle_is_told_by_its_beginning_and_its_end():
@@ -174,7 +174,7 @@ def test_a_long_cycle_is_told_by_its_beginning_and_its_end():
         held = [held]
     first.other = held
     del first, held
-    (told,) = collect_and_tell()
+    (told,) = collect_cycles()
     assert told == "Node -> list -> list -> list -> list -> list -> list -> ... -> list -> Node"
 
 
@@ -188,26 +188,26 @@ def test_cycles_of_the_same_types_are_counted_and_the_most_frequent_come_first()
     held: list[object] = [torch.empty(1)]
     held.append(held)
     del node, held
-    assert collect_and_tell() == ("Node -> list -> Node (3 times)", "list -> list")
+    assert collect_cycles() == ("Node -> list -> Node (3 times)", "list -> list")
 
 
 def test_of_many_kinds_of_cycles_a_few_are_told():
-    for depth in range(MOST_TOLD + 3):
+    for depth in range(MOST_CYCLES + 3):
         node = Node()
         node.other = node
         for _ in range(depth):
             node.other = [node.other]
     del node
-    told = collect_and_tell()
-    assert len(told) == MOST_TOLD
-    assert len(set(told)) == MOST_TOLD
+    told = collect_cycles()
+    assert len(told) == MOST_CYCLES
+    assert len(set(told)) == MOST_CYCLES
 
 
 def test_two_cycles_through_one_object_are_one_knot():
     node = Node()
     node.other = [[node], (node,)]
     del node
-    assert len(collect_and_tell()) == 1
+    assert len(collect_cycles()) == 1
 
 
 # What is left as it was
@@ -218,7 +218,7 @@ def test_what_was_garbage_is_freed():
     node.other = node
     alive = weakref.ref(node)
     del node
-    collect_and_tell()
+    collect_cycles()
     assert alive() is None
     assert gc.collect() == 0
 
@@ -233,7 +233,7 @@ def test_the_collectors_flags_and_garbage_are_given_back(flags):
         node = Node()
         node.other = node
         del node
-        collect_and_tell()
+        collect_cycles()
         assert gc.get_debug() == flags
         assert gc.garbage == [mine]
     finally:
@@ -244,14 +244,14 @@ def test_the_collectors_flags_and_garbage_are_given_back(flags):
 @pytest.mark.parametrize("on", [True, False])
 def test_whether_the_collector_runs_by_itself_stays_as_it_was(on):
     (gc.enable if on else gc.disable)()
-    collect_and_tell()
+    collect_cycles()
     assert gc.isenabled() is on
 
 
 def test_what_is_alive_is_not_told_and_stays():
     node = Node()
     node.other = node
-    assert collect_and_tell() == ()
+    assert collect_cycles() == ()
     assert node.other is node
 
 

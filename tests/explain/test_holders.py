@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 
-from pytest_gpumem.explain.holders import MOST_TOLD, holders_of
+from pytest_gpumem.explain.holders import MOST_PATHS, holders_of
 
 REGISTRY = {}
 
@@ -69,7 +69,7 @@ def test_the_holder_of_the_most_tensors_comes_first_and_few_are_told():
         net.seen = [torch.ones(7) for _ in range(number + 1)]
     told = holders_of({address(tensor) for net in nets for tensor in net.seen})
     assert told == ("Net4.seen[...]", "Net3.seen[...]", "Net2.seen[...]")
-    assert len(told) == MOST_TOLD
+    assert len(told) == MOST_PATHS
 
 
 def test_containers_that_lead_to_one_another_end():
