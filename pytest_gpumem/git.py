@@ -18,7 +18,7 @@ _SET_BY_HOOKS = frozenset(
 
 
 class GitError(Exception):
-    """A git command failed; the message says why."""
+    """A git command failed; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,6 @@ def _answer(folder: Path, arguments: tuple[str, ...], given: bytes = b"") -> byt
     except OSError as error:
         raise GitError(f"git cannot be run: {error.strerror}") from None
     if answer.returncode:
-        said = answer.stderr.decode("utf-8", "surrogateescape").strip()
-        raise GitError(said or f"git {arguments[0]} ended with exit status {answer.returncode}")
+        message = answer.stderr.decode("utf-8", "surrogateescape").strip()
+        raise GitError(message or f"git {arguments[0]} ended with exit status {answer.returncode}")
     return answer.stdout

@@ -59,10 +59,10 @@ def parse_gigabytes(number: float) -> int:
     return _whole(number * 10**9, repr(number), "number of GB")
 
 
-def _whole(count: float, said: str, what: str) -> int:
+def _whole(count: float, shown: str, what: str) -> int:
     # No memory has 2**63 bytes, and TOML cannot hold more.
     if not count < 2**63:
-        raise ValueError(f"{said} is not a finite {what}")
+        raise ValueError(f"{shown} is not a finite {what}")
     return round(count)
 
 

@@ -1,4 +1,4 @@
-"""A text file that is replaced whole: a reader sees the old text or the new one, also after a crash."""
+"""Atomic replacement of a text file: a reader sees the old text or the new one, also after a crash."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 DRAFT = ".draft"
-"""How the name of a text ends that is being written; the name begins with a dot."""
+"""Suffix of a file that is being written; its name begins with a dot."""
 
 
 def write_whole(path: Path, text: str, *, errors: str = "backslashreplace") -> None:

@@ -22,7 +22,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 
 
 class BackendError(Exception):
-    """The backend cannot be read or written; the message says which file and why."""
+    """The backend cannot be read or written; the message has the file and the reason."""
 
 
 class Backend(Protocol):
@@ -45,7 +45,7 @@ class Backend(Protocol):
         """Delete a file."""
 
     def locked(self) -> AbstractContextManager[str | None]:
-        """Hold the writers' lock within the context; yields a clause that says why, where there can be no lock."""
+        """Hold the writers' lock within the context; yields the reason as a clause, where there can be no lock."""
 
     def shown(self, path: str) -> str:
         """Return the file's location for messages, without credentials."""
@@ -152,7 +152,7 @@ class Folder(Backend):
         try:
             lines = ignored.read_text(encoding="utf-8").splitlines() if ignored.exists() else [_ITSELF]
             missing = [line for line in _IGNORED if line not in lines]
-            # One that does not ignore itself is somebody's own.
+            # One that does not ignore itself is the user's.
             if _ITSELF in lines and (missing or not ignored.exists()):
                 write_whole(ignored, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED])))
             for draft in self.root.rglob(f".*{DRAFT}"):

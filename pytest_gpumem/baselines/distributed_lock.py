@@ -53,7 +53,7 @@ class LockObjects:
             # An older release, which cannot create a file only once: seen when it creates this one again.
             self.replace(number, text)
         except OSError as error:
-            # Two that create at once, at S3; and servers like it, which do not say which condition it was that failed.
+            # S3, for two that create at once; similar servers do not name the condition that failed.
             if "ConditionalRequestConflict" not in str(error) and self.read(number) is None:
                 raise
             return False
@@ -136,7 +136,7 @@ class DistributedLock:
         self._renewed = now
 
     def release(self) -> None:
-        """Release the lock. Raises `DistributedLockError` when somebody has taken it over before."""
+        """Release the lock. Raises `DistributedLockError` when it has been taken over."""
         self._check_held()
         self._objects.replace(self._number, self._text(released=True))
 
@@ -144,7 +144,7 @@ class DistributedLock:
         started, pause, watched, since = self._clock(), _FIRST_PAUSE, (0, ""), 0.0
         while True:
             top = max(self._objects.numbers(), default=0)
-            # The time before a look is the earliest at which it can have seen what it saw, the time after it the latest.
+            # The state was read between `before` and the clock's time after it.
             before = self._clock()
             state = self._objects.read(top) if top else None
             free = state is None or _released(state)

@@ -26,7 +26,7 @@ _LOG = (
 class Commit:
     """A commit: its full name, the day on which it was written (``2026-11-02``), by whom, and its message's first line.
 
-    ``cut_off`` says that its parents are not in a shallow clone, so that what it seems to add may be older.
+    ``cut_off`` says that its parents are not in a shallow clone, so that the file may be older than it.
     """
 
     name: str

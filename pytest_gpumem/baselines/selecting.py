@@ -20,22 +20,22 @@ def matches(key: Key, pattern: str) -> bool:
     return pattern in text or any(fnmatch.fnmatchcase(whole, glob) for whole in (text, f"{key.file}::{key.test}"))
 
 
-def meant(keys: Iterable[Key], said: str) -> list[Key]:
-    """Return the keys that ``said`` selects, sorted: of the test with just this id, or else of all that it matches."""
+def selected(keys: Iterable[Key], pattern: str) -> list[Key]:
+    """Return the keys that ``pattern`` selects, sorted: of the test with just this id, or else of all that it matches."""
     everything = sorted(set(keys))
-    exact = [key for key in everything if said in (str(key), f"{key.file}::{key.test}")]
-    return exact or [key for key in everything if matches(key, said)]
+    exact = [key for key in everything if pattern in (str(key), f"{key.file}::{key.test}")]
+    return exact or [key for key in everything if matches(key, pattern)]
 
 
-def nearest_tests(keys: Iterable[Key], said: str) -> list[str]:
-    """Return up to three ids of tests, or names of their files, that are spelled like ``said``, the nearest first."""
+def nearest_tests(keys: Iterable[Key], pattern: str) -> list[str]:
+    """Return up to three ids of tests, or names of their files, that are spelled like ``pattern``, the nearest first."""
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     files = sorted({test.partition("::")[0] for test in tests})
     # A test may be named without its folders or file, or with a misspelt one.
     named = {name: name for name in (*tests, *(file.rpartition("/")[2] for file in files))}
     named |= {test.rpartition("::")[2]: test for test in reversed(tests)}
-    close = difflib.get_close_matches(said, list(named), n=3, cutoff=0.6)
-    close += difflib.get_close_matches(said.rpartition("::")[2], list(named), n=3, cutoff=0.6)
+    close = difflib.get_close_matches(pattern, list(named), n=3, cutoff=0.6)
+    close += difflib.get_close_matches(pattern.rpartition("::")[2], list(named), n=3, cutoff=0.6)
     return list(dict.fromkeys(named[name] for name in close))[:3]
 
 
@@ -49,7 +49,7 @@ def unused(
     """Return the baselines among ``stored``, given as (slug, key), that belong to no test.
 
     ``measured`` are the (file, test) that were collected and are measured. Only files that were collected whole
-    (``whole_files``) can tell that a test is gone; one that does not exist any more has none.
+    (``whole_files``) show that a test is gone; those that do not exist any more have no tests.
     """
     return [
         (slug, key)

@@ -41,12 +41,12 @@ class Store:
         if entry is not None:
             return entry
         inside = _inside(key.file)
-        elsewhere = (
+        other_devices = (
             other.environment.device
             for path in self._known_paths()
             if path.partition("/")[2] == inside and (other := self._entries(path).get(key)) is not None
         )
-        return NoBaseline(tuple(sorted(set(elsewhere))))
+        return NoBaseline(tuple(sorted(set(other_devices))))
 
     def names(self, slug: str, file: str, test: str) -> list[str]:
         """Return the names of the measurements of a test that have a baseline on the device called ``slug``, sorted."""
@@ -64,24 +64,24 @@ class Store:
         others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `BackendError`; a file
         that cannot be understood is left as it was.
         """
-        wanted: dict[str, dict[Key, Baseline]] = {}
-        unwanted: dict[str, set[Key]] = {}
+        written: dict[str, dict[Key, Baseline]] = {}
+        removed: dict[str, set[Key]] = {}
         for key, entry in entries.items():
-            wanted.setdefault(path_of(entry.environment.slug, key.file), {})[key] = entry
+            written.setdefault(path_of(entry.environment.slug, key.file), {})[key] = entry
         for slug, key in gone:
-            unwanted.setdefault(path_of(slug, key.file), set()).add(key)
-        paths = sorted(wanted.keys() | unwanted.keys())
+            removed.setdefault(path_of(slug, key.file), set()).add(key)
+        paths = sorted(written.keys() | removed.keys())
         with self._backend.locked() as unlocked:
             self._read_files(paths)
             for path in paths:
-                theirs = self._read[path].entries
-                kept = {key: entry for key, entry in theirs.items() if key not in unwanted.get(path, ())}
-                merged = kept | wanted.get(path, {})
+                stored = self._read[path].entries
+                kept = {key: entry for key, entry in stored.items() if key not in removed.get(path, ())}
+                merged = kept | written.get(path, {})
                 if merged:
                     text = render(merged)
                     self._backend.write(path, text)
                     self._read[path] = _Read(text, merged)
-                elif theirs:
+                elif stored:
                     self._backend.remove(path)
                     del self._read[path]
         self._paths = None

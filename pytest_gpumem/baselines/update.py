@@ -38,27 +38,27 @@ def entries_to_write(
     what got better and leaves the rest; ``all`` accepts everything. Times go along with one another. The reason is that of
     the last change that was accepted, and goes when another is accepted without one; one more run of times is none.
     """
-    wanted: dict[Key, Baseline] = {}
+    entries: dict[Key, Baseline] = {}
     for key, (verdict, entry) in measured.items():
         earlier = stored[key]
         if isinstance(earlier, NoBaseline):
             if mode != "improved":
-                wanted[key] = entry
+                entries[key] = entry
         elif mode == "new":
             added = _with_added(earlier, entry, verdict)
             if added != earlier:
-                wanted[key] = replace(added, reason=entry.reason or earlier.reason)
+                entries[key] = replace(added, reason=entry.reason or earlier.reason)
         elif mode == "all":
             merged = _accepted(earlier, entry, verdict)
             another_run = merged.runs != earlier.runs or not _same_machine(merged, earlier)
             changed = not entry.takes_the_same(earlier) or _has_another_speed(verdict)
             if (entry.runs is not None and another_run) or not entry.says_the_same(earlier):
-                wanted[key] = merged if changed else replace(merged, reason=earlier.reason)
+                entries[key] = merged if changed else replace(merged, reason=earlier.reason)
         elif mode == "improved":
             lowered = _lowered(earlier, entry, verdict)
             if lowered is not None:
-                wanted[key] = lowered
-    return wanted
+                entries[key] = lowered
+    return entries
 
 
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
@@ -200,6 +200,6 @@ def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baselin
     added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator)
     if entry.runs is None or not _lacks_times(earlier, entry):
         return added
-    # An older version did not say on which machine an entry was recorded; that of its times is known now.
+    # Entries of older versions lack the machine; that of the added times is known.
     environment = replace(earlier.environment, details={**there, MACHINE: here[MACHINE]})
     return _with_times_of(entry, replace(added, environment=environment))

@@ -177,7 +177,7 @@ class Url(Backend):
             yield from (info["name"] for info in files.values())
 
     def _outside(self, path: str) -> str:
-        """Return a path as fsspec wants it."""
+        """Return a path in the form of fsspec."""
         return f"{self._root}/{quote(path) if self._scheme in _ONLY_READ else path}"
 
     def _inside(self, name: str) -> str:
@@ -215,7 +215,7 @@ class Url(Backend):
 
 
 def _creates_once(files: Any) -> bool:
-    """Return whether a file system can create a file atomically; fsspec's general way looks first, and then writes."""
+    """Return whether a file system can create a file atomically; fsspec's default checks first, and then writes."""
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 

@@ -85,9 +85,9 @@ def _found(
     top: Path, folder: str, baselines: list[StoredBaseline], said: str, device: str | None
 ) -> list[tuple[str, Key, Baseline | None]]:
     """The baselines of the one test that ``said`` means, as (slug, key, entry). Raises `InputError` and `GitError`."""
-    from pytest_gpumem.baselines.selecting import meant, nearest_tests
+    from pytest_gpumem.baselines.selecting import nearest_tests, selected
 
-    keys = meant((one.key for one in baselines), said)
+    keys = selected((one.key for one in baselines), said)
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     if len(tests) > 1:
         more = [f"... and {len(tests) - _MOST_LISTED} more"] if len(tests) > _MOST_LISTED else []

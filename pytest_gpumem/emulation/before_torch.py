@@ -1,4 +1,4 @@
-"""Have torch preceded by the stand-ins whenever it is imported, and followed by true values for what is small.
+"""Import hook that loads the stand-ins before torch, and enters the mode for values of small tensors after it.
 
 Imports nothing of this package until torch is imported: it is run at the start of every Python (``startup``).
 """
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 PEAKS = "GPUMEM_EMULATED_PEAKS"
-"""Set where a program's peaks are to be told when it ends."""
+"""Set if a program's peaks are printed when it ends."""
 USAGE = "GPUMEM_EMULATED_USAGE"
-"""The folder in which each process is to leave what it took, where one is to."""
+"""The folder to which each process writes its usage, if it does."""
 STEPS = "GPUMEM_EMULATED_STEPS"
-"""With `USAGE`: after how many steps of an optimizer a process is to end, where it is to."""
+"""With `USAGE`: the number of an optimizer's steps after which a process ends, if it does."""
 
 
 class _BeforeTorch(MetaPathFinder):
-    """First of all finders: sees that torch is about to be imported."""
+    """First of all finders, which is called when torch is about to be imported."""
 
     def __init__(self, word: str) -> None:
         self.word = word

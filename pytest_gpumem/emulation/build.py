@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 FIRST = "libcudart"
 """Loaded before the others, which link to it: it has the GPU."""
 LINKED = "libcuda.so"
-"""The driver's name as a linker looks for it, for older releases of Triton."""
+"""The driver's name for a linker, for older releases of Triton."""
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-w")
 
 
-class _Wanted(NamedTuple):
+class _Needed(NamedTuple):
     """The functions that torch takes from one library, and the version nodes that it takes them from."""
 
     library: Library
@@ -67,8 +67,8 @@ def _key(torch: TorchBuild) -> str:
     """Return a hash of what the stand-ins are made of, in 16 digits: torch's libraries by size and time, and our sources."""
     digest = hashlib.sha256()
     for path in sorted(torch.libraries.glob("*.so*")):
-        said = path.stat()
-        digest.update(f"{path.name} {said.st_size} {said.st_mtime_ns}\n".encode())
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     for name, text in sorted(_sources().items()):
         digest.update(f"{name}\n{text}".encode())
     digest.update(repr((torch, LIBRARIES, LINKED)).encode())
@@ -103,30 +103,30 @@ def _build_into(folder: Path, torch: TorchBuild) -> None:
 
 
 def _compile_all(compiler: str, torch: TorchBuild, draft: Path) -> None:
-    wanted = _wanted(torch)
+    needed = _needed(torch)
     sources = draft / "source"
     sources.mkdir()
     for name, text in _sources().items():
         (sources / name).write_text(text, encoding="utf-8")
-    first = next((soname for soname in wanted if soname.startswith(FIRST)), None)
+    first = next((soname for soname in needed if soname.startswith(FIRST)), None)
     if first is None:
         raise EmulationError(f"torch {torch.version} does not need {FIRST}: this build of torch is not known")
-    for soname in sorted(wanted, key=lambda soname: soname != first):
+    for soname in sorted(needed, key=lambda soname: soname != first):
         link = () if soname == first else (str(draft / first),)
-        _compile(compiler, torch, soname, wanted[soname], sources, (*link, "-ldl", "-lpthread"))
+        _compile(compiler, torch, soname, needed[soname], sources, (*link, "-ldl", "-lpthread"))
     shutil.rmtree(sources)
     (draft / LINKED).symlink_to(DRIVER)
 
 
 def _compile(
-    compiler: str, torch: TorchBuild, soname: str, wanted: _Wanted, sources: Path, link: Iterable[str]
+    compiler: str, torch: TorchBuild, soname: str, needed: _Needed, sources: Path, link: Iterable[str]
 ) -> None:
     """Compile one library; the loader warns where a version node is missing that torch asks for."""
-    library = wanted.library
+    library = needed.library
     rest = sources / f"{library.stem}_rest.c"
-    rest.write_text(stubs(library, wanted.names), encoding="utf-8")
+    rest.write_text(stubs(library, needed.names), encoding="utf-8")
     script = sources / f"{library.stem}.map"
-    nodes = sorted(wanted.versions)
+    nodes = sorted(needed.versions)
     script.write_text("".join(f"{node} {{ global: *; }};\n" for node in nodes) or "{ global: *; };\n", encoding="utf-8")
     out = sources.parent / soname
     command = [
@@ -148,30 +148,30 @@ def _compile(
         )
 
 
-def _wanted(torch: TorchBuild) -> dict[str, _Wanted]:
+def _needed(torch: TorchBuild) -> dict[str, _Needed]:
     """Return the functions that torch takes from each of NVIDIA's libraries, by soname."""
-    wanted: dict[str, _Wanted] = {}
+    needed: dict[str, _Needed] = {}
     unversioned: set[str] = set()
 
-    def wanted_of(soname: str) -> _Wanted | None:
+    def needed_of(soname: str) -> _Needed | None:
         library = library_of(soname)
-        return None if library is None else wanted.setdefault(soname, _Wanted(library, {*library.by_name}, set()))
+        return None if library is None else needed.setdefault(soname, _Needed(library, {*library.by_name}, set()))
 
     for soname in ALWAYS:
-        wanted_of(soname)
+        needed_of(soname)
     for path in sorted(torch.libraries.glob("*.so*")):
         try:
             needs = read_needs(path)
         except NotElf as error:
             raise EmulationError(f"torch {torch.version} cannot be read: {error}") from None
         for soname in needs.libraries:
-            wanted_of(soname)
+            needed_of(soname)
         for symbol in needs.symbols:
             if symbol.library is None:
                 unversioned.add(symbol.name)
-            elif (of := wanted_of(symbol.library)) is not None:
+            elif (of := needed_of(symbol.library)) is not None:
                 of.names.add(symbol.name)
                 of.versions.update(() if symbol.version is None else (symbol.version,))
-    for of in wanted.values():
+    for of in needed.values():
         of.names.update(name for name in unversioned if of.library.symbols.match(name))
-    return wanted
+    return needed

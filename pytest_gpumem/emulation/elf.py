@@ -1,4 +1,4 @@
-"""The tables of an ELF file that say which libraries it needs, and which of their symbols.
+"""Tables of an ELF file: the libraries that it needs, and their symbols.
 
 64-bit little-endian files, which those of Linux on x86-64 and arm64 are. Read by hand: ``readelf`` is not on every machine.
 Names and numbers are those of the System V ABI's ELF specification and, for versions, of the Linux Standard Base.

@@ -56,9 +56,9 @@ def emulated_gpu(word: str) -> Gpu:
     Raises:
         ValueError: There is no such GPU. The message is a sentence that names the nearest.
     """
-    said = word.removeprefix(EMULATED).lower()
-    several = re.fullmatch(r"(.+?)x(\d+)", said)
-    name, count = (several[1], int(several[2])) if several and said not in _table() else (said, 1)
+    text = word.removeprefix(EMULATED).lower()
+    several = re.fullmatch(r"(.+?)x(\d+)", text)
+    name, count = (several[1], int(several[2])) if several and text not in _table() else (text, 1)
     if not 1 <= count <= MOST_DEVICES:
         raise ValueError(f"{word!r}: from 1 to {MOST_DEVICES} GPUs can be emulated, not {count}")
     gpu = _table().get(name) or _with_memory(name)

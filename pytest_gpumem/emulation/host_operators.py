@@ -32,7 +32,7 @@ class Operator:
     written_names: tuple[str, ...]
     """The same, of those that may only be named."""
     collective: bool = False
-    """It is one of torch.distributed's, whose schemas do not say what they write to."""
+    """It is one of torch.distributed's, whose schemas lack the arguments that they write to."""
 
 
 def operator_of(func: Any) -> Operator:

@@ -80,14 +80,14 @@ class HostValues(TorchDispatchMode):
         """Of the tensor that was last noted as not known."""
         self._constants: dict[int, tuple[StorageWeakRef, bool]] = {}
         self.trouble: str | None = None
-        """A clause that says where an unknown value was read first, since it was last taken."""
+        """The first read of an unknown value since the last `take_trouble`, as a clause with its line."""
         self.first_trouble: str | None = None
         """The same, of the whole process."""
         self.as_integer = False
         """A float is read to become an integer, which may be a size."""
 
     def take_trouble(self) -> str | None:
-        """Return a clause that says where an unknown value was read first since the last call of this, if one was."""
+        """Return the first read of an unknown value since the last call as a clause with its line, if there was one."""
         trouble, self.trouble = self.trouble, None
         return trouble
 
@@ -163,7 +163,7 @@ class HostValues(TorchDispatchMode):
         else:
             computed = False
         for tensor in outcome:
-            # Gradients that are set to zero are added to where nobody sees it.
+            # Backward, which this mode does not see, adds to gradients that are set to zero.
             known = computed and not (operator.name in ("zero_", "_foreach_zero_") and not is_exact(tensor))
             self._note(tensor, known, constant)
         return result

@@ -14,9 +14,9 @@ class Library:
 
     stem: str
     symbols: re.Pattern[str]
-    """The names that belong to it, where torch's tables do not say which library they are of."""
+    """The names that belong to it, for symbols without a library in torch's tables."""
     error: int
-    """Its status for what is not supported: what a function returns that nobody wrote."""
+    """Its status "not supported", which stubs return."""
     sources: tuple[str, ...] = ()
     """Files in ``native``."""
     launched: re.Pattern[str] = _NOTHING
@@ -24,7 +24,7 @@ class Library:
     by_name: tuple[str, ...] = ()
     """Functions that are asked for while torch runs, all at once, by which torch 2.6 asserts that each is there."""
     quiet: bool = False
-    """It is asked, and told that there is nothing, in the course of nature."""
+    """Whether calls of its stubs are normal, and print nothing."""
 
 
 LIBRARIES = (
@@ -84,7 +84,7 @@ def library_of(soname: str) -> Library | None:
 def stubs(library: Library, names: set[str]) -> str:
     """Return C code of a weak stub for each of ``names``: a function in the sources takes its place.
 
-    A stub that is not known to do nothing says its name and fails. Success would leave what it should have written unset.
+    A stub that does more than launch a kernel prints its name and fails: success would leave its outputs unset.
     """
     lines = [
         "extern void gpumem_lacks(const char *, const char *);",

@@ -59,10 +59,10 @@ class Emulation:
         """Return the kernels that were launched since `forget_launches`, by their mangled name or the library's function."""
         found: dict[str, int] = {}
 
-        def tell(name: bytes, times: int) -> None:
+        def enter(name: bytes, times: int) -> None:
             found[name.decode()] = found.get(name.decode(), 0) + times
 
-        self.runtime.gpumem_tell_launches(_TELL(tell))
+        self.runtime.gpumem_tell_launches(_TELL(enter))
         return found
 
     def forget_launches(self) -> None:
@@ -151,7 +151,7 @@ def load(word: str) -> Emulation:
 def _configuration(gpu: Gpu) -> _Configuration:
     same = {name: getattr(gpu, name) for name in (*_NUMBERS, "total_bytes", "count")}
     major, minor = gpu.capability
-    # Code looks for "H100" in the name, and people for what it is.
+    # Programs search the name for "H100".
     name = f"{gpu.name} (emulated)".encode()
     return _Configuration(name=name, major=major, minor=minor, context_bytes=CONTEXT_BYTES, **same)
 

@@ -56,7 +56,7 @@ NOWHERE = "no line of the program"
 
 @dataclass(frozen=True, slots=True)
 class AtPeak:
-    """The live bytes at the peak: in all, and blocks and bytes by the line that made them."""
+    """Live bytes at the peak: in all, and blocks and bytes by the line that made them."""
 
     nbytes: int
     blocks: Mapping[str, int]
@@ -128,8 +128,8 @@ def _tell(peaks: KeptPeaks, backend: str) -> None:
     else:
         for device, allocated in sorted(peaks.allocated.items()):
             if allocated:
-                said = _peak(device, allocated, peaks.reserved[device])
-                _say(f"{said}. What was live then is not known: the allocator ({backend}) keeps no history")
+                peak = _peak(device, allocated, peaks.reserved[device])
+                _say(f"{peak}. What was live then is not known: the allocator ({backend}) keeps no history")
     emulation = current_emulation()
     lacking = None if emulation is None else emulation.cudnn.lacking()
     if lacking is not None:
@@ -144,13 +144,13 @@ def _tell_with_lines(peaks: KeptPeaks) -> None:
             continue
         # Blocks are rounded up in statistics only.
         allocated = max(peak.nbytes, peaks.allocated[device])
-        said = [f"{_peak(device, allocated, peaks.reserved[device])}. Live then:"]
+        report = [f"{_peak(device, allocated, peaks.reserved[device])}. Live then:"]
         lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))
-        said += [f"  {format_bytes(size):>10}  {peak.blocks[line]:>5} x  {line}" for line, size in lines[:MOST_LINES]]
+        report += [f"  {format_bytes(size):>10}  {peak.blocks[line]:>5} x  {line}" for line, size in lines[:MOST_LINES]]
         if len(lines) > MOST_LINES:
             rest = sum(size for _, size in lines[MOST_LINES:])
-            said.append(f"  {format_bytes(rest):>10}  at {len(lines) - MOST_LINES} other lines")
-        _say("\n".join(said))
+            report.append(f"  {format_bytes(rest):>10}  at {len(lines) - MOST_LINES} other lines")
+        _say("\n".join(report))
 
 
 def _peak(device: int, allocated: int, reserved: int) -> str:

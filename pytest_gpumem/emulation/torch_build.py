@@ -14,7 +14,7 @@ _CUDNN_OF_OLDEST = "nvidia-cudnn-cu12==9.1.0.70"
 
 
 class EmulationError(Exception):
-    """A GPU cannot be emulated here; the message is a sentence that says why, and what to do."""
+    """A GPU cannot be emulated here; the message is a sentence with the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ def installed_torch() -> TorchBuild:
         raise EmulationError("torch is not installed: install a CUDA build of it (pip install torch)")
     folder = Path(spec.submodule_search_locations[0])
     try:
-        said = (folder / "version.py").read_text(encoding="utf-8")
+        text = (folder / "version.py").read_text(encoding="utf-8")
     except OSError as error:
         raise EmulationError(f"the torch in {folder} does not say which release it is: {error}") from None
-    version = _found(r"__version__ = ['\"]([^'\"]+)['\"]", said)
-    cuda = _found(r"cuda(?:: [^=]+)? = ['\"](\d+\.\d+)", said)
+    version = _found(r"__version__ = ['\"]([^'\"]+)['\"]", text)
+    cuda = _found(r"cuda(?:: [^=]+)? = ['\"](\d+\.\d+)", text)
     if version is None:
         raise EmulationError(f"the torch in {folder} does not say which release it is")
     if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():

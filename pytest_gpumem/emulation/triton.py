@@ -28,12 +28,12 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
         driver: The stand-in of ``libcuda.so.1``. Triton links to it, and would look for it among the system's libraries.
         environment: What is there; it is left alone.
     """
-    wanted = {"TRITON_LIBCUDA_PATH": str(driver.parent), "TORCHINDUCTOR_CACHE_DIR": _cache()}
-    return {name: value for name, value in wanted.items() if not environment.get(name)}
+    variables = {"TRITON_LIBCUDA_PATH": str(driver.parent), "TORCHINDUCTOR_CACHE_DIR": _cache()}
+    return {name: value for name, value in variables.items() if not environment.get(name)}
 
 
 def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
-    """Return a sentence that says what torch.compile lacks and how to install it; ``None`` where all is there."""
+    """Return a sentence on what torch.compile lacks and how to install it; ``None`` where all is there."""
     if importlib.util.find_spec("triton") is None:
         return (
             "torch.compile needs Triton on an emulated GPU, too, and there is none: "

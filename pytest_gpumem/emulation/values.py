@@ -61,7 +61,7 @@ def _away_in_backward(mode: HostValues) -> None:
 
     @contextmanager
     def away() -> Iterator[None]:
-        if current_dispatch_mode() is not mode:  # somebody counts operators, say
+        if current_dispatch_mode() is not mode:  # another mode is active, such as one that counts operators
             yield
             return
         mode.__exit__(None, None, None)

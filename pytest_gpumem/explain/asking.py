@@ -16,7 +16,7 @@ _ASKING = {"composition", "explanation"}
 def asks_for_composition(function: object) -> bool:
     """Return whether a function, or one of its own module that it calls, reads an attribute of that name.
 
-    What goes further away is not followed: there ``explain=True`` says so.
+    Functions of other modules are not followed: they need ``explain=True``.
     """
     seen: set[int] = set()
     pending = [function.__func__ if is_a(function, types.MethodType) else function]

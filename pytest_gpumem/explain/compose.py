@@ -107,7 +107,7 @@ def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
         return "temporary" if block.freed is not None else "other"
     if block.module_ended is not None:
         return "temporary" if _freed_by(block, block.module_ended) else "activation"
-    # Outside of every module: backward tells whether it was made for it.
+    # Outside of every module: an activation lives until backward begins to run nodes.
     after = bisect_right(timeline.nodes, block.allocated)
     if after < len(timeline.nodes) and not _freed_by(block, timeline.nodes[after]):
         return "activation"

@@ -85,7 +85,7 @@ def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], object
 
 
 def _genericness(one: object) -> int:
-    """Return a sort key that is larger for types that say less about an object's origin."""
+    """Return a sort key that is larger for less specific types."""
     if is_a(one, dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType):
         return 2
     return 1 if package_of(type(one)) in ("builtins", "functools", "weakref") else 0

@@ -48,7 +48,7 @@ def _tensors() -> list[Any]:
 def _held(tensors: list[Any]) -> list[Any]:
     """Return those of ``tensors`` that an object refers to: of a graph's tensors it is mostly none.
 
-    Python goes through all objects to find who refers to one, or to any of many, which takes less than one after another.
+    Python goes through all objects to find the referrers of one, or of any of many, which is faster than one after another.
     """
     referred = {
         id(one) for holder in gc.get_referrers(*tensors) if holder is not tensors for one in gc.get_referents(holder)

@@ -224,7 +224,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out. The CPU's allocator has no class of its own for it."""
+    """Return whether an exception is of memory that ran out, for which the CPU's allocator has no class of its own."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -263,7 +263,7 @@ def _explained(done: Recorded) -> Explanation:
 
 
 def _moment_of_failure(done: Recorded) -> int:
-    """Return the moment when memory ran out: as CUDA's allocator says, or else in the innermost call that failed.
+    """Return the moment when memory ran out: as CUDA's allocator records it, or else in the innermost call that failed.
 
     The host's allocation that failed is not among the events. What comes after it is the unwinding, which only frees, so it
     was when the most was live within that call.

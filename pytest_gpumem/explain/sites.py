@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _INSTALLED = ("site-packages", "dist-packages")
-# pytest and what calls test functions: frames of theirs tell nothing.
+# pytest, and packages that call test functions.
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
 _ENGINE = "_engine_run_backward"

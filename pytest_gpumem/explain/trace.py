@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-# Operators by which others make their results; the one around them says more.
+# Operators by which others make their results; the outer operator is more specific.
 _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
 
 

@@ -42,7 +42,7 @@ class Run:
 
     status: int
     """Its exit status; negative for the signal that killed it."""
-    said: str
+    output: str
     """The end of its standard error; of its output where it wrote none."""
     processes: tuple[ProcessUsage, ...]
 
@@ -64,7 +64,7 @@ class Found:
     times_out_of_memory: int = 0
     ran_out: RanOut | None = None
     message: str = ""
-    """PyTorch's own, where it was an error that nobody caught."""
+    """PyTorch's own, of an error that was not caught."""
     last_lines: tuple[str, ...] = ()
     """The end of its output, where the program failed with another error."""
     expandable: bool = False
@@ -116,7 +116,7 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
         one.processes > 1 and one.usage.reserved + one.processes * context_bytes > total_bytes for one in devices
     )
     times = sum(one.times_out_of_memory for one in run.processes)
-    raised = _RAISED.search(run.said)
+    raised = _RAISED.search(run.output)
     failed = run.status != 0
     if failed and (times or raised):
         outcome = Outcome.OUT_OF_MEMORY
@@ -128,7 +128,7 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
         outcome = Outcome.TOO_MUCH_TOGETHER
     else:
         outcome = Outcome.UNUSED if most is None else Outcome.FITS
-    lines = [line for line in run.said.splitlines() if line.strip()]
+    lines = [line for line in run.output.splitlines() if line.strip()]
     return Found(
         outcome=outcome,
         status=run.status,

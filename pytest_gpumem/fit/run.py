@@ -24,12 +24,12 @@ _TAIL = 64 * 1024
 
 def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] | None:
     """Return the variables that make PyTorch's segments expandable; ``None`` where the environment sets that itself."""
-    said = {name: environment[name] for name in SETTINGS if environment.get(name)}
-    if any(_EXPANDABLE in value for value in said.values()):
+    configured = {name: environment[name] for name in SETTINGS if environment.get(name)}
+    if any(_EXPANDABLE in value for value in configured.values()):
         return None
     return {
         name: ",".join(filter(None, (value, f"{_EXPANDABLE}:True")))
-        for name, value in (said or {SETTINGS[0]: ""}).items()
+        for name, value in (configured or {SETTINGS[0]: ""}).items()
     }
 
 

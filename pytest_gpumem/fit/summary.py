@@ -57,11 +57,11 @@ def table(fits: Sequence[Fit], context_bytes: int) -> Table:
             format_bytes(one.allocated) if ended else "-",
             format_bytes(left) if fit.fits else "-",
         ]
-        said = one.outcome.value
+        outcome = one.outcome.value
         if fit.fits_expanded and fit.expanded is not None:
-            said += f"; with expandable segments fits, {_needed(fit.expanded)}"
+            outcome += f"; with expandable segments fits, {_needed(fit.expanded)}"
         cells = [name_of(fit.gpu), format_bytes(fit.gpu.total_bytes), *figures]
-        rows.append((*map(Span, cells), Span(said, _STYLES.get(one.outcome, "doubtful"))))
+        rows.append((*map(Span, cells), Span(outcome, _STYLES.get(one.outcome, "doubtful"))))
     return Table(tuple(columns), tuple(rows))
 
 

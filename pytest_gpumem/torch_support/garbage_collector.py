@@ -58,7 +58,7 @@ class FrozenHeap:
         """Shared fixtures that were set up since the heap was frozen."""
 
     def freeze(self) -> None:
-        """Freeze all live objects, unless other code has: its objects could not be told from ours."""
+        """Freeze all live objects, unless other code has: its objects are not thawed."""
         if not gc.get_freeze_count():
             gc.freeze()
             self.frozen = True
@@ -102,7 +102,7 @@ class FrozenHeap:
     def _freeze_anew(self) -> None:
         self.thaw()
         if gc.get_freeze_count():
-            return  # somebody else's
+            return  # frozen by other code
         gc.collect()
         self.freeze()
         if self._before_collection not in gc.callbacks:
@@ -120,7 +120,7 @@ class FrozenHeap:
 def _is_asked_for(caller: FrameType | None) -> bool:
     """Return whether a full collection that begins in the frame of ``caller`` is other code's call of ``gc.collect``.
 
-    Python runs one by itself only after as many younger ones as its threshold says, in whatever code allocates then.
+    Python starts one by itself only after as many younger ones as its threshold, in whatever code allocates then.
     """
     if caller is None:
         return True  # a thread that runs nothing else

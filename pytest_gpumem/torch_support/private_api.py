@@ -1,7 +1,4 @@
-"""The few private names of torch that measuring cannot do without, each behind a function that fails loudly.
-
-Every function here has a test that checks what it does and not which torch it is, since releases move.
-"""
+"""Private names of torch that measuring needs, each behind a function with a test of its behaviour in any release."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps for each handle and stream (33,554,432 bytes each on an H100).
 
-    Without this the first matrix product of a process looks like a leak of the test that happened to run it
+    Otherwise the first matrix product of a process is taken for a leak of the test that runs it
     (pytorch/pytorch#95668).
     """
     import torch
@@ -158,11 +155,11 @@ def span(name: str) -> AbstractContextManager[object]:
 
 
 def watched_operators(
-    told: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any],
+    called: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any],
 ) -> AbstractContextManager[object]:
-    """Call ``told(operator, args, kwargs, run)`` in the place of every operator below autograd, which ``run()`` runs.
+    """Call ``called(operator, args, kwargs, run)`` in the place of every operator below autograd, which ``run()`` runs.
 
-    Private: the module of the mode, by which its own documentation tells people to do this.
+    Private: the module of the mode, although its documentation recommends it for this.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -173,7 +170,7 @@ def watched_operators(
             self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             kwargs = kwargs or {}
-            return told(func, args, kwargs, lambda: func(*args, **kwargs))
+            return called(func, args, kwargs, lambda: func(*args, **kwargs))
 
     mode: AbstractContextManager[object] = Watch()  # type: ignore[no-untyped-call]
     return mode
@@ -270,10 +267,10 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
     settings: list[tuple[Any, str, object]]
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        wanted = "tf32" if allowed else "ieee"
+        precision = "tf32" if allowed else "ieee"
         settings = [
-            (torch.backends.cuda.matmul, "fp32_precision", wanted),
-            (torch.backends.cudnn.conv, "fp32_precision", wanted),  # type: ignore[attr-defined]
+            (torch.backends.cuda.matmul, "fp32_precision", precision),
+            (torch.backends.cudnn.conv, "fp32_precision", precision),  # type: ignore[attr-defined]
         ]
     else:
         settings = [(torch.backends.cuda.matmul, "allow_tf32", allowed), (torch.backends.cudnn, "allow_tf32", allowed)]
@@ -322,7 +319,7 @@ def start_cuda_history() -> None:
     """Record every allocation and free of the CUDA caching allocator, allocations with the Python frames that made them.
 
     Not the frames of frees: memory is freed while an exception is on its way, by which checkpointing stops early, for one, and
-    torch 2.11 loses the exception when it looks at the frames then (``SystemError: ... returned NULL without setting``).
+    torch 2.11 loses the exception when it reads the frames then (``SystemError: ... returned NULL without setting``).
     """
     import torch
 
@@ -369,10 +366,10 @@ def when_cuda_begins(call: Callable[[], None]) -> None:
 
 
 def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
-    """Call ``call(device, wanted, total, free)`` (bytes) each time that an allocation is about to fail for good.
+    """Call ``call(device, precision, total, free)`` (bytes) each time that an allocation is about to fail for good.
 
     It runs in the thread that allocates, before the error is raised. CUDA must have begun, or be about to
-    (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such thing: nobody calls it then.
+    (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such observer.
     """
     import torch
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# A proxy holds nothing: who holds the object behind it leads to it, too.
+# A proxy holds nothing: the object behind it is reached from its own holder.
 _ATOMS: tuple[type[Any], ...] = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None)),
     *(type, types.ModuleType, types.CodeType),

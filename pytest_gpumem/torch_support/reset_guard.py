@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def before_each_reset(see: Callable[[], object], device_type: str) -> Iterator[None]:
     """Call ``see`` before any of torch's functions that reset the peak statistics of this type of device does so.
 
-    A suite that kept a reference to the public function (a table of backends, say) is caught one level below it.
+    A suite that kept a reference to the public function (in a table of backends) calls the private one, which is replaced, too.
     """
     import sys
 

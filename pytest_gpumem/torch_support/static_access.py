@@ -46,7 +46,7 @@ def class_name(kind: type) -> str:
 
 
 def package_of(kind: type) -> str:
-    """Return the outermost package that a class says it was defined in; empty where it does not say."""
+    """Return the outermost package of a class's ``__module__``; empty where it has none."""
     module = _module_of.__get__(kind)
     return module.partition(".")[0] if type(module) is str else ""
 
