@@ -128,16 +128,15 @@ def _compile(
     script = sources / f"{library.stem}.map"
     nodes = sorted(needed.versions)
     script.write_text("".join(f"{node} {{ global: *; }};\n" for node in nodes) or "{ global: *; };\n", encoding="utf-8")
-    out = sources.parent / soname
-    command = [
-        compiler,
-        *_FLAGS,
-        f"-I{sources}",
-        f"-DCUDA_MAJOR={torch.cuda[0]}",
-        f"-DCUDA_VERSION={torch.cuda_number}",
-    ]
-    command += [f"-DCUDNN_VERSION={torch.cudnn_number}", f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"]
-    command += ["-o", str(out), *(str(sources / name) for name in library.sources), str(rest), *link]
+    (major, minor), (cudnn_major, cudnn_minor, cudnn_patch) = torch.cuda, torch.cudnn
+    definitions = {
+        "CUDA_MAJOR": major,
+        "CUDA_VERSION": major * 1000 + minor * 10,
+        "CUDNN_VERSION": cudnn_major * 10000 + cudnn_minor * 100 + cudnn_patch,
+    }
+    command = [compiler, *_FLAGS, f"-I{sources}", *(f"-D{name}={value}" for name, value in definitions.items())]
+    command += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}", "-o", str(sources.parent / soname)]
+    command += [*(str(sources / name) for name in library.sources), str(rest), *link]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

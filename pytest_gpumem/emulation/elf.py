@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,8 +45,7 @@ class Needs:
     symbols: tuple[Symbol, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
+class _Section(NamedTuple):
     kind: int
     offset: int
     size: int
@@ -100,11 +99,8 @@ def _needs(data: mmap.mmap) -> Needs:
 def _sections(data: mmap.mmap) -> list[_Section]:
     (at,) = struct.unpack_from("<Q", data, 0x28)
     entry_size, count = struct.unpack_from("<HH", data, 0x3A)
-    sections = []
-    for index in range(count):
-        _, kind, _, _, offset, size, link = struct.unpack_from("<IIQQQQI", data, at + index * entry_size)
-        sections.append(_Section(kind, offset, size, link))
-    return sections
+    entry = struct.Struct("<4xI16xQQI")
+    return [_Section(*entry.unpack_from(data, at + index * entry_size)) for index in range(count)]
 
 
 def _versions(

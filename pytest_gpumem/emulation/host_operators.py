@@ -67,18 +67,15 @@ def combined(name: str, found: list[bool | None]) -> bool | None:
     return first or second if name in ("logical_or", "bitwise_or") else None
 
 
-def collect(values: Iterable[Any], into: list[torch.Tensor]) -> None:
-    """Append the tensors among ``values``, and in lists and tuples of them, to ``into``."""
+def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among ``values``, and in lists and tuples of them."""
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            into.append(value)
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            collect(value, into)
-
-
-def is_gpu(device: Any) -> bool:
-    """Return whether an operator is called to make its result on the GPU."""
-    return device is not None and torch.device(device).type == "cuda"
+            found += tensors_among(value)
+    return found
 
 
 def has_mask(args: tuple[Any, ...]) -> bool:
@@ -134,14 +131,11 @@ def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any
         return False
     if in_place:
         return True
-    made: list[torch.Tensor] = []
-    true: list[torch.Tensor] = []
-    collect((result,), made)
-    collect((truth,), true)
+    made, true = tensors_among((result,)), tensors_among((truth,))
     if len(made) != len(true):
         return False
-    for ours, theirs in zip(made, true, strict=True):
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+    for emulated, computed in zip(made, true, strict=True):
+        if emulated.shape != computed.shape or emulated.dtype != computed.dtype:
             return False
-        (on_the_same_memory(ours) if ours.is_cuda else ours).copy_(theirs)
+        (on_the_same_memory(emulated) if emulated.is_cuda else emulated).copy_(computed)
     return True

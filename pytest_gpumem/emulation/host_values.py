@@ -20,16 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.emulation.host_operators import (
     BIGGEST_COPY,
     Operator,
-    collect,
     combined,
     compute,
     has_mask,
     is_exact,
-    is_gpu,
     is_small,
     on_host,
     on_the_same_memory,
     operator_of,
+    tensors_among,
 )
 from pytest_gpumem.torch_support.private_api import never_compiled
 
@@ -115,12 +114,9 @@ class HostValues(TorchDispatchMode):
             operator = self._operators[func] = operator_of(func)
         if operator.view:
             return self._view(func, operator, args, named)
-        given: list[torch.Tensor] = []
-        collect(args, given)
-        if named:
-            collect(named.values(), given)
-        on_gpu = [tensor for tensor in given if tensor.is_cuda]
-        if not on_gpu and not is_gpu(named.get("device")):
+        on_gpu = [tensor for tensor in tensors_among((*args, *named.values())) if tensor.is_cuda]
+        device = named.get("device")
+        if not on_gpu and (device is None or torch.device(device).type != "cuda"):
             return func(*args, **named)
         if operator.name in _READ:
             self._read(on_gpu, _READ[operator.name])
@@ -144,14 +140,12 @@ class HostValues(TorchDispatchMode):
         result = func(*args, **named)
         if room is not None and args[0].untyped_storage().nbytes() == room:
             return result  # another shape on the same bytes
-        made: list[torch.Tensor] = []
-        collect((result,), made)
+        made = tensors_among((result,))
         if not made and not operator.written and not operator.written_names:
             return result
         written = [args[at] for at in operator.written if at < len(args)]
         written += [named[name] for name in operator.written_names if name in named]
-        changed: list[torch.Tensor] = []
-        collect(written, changed)
+        changed = tensors_among(written)
         outcome = [tensor for tensor in (*made, *changed) if tensor.is_cuda and type(tensor) in _ORDINARY]
         constant = self._constant(operator, args)
         if constant is None and computed and is_small((*on_gpu, *outcome)):
@@ -182,9 +176,7 @@ class HostValues(TorchDispatchMode):
     ) -> Any:
         """Run a collective, which NCCL's stand-in computes as if every rank did what this one does."""
         result = func(*args, **named)
-        made: list[torch.Tensor] = []
-        collect((result,), made)
-        made = [tensor for tensor in made if tensor.is_cuda and type(tensor) in _ORDINARY]
+        made = [tensor for tensor in tensors_among((result,)) if tensor.is_cuda and type(tensor) in _ORDINARY]
         places = {tensor.untyped_storage().data_ptr() for tensor in made}
         sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in places]
         known = self._knows(sent or on_gpu)

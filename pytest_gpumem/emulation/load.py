@@ -13,8 +13,7 @@ from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.cudnn import Cudnn
 from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu
 from pytest_gpumem.emulation.libraries import DRIVER
-from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
-from pytest_gpumem.emulation.triton import compiler_variables
+from pytest_gpumem.emulation.torch_build import EmulationError, compiler_variables, installed_torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

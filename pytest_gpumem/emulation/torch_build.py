@@ -1,12 +1,22 @@
-"""The installed build of torch, read from its files: it must not be imported before the stand-ins are loaded."""
+"""The installed torch: its build, read from files as it must not be imported yet, and the requirements of torch.compile."""
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
+import os
 import re
+import shutil
+import sysconfig
+import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 OLDEST = (2, 6)
 """The first release of torch that is emulated (CUDA 12.4)."""
@@ -28,17 +38,6 @@ class TorchBuild:
     """The package that has cuDNN, as torch requires it: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
     libraries: Path
     """The folder of its shared libraries."""
-
-    @property
-    def cuda_number(self) -> int:
-        """Return CUDA's release as its headers have it: 13.0 is 13000."""
-        return self.cuda[0] * 1000 + self.cuda[1] * 10
-
-    @property
-    def cudnn_number(self) -> int:
-        """Return cuDNN's release as its headers have it: 9.20.0 is 92000."""
-        major, minor, patch = self.cudnn
-        return major * 10000 + minor * 100 + patch
 
 
 def installed_torch() -> TorchBuild:
@@ -94,3 +93,44 @@ def requirement(name: str) -> str | None:
 def _found(pattern: str, text: str) -> str | None:
     match = re.search(pattern, text)
     return match[1] if match else None
+
+
+def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torch.compile needs, without those that are there.
+
+    Which of several kernels is fastest is not known on an emulated GPU, and torch keeps what it found: so it keeps it apart
+    from what is found on a real one.
+
+    Args:
+        driver: The stand-in of ``libcuda.so.1``. Triton links to it, and would look for it among the system's libraries.
+        environment: What is there; it is left alone.
+    """
+    variables = {"TRITON_LIBCUDA_PATH": str(driver.parent), "TORCHINDUCTOR_CACHE_DIR": _cache()}
+    return {name: value for name, value in variables.items() if not environment.get(name)}
+
+
+def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
+    """Return a sentence on what torch.compile lacks and how to install it; ``None`` where all is there."""
+    if importlib.util.find_spec("triton") is None:
+        return (
+            "torch.compile needs Triton on an emulated GPU, too, and there is none: "
+            f"pip install --no-deps {requirement('triton') or 'triton'}"
+        )
+    if not environment.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
+        return (
+            "torch.compile needs a C compiler for Triton, and none was found: install one (Debian and Ubuntu: apt-get "
+            "install gcc libc6-dev) or set CC"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return (
+            f"torch.compile needs Python's headers for Triton, and there is no {header}: install them (Debian and Ubuntu: "
+            "apt-get install python3-dev)"
+        )
+    return None
+
+
+def _cache() -> str:
+    """Return the folder of the compiler's cache, beside torch's own, which is ``torchinductor_<user>``."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}_emulated")  # noqa: PTH118

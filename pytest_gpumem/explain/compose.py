@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.trace import folded
+from pytest_gpumem.explain.trace import Label, Mark, folded
 from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, merged
 from pytest_gpumem.values.events import AllocationEvent, Close, Open
 from pytest_gpumem.values.timeline import OverTime, Phase
@@ -66,23 +66,15 @@ def _composition(timeline: Timeline, lifetimes: Iterable[Lifetime], total: int) 
 def _row(block: Lifetime, timeline: Timeline) -> Row:
     category = category_of(block, timeline)
     block = block.matched or block
-    mark, label = block.mark, block.label
-    row = Row(
+    mark, label = block.mark or Mark("call"), block.label or Label(block.address, category)
+    return Row(
         category,
         block.nbytes,
-        module=folded(mark.path) if mark is not None else "",
-        site=mark.site if mark is not None else "",
-        library=mark.library if mark is not None else "",
+        module=folded(label.module or mark.path),
+        site=mark.site or label.site,
+        library=mark.library,
         operator=block.node or block.operator.removeprefix("aten::"),
-        tensor=block.tensor,
-    )
-    if label is None:
-        return row
-    return replace(
-        row,
-        module=folded(label.module) or row.module,
-        site=row.site or label.site,
-        tensor=label.tensor or row.tensor,
+        tensor=label.tensor or block.tensor,
     )
 
 

@@ -278,12 +278,8 @@ class _Reader:
             self._recomputed[path] = self._recomputed.get(path, 0) + 1
 
     def _innermost_mark(self) -> Mark | None:
-        for _, span in reversed(self._open):
-            if span.kind == "mark":
-                mark = self._trace.marks[span.mark]
-                if mark.kind in ("call", "module"):
-                    return mark
-        return None
+        marks = (self._trace.marks[span.mark] for _, span in reversed(self._open) if span.kind == "mark")
+        return next((mark for mark in marks if mark.kind in ("call", "module")), None)
 
     def _closed(self, moment: int) -> None:
         opened, span = self._open.pop()

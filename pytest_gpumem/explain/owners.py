@@ -45,10 +45,9 @@ class TensorOwners:
         """Outermost models, and what stands before the paths of their modules."""
         self._first = ""
         """The class of the first of them."""
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
+        """Each with the line that calls its step, which makes its state."""
         self._inputs: list[object] = []
-        self._stepped: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
-        """The line that calls each optimizer's step: it is there that its state is made."""
         self._zeroed: dict[int, str] = {}
         """The line that fills a gradient with zeros, and so keeps it: by address."""
         self._labelled: set[tuple[str, int, str]] = set()
@@ -68,10 +67,8 @@ class TensorOwners:
 
     def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
         """Register an optimizer, and the line that calls its step."""
-        if not any(known() is optimizer for known in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
-        if line:
-            self._stepped[id(optimizer)] = weakref.ref(optimizer), line
+        line = line or _of(self._optimizers, optimizer) or ""
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer), line
 
     def inputs(self, value: object) -> None:
         """Register the tensors reachable from ``value`` as inputs, where they are nothing else."""
@@ -120,14 +117,13 @@ class TensorOwners:
                 yield from self._parameter(parameter, owners[id(parameter)])
             for path, _, buffer in named_tensors(root, "buffers"):
                 yield from self._label("buffer", _shown(root, before, path), parts_of(buffer))
-        for known in self._optimizers:
+        for known, line in self._optimizers.values():
             optimizer = known()
             if optimizer is not None:
-                yield from self._of_optimizer(optimizer, owners)
+                yield from self._of_optimizer(optimizer, line, owners)
         yield from self._label("input", "", reachable_tensors(self._inputs))
 
-    def _of_optimizer(self, optimizer: torch.optim.Optimizer, owners: Mapping[int, str]) -> Iterator[Label]:
-        line = _of(self._stepped, optimizer) or ""
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer, line: str, owners: Mapping[int, str]) -> Iterator[Label]:
         held = attribute(optimizer, "state")
         states = {id(parameter): state for parameter, state in dict.items(held)} if is_a(held, dict) else {}
         for parameter in parameters_of_optimizer(optimizer):

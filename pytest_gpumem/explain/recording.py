@@ -6,6 +6,7 @@ import re
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.compose import (
@@ -277,12 +278,6 @@ def _moment_of_failure(done: Recorded) -> int:
     )
     if opened is None:
         return done.timeline.peak
-    live = done.timeline.live
-    depth, moment = 0, opened
-    for n in range(opened, len(tokens)):
-        if live[n] > live[moment]:
-            moment = n
-        depth += isinstance(tokens[n], Open) - isinstance(tokens[n], Close)
-        if depth == 0:
-            break
-    return moment
+    depths = accumulate(isinstance(token, Open) - isinstance(token, Close) for token in tokens[opened:])
+    ended = next((n for n, depth in enumerate(depths, opened) if depth == 0), len(tokens) - 1)
+    return max(range(opened, ended + 1), key=done.timeline.live.__getitem__)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.explain.trace import folded
-from pytest_gpumem.explain.tracker import Tracker
+from pytest_gpumem.explain.tracker import Tracker, function_mode
 from pytest_gpumem.torch_support.private_api import next_node_number, running_node_number
 from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
 from pytest_gpumem.values.operator_counts import NOWHERE, Place
@@ -98,25 +98,20 @@ class Sites:
 def creation_sites(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
     """Enter the tensors that torch functions make within the context in ``found``: the line of the call, by address."""
     import torch
-    from torch.overrides import TorchFunctionMode
 
     def addresses(value: object) -> set[int]:
         tensors = (one for one in tensors_in(value) if type(one) in (torch.Tensor, torch.nn.Parameter))
         return {storage.data_ptr() for one in tensors if (storage := storage_of(one)) is not None}
 
-    class CreationSites(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            result = func(*args, **kwargs)
-            if getattr(func, "__name__", "") != "__get__":
-                # What works in place makes nothing.
-                made = addresses(result)
-                if made:
-                    for address in made - addresses((args, kwargs)):
-                        found[address] = sites.here(2)
-            return result
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        # Functions that work in place return an argument.
+        made = addresses(result) if getattr(func, "__name__", "") != "__get__" else ()
+        for address in made and made - addresses((args, kwargs)):
+            found[address] = sites.here(2)
+        return result
 
-    with CreationSites():
+    with function_mode(call):
         yield
 
 

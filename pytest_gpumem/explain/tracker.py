@@ -85,9 +85,8 @@ class Tracker:
                 ):
                     stack.callback(handle.remove)
             if self._level == "calls":
-                calls = _calls()
-                stack.enter_context(engine_run_within(lambda: calls(self)))
-                stack.enter_context(calls(self))
+                stack.enter_context(engine_run_within(lambda: function_mode(self.call)))
+                stack.enter_context(function_mode(self.call))
             try:
                 yield
             finally:
@@ -210,17 +209,23 @@ class Tracker:
                         yield Seen(address, *dtype_and_shape(value))
 
 
+def function_mode(call: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[object]:
+    """Return a mode that calls ``call(func, args, kwargs)`` in the place of each torch function."""
+    mode: AbstractContextManager[object] = _function_mode_class()(call)
+    return mode
+
+
 @cache
-def _calls() -> Any:
+def _function_mode_class() -> Any:
     """Return the mode's class, made once: a class is a reference cycle, and would be among the garbage that is reported."""
     from torch.overrides import TorchFunctionMode
 
-    class Calls(TorchFunctionMode):
-        def __init__(self, tracker: Tracker) -> None:
-            self._tracker = tracker
+    class FunctionMode(TorchFunctionMode):
+        def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+            self._call = call
             super().__init__()
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return self._tracker.call(func, args, kwargs or {})
+            return self._call(func, args, kwargs or {})
 
-    return Calls
+    return FunctionMode

@@ -94,12 +94,6 @@ class Fit:
         return not self.fits and self.expanded is not None and self.expanded.outcome is Outcome.FITS
 
 
-@dataclass(frozen=True, slots=True)
-class _OnDevice:
-    usage: DeviceUsage
-    processes: int
-
-
 def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
     """Return the outcome of a run.
 
@@ -111,9 +105,9 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
     """
     numbers = sorted({device.device for one in run.processes for device in one.devices})
     devices = [_on_device(run.processes, number) for number in numbers]
-    most = max(devices, key=lambda one: one.usage.reserved, default=None)
+    most = max((usage for usage, _ in devices), key=lambda usage: usage.reserved, default=None)
     together = any(
-        one.processes > 1 and one.usage.reserved + one.processes * context_bytes > total_bytes for one in devices
+        processes > 1 and usage.reserved + processes * context_bytes > total_bytes for usage, processes in devices
     )
     times = sum(one.times_out_of_memory for one in run.processes)
     raised = _RAISED.search(run.output)
@@ -132,10 +126,10 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
     return Found(
         outcome=outcome,
         status=run.status,
-        allocated=most.usage.allocated if most else 0,
-        reserved=most.usage.reserved if most else 0,
+        allocated=most.allocated if most else 0,
+        reserved=most.reserved if most else 0,
         devices=len(devices),
-        together=max((one.processes for one in devices), default=1),
+        together=max((processes for _, processes in devices), default=1),
         retries=0 if times else sum(device.retries for one in run.processes for device in one.devices),
         times_out_of_memory=times,
         ran_out=next((one.ran_out for one in run.processes if one.ran_out is not None), None),
@@ -149,8 +143,8 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
     )
 
 
-def _on_device(processes: Sequence[ProcessUsage], number: int) -> _OnDevice:
-    """Return the largest sum of peaks on a device over processes that used it at the same time."""
+def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUsage, int]:
+    """Return the largest sum of peaks on a device over processes that used it at the same time, and their number."""
     users = [(one, device) for one in processes for device in one.devices if device.device == number]
     sums = []
     # As many as ever are alive at once are so when one of them begins.
@@ -162,8 +156,8 @@ def _on_device(processes: Sequence[ProcessUsage], number: int) -> _OnDevice:
         ]
         allocated, reserved = (sum(getattr(one, of) for one in there) for of in ("allocated", "reserved"))
         retries = sum(one.retries for one in there)
-        sums.append(_OnDevice(DeviceUsage(number, allocated, reserved, retries), len(there)))
-    return max(sums, key=lambda one: one.usage.reserved)
+        sums.append((DeviceUsage(number, allocated, reserved, retries), len(there)))
+    return max(sums, key=lambda one: one[0].reserved)
 
 
 def exit_status(fits: Sequence[Fit], *, every: bool) -> int:

@@ -145,13 +145,8 @@ def layout_of(kind: type) -> Layout:
     )
 
 
-def _in_a_dict(value: dict[Any, Any]) -> list[object]:
-    return [*dict.keys(value), *dict.values(value)]
-
-
 def _bound_to_a_function(value: types.FunctionType) -> list[object]:
-    cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-    return [*cells, value.__defaults__, value.__kwdefaults__]
+    return [*gc.get_referents(*(value.__closure__ or ())), value.__defaults__, value.__kwdefaults__]
 
 
 def _bound_to_a_partial(value: Any) -> list[object]:
@@ -171,7 +166,7 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
-    (dict, _in_a_dict),
+    (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
     *((kind, kind.__iter__) for kind in _CONTAINERS),
     # The mapping behind it: its own methods may be anything.
     (types.MappingProxyType, gc.get_referents),
@@ -180,14 +175,6 @@ _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
     (functools.partial, _bound_to_a_partial),
     (types.GeneratorType, _in_a_generator),
 )
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - an empty cell raises
-    except ValueError:
-        return False
-    return True
 
 
 def tensor_property(tensor: torch.Tensor, name: str) -> Any:
