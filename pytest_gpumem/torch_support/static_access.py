@@ -73,8 +73,8 @@ def instance_dict(value: object) -> dict[str, Any] | None:
     return own if is_a(own, dict) else None
 
 
-def attribute(value: object, name: str, default: Any = None) -> Any:
-    """Return an attribute of ``value`` or a plain one of its class; ``default`` where only its code could give it."""
+def attribute(value: object, name: str) -> Any:
+    """Return an attribute of ``value`` or a plain one of its class; ``None`` where only its code could give it."""
     own = instance_dict(value) or {}
     if dict.__contains__(own, name):
         return dict.__getitem__(own, name)
@@ -83,8 +83,8 @@ def attribute(value: object, name: str, default: Any = None) -> Any:
         try:
             return found.__get__(value)
         except AttributeError:  # an empty slot
-            return default
-    return default if found is None or class_attribute(type(found), "__get__") is not None else found
+            return None
+    return None if class_attribute(type(found), "__get__") is not None else found
 
 
 def contents_of(value: object) -> Iterable[object]:
