@@ -1,4 +1,4 @@
-"""Recorder of a process's usage of an emulated GPU, written to a folder when it ends or runs out of memory."""
+"""Recorder of a process's usage of an emulated GPU, which is written when it ends or first runs out of memory."""
 
 from __future__ import annotations
 

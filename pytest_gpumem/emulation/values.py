@@ -1,4 +1,4 @@
-"""Extent of the mode that computes values: the whole process, but for backward outside of modules.
+"""Scope of the mode that computes values: the whole process, except backward outside of modules.
 
 The mode (`HostValues`) is entered once for good in the thread that imports torch. Autograd's threads inherit it, others do not.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _SECONDS_TO_LET_GO = 0.1
-"""In which autograd's thread lets go of what it ran. Where no kernel takes time a process may end before it has, and aborts."""
+"""Time for autograd's thread to release what it ran: without kernels that take time, a process may end before, and abort."""
 
 _mode: HostValues | None = None
 
@@ -109,7 +109,7 @@ def _back_in_modules(mode: HostValues) -> Iterator[None]:
 
 
 def _watch_integers(mode: HostValues) -> None:
-    """Tell the mode when a float is read to become an integer."""
+    """Set the mode's ``as_integer`` while a float is converted to an integer."""
     for name in ("__int__", "__index__"):
         original = getattr(torch.Tensor, name)
         setattr(torch.Tensor, name, _as_integer(mode, original))

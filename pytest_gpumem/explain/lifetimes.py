@@ -28,14 +28,14 @@ class Lifetime:
     freed: int | None = None
     """``None`` when it outlived the recording."""
     own: bool = True
-    """Whether it is the step's: everything that it allocates, and what it held when it began."""
+    """Whether it is the step's: allocated by it, or held when it began."""
     phase: str = ""
     operator: str = ""
     node: str = ""
-    """The node of the autograd graph that allocated it; empty for what Python code of the step, or of a module, did."""
+    """Node of the autograd graph that allocated it; empty where Python code of the step or of a module did."""
     in_optimizer: bool = False
     recomputed: bool = False
-    """Whether Python code allocated it while backward ran: a part that is computed once more."""
+    """Whether Python code allocated it during backward: recomputed code."""
     mark: Mark | None = None
     """The innermost mark around its allocation; in backward that around the operator that made the node."""
     call_ended: int | None = None
@@ -57,7 +57,7 @@ class Timeline:
 
     live: tuple[int, ...]
     peak: int
-    """The moment of the peak: -1 when nothing rose above what was live in the beginning."""
+    """Moment of the peak; -1 when live bytes never exceeded those of the beginning."""
     peak_bytes: int
     lifetimes: tuple[Lifetime, ...]
     recomputed: Mapping[str, int]
@@ -65,9 +65,9 @@ class Timeline:
     """The moments at which nodes of the autograd graph began to run."""
     step_ended: int | None = None
     garbage: tuple[int, int] | None = None
-    """From when to when cycles were collected, after the step."""
+    """First and last moment of the collection of cycles, after the step."""
     workspaces: tuple[int, int] | None = None
-    """From when to when the backend's workspaces were given back, after the step."""
+    """First and last moment of the release of the backend's workspaces, after the step."""
     no_grad: ModuleCalls = field(default_factory=dict)
     no_backward: ModuleCalls = field(default_factory=dict)
     """As of `GraphCalls`."""

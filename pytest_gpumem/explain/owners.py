@@ -44,7 +44,7 @@ class TensorOwners:
         self._roots: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         """Outermost models, and what stands before the paths of their modules."""
         self._first = ""
-        """The class of the first of them."""
+        """The class of the first outermost model."""
         self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
         """Each with the line that calls its step, which makes its state."""
         self._inputs: list[object] = []

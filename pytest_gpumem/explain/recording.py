@@ -43,15 +43,15 @@ _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The measured figures that a recording has to match, in bytes: its peak, and how much it allocated in all.
+    """Measured figures that a recording has to match, in bytes: the peak, and all allocations together.
 
-    ``turnover`` is ``None`` for what need not do the same again: a test's call that fills a cache.
+    ``turnover`` is ``None`` for code that need not allocate the same again, such as a test's call that fills a cache.
     """
 
     peak: int
     turnover: int | None
     own: int | None = None
-    """The bytes that it held when it began, where each step keeps more: those that were run since are not of this peak."""
+    """Bytes that it held when it began, where each step keeps more: bytes of later steps are not of this peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Left:
 
     nbytes: int = 0
     addresses: frozenset[int] = frozenset()
-    """Of the blocks that are known one by one."""
+    """Addresses of the blocks that are known one by one."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Sites:
                     return Site(f"{shown}:{frame.f_lineno}", library)
                 library = library or f"{shown}:{frame.f_lineno}"
             elif frame.f_code.co_name == _ENGINE:
-                # Who called backward() did not call what runs in it.
+                # Code that runs in backward() was not called by its caller.
                 break
             frame = frame.f_back
         return Site("", library)
@@ -123,11 +123,11 @@ class Places:
         self._tracker = Tracker(device, sites, "modules", snapshots=False)
         self._first_number = next_node_number()
         self._made: dict[int, tuple[int, Place]] = {}
-        """Where, and in which thread, each node of the graph was made, by autograd's number, which each thread counts."""
+        """Thread and place of each node's creation, by autograd's number, which each thread counts."""
         self._at_line: dict[Site, Place] = {}
-        """Where forward reached a line first."""
+        """Place of the first operator of forward at each line."""
         self._in_module: dict[tuple[str, str], Place] = {}
-        """Where it reached a library's line in a module."""
+        """Place of the first one at each module's line of a library."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Follow the modules' calls within the context."""

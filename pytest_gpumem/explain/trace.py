@@ -142,7 +142,7 @@ class SpanStack:
     call: int = -1
     module: int = -1
     node: Open | None = None
-    """The node of the autograd graph that allocates; ``None`` when Python code that it runs does."""
+    """Node of the autograd graph that allocates; ``None`` for Python code within a node."""
     within_node: bool = False
     recomputed: bool = False
     mark: Mark | None = None

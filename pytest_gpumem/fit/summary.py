@@ -75,13 +75,12 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
     lines: list[str] = []
     for fit in _by_memory(fits):
         one, name = fit.plain, name_of(fit.gpu)
-        if one.outcome is Outcome.OUT_OF_MEMORY:
-            lines.append(f"{name}: {one.outcome.value}{_where(one, cwd)}")
-            lines += [f"  {one.message}"] if one.message else []
         if one.outcome is Outcome.WENT_ON:
             lines.append(f"{name}: {one.outcome.value}, {_first_time(one, cwd)}")
-        if one.outcome is Outcome.FAILED:
-            lines.append(f"{name}: failed by itself ({_status(one)})")
+        elif one.outcome in (Outcome.OUT_OF_MEMORY, Outcome.FAILED):
+            lines.append(f"{name}: {progress(one, cwd)}")
+        if one.outcome is Outcome.OUT_OF_MEMORY and one.message:
+            lines.append(f"  {one.message}")
         lines += [f"  {line}" for line in one.last_lines]
     for notes in zip(*map(_notes, _by_memory(fits)), strict=True):
         named: dict[str, list[str]] = {}
