@@ -22,7 +22,7 @@ from corpus_judge import BrokenCase, Case, Refactoring, Shown, refactoring_shown
 from corpus_project import EditError
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.reports.explanation import growth_lines
+from pytest_gpumem.reports.explanation import growth_table, part_lines
 from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.units import format_bytes_change
@@ -110,7 +110,7 @@ def cells(case: Case | Refactoring, one: Shown) -> tuple[str, ...]:
 def show(case: Case | Refactoring, one: Shown) -> None:
     """Print what a user would see."""
     print(f"{case.model}: {case.name}: {'right' if one.right else one.wrong}")
-    for line in growth_lines(one.difference, "si") if one.difference.growth > 0 else ():
+    for line in part_lines(growth_table(one.difference, "si")) if one.difference.growth > 0 else ():
         print(f"    {line}")
     if one.difference.growth <= 0:
         for change in one.difference.changes:

@@ -17,8 +17,7 @@ from claims import Claim, conclude, parser_of, print_table
 
 from pytest_gpumem.baselines.backend import Folder
 from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget, Key, baseline_of
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload

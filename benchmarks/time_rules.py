@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from time_replay import Timed
 
-from pytest_gpumem.ab.experiment import order_of_pair, reports_in_turns
+from pytest_gpumem.ab.compare_revisions import order_of_pair, reports_in_turns
 from pytest_gpumem.ab.runs import BASE
 from pytest_gpumem.ab.runs import Run as AbRun
 from pytest_gpumem.ab.verdicts import compare_runs

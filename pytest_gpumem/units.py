@@ -32,6 +32,11 @@ def nearest(word: str, valid: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: ``"1 test"``, ``"3 tests"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as ``"6.5 GB"`` or ``"24 MiB"``, rounded to a whole byte.
 

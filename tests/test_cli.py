@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
-COMMANDS = sorted(main.commands)
+COMMANDS = main.list_commands(click.Context(main))
 
 
 def rows() -> dict[str, list[str]]:

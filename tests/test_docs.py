@@ -27,7 +27,7 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.relations.estimate import Estimate
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
-from pytest_gpumem.reports.explanation import growth_lines
+from pytest_gpumem.reports.explanation import growth_table, part_lines
 from pytest_gpumem.session.marker import _ARGUMENTS
 from pytest_gpumem.session.options import EXPLAIN_MODES, add_options
 from pytest_gpumem.session.settings import _KEYS, Settings, kind_name, read_table, settings_from_table
@@ -324,7 +324,7 @@ def composed(rows_of_it: list[Row]) -> Composition:
 def test_the_guide_has_every_column_of_what_grew():
     told = [cells[0] for cells in rows(section_of("docs/guide.md", "What grew").partition("Reasons:")[0])]
     change = difference(composed([activation(tensor=HALF)]), composed([activation(tensor=WHOLE)]))
-    header = re.split("  +", growth_lines(change, "si")[0].strip())
+    header = re.split("  +", part_lines(growth_table(change, "si"))[0].strip())
     assert ", ".join(told[1:-1]) == ", ".join(header)
     assert told[-1] == "the last"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.session.marker import (
     _ARGUMENTS,
     BudgetError,

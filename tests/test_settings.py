@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.session.settings import (
     DEFAULT_TOLERANCES,

@@ -1,32 +1,134 @@
-"""Compares two revisions: worktrees, runs in turn, a report; and leaves nothing behind, however it ends."""
+"""Compare two revisions: worktrees, runs in turns until enough has been seen, a report, and nothing left behind.
+
+Runs are base, head, head, base, base, head, ...: what drifts on a machine (heat, load, clocks) then meets both sides alike,
+and neighbours make a pair.
+"""
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.checkout import clear_leftovers, temporary_folder, worktrees
-from pytest_gpumem.ab.experiment import reports_in_turns
 from pytest_gpumem.ab.processes import Stopped
-from pytest_gpumem.ab.running import Runner
-from pytest_gpumem.ab.runs import BASE, HEAD, RunFailed
+from pytest_gpumem.ab.runs import BASE, HEAD, RunFailed, Runner
 from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
+from pytest_gpumem.timing.comparison import FEWEST_PAIRS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import TextIO
 
     from pytest_gpumem.ab.checkout import Checkout
     from pytest_gpumem.ab.processes import Stop
-    from pytest_gpumem.ab.progress import Progress
     from pytest_gpumem.ab.runs import Run, Side
     from pytest_gpumem.git import Revision
-    from pytest_gpumem.reports.comparison import Compared
+    from pytest_gpumem.reports.comparison import Change, Compared
     from pytest_gpumem.units import UnitSystem
+
+
+_START_OF_LINE = "\r\x1b[K"
+
+
+class Progress:
+    """Writes lines such as ``3/16 base 1f3c9ab  12.3 s, 9 measured`` to ``stream``; ``most`` is how many runs there may be."""
+
+    def __init__(self, stream: TextIO, most: int) -> None:
+        self._stream = stream
+        self._most = most
+        self._live = stream.isatty()
+        self._what = ""
+        self._began = 0.0
+        self._shown = ""
+
+    def begin(self, number: int, side: Side, revision: Revision) -> None:
+        """A run begins."""
+        self._what = f"{number}/{self._most} {side} {revision.short}"
+        self._began = time.monotonic()
+        self.tick()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._show(f"{self._what}  {time.monotonic() - self._began:.0f} s ...")
+
+    def end(self, run: Run) -> None:
+        """The run has given its figures."""
+        self.say(f"{self._what}  {time.monotonic() - self._began:.1f} s, {run.measured} measured")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the live line away."""
+        if self._shown:
+            self._stream.write(_START_OF_LINE)
+            self._stream.flush()
+            self._shown = ""
+
+    def _show(self, text: str) -> None:
+        if self._live and text != self._shown:
+            self._stream.write(f"{_START_OF_LINE}{text}")
+            self._stream.flush()
+            self._shown = text
+
+
+PAIRS_WITHOUT_TIME = 2
+"""Bytes and counts repeat exactly; a second run of each side shows that they do."""
+
+
+def reports_in_turns(
+    take: Callable[[Side, int], Run], compare: Callable[[Sequence[tuple[Run, Run]]], Compared], most_pairs: int
+) -> Iterator[Compared]:
+    """Yield a report after each pair of runs, until no more are needed.
+
+    ``take`` makes a run of a side, which is given its number; ``compare`` makes the report on pairs (base, head).
+    """
+    pairs: list[tuple[Run, Run]] = []
+    before = None
+    for number in range(most_pairs):
+        runs = {side: take(side, 2 * number + turn) for turn, side in enumerate(order_of_pair(number), 1)}
+        pairs.append((runs[BASE], runs[HEAD]))
+        report = compare(pairs)
+        yield report
+        if is_settled(report, before):
+            return
+        before = report
+
+
+def order_of_pair(number: int) -> tuple[Side, Side]:
+    """Return the sides of a pair in the order in which they run; pairs count from 0."""
+    return (BASE, HEAD) if number % 2 == 0 else (HEAD, BASE)
+
+
+def is_settled(now: Compared, before: Compared | None) -> bool:
+    """Tell whether more pairs would change nothing; ``before`` is the report without the last pair."""
+    assert now.pairs is not None, "it is of runs in turns"
+    if not now.rows:
+        return True
+    if not now.speeds:
+        return now.pairs >= PAIRS_WITHOUT_TIME
+    earlier = before.speeds if before is not None else {}
+    return now.pairs >= FEWEST_PAIRS and all(
+        _is_decided(speed, earlier.get(key), now.tolerance) for key, speed in now.speeds.items()
+    )
+
+
+def _is_decided(now: Change, before: Change | None, tolerance: float) -> bool:
+    if now.outcome is Outcome.OK:
+        return now.interval is not None and now.interval.high <= 1 + tolerance
+    # Looking after every pair gives chance several chances: what ends the runs has to be seen twice.
+    return now.outcome is not Outcome.UNCERTAIN and before is not None and now.outcome is before.outcome
+
 
 SIGNALLED = 128
 """The exit status of a command that a signal ended is this and the signal's number, as shells have it."""

@@ -1,20 +1,30 @@
-"""What one run of pytest in a worktree gave, read from what the collector wrote. Pure."""
+"""One run of pytest in a worktree, with the worktree's code, and what it measured."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
+from pytest_gpumem.ab import collector
+from pytest_gpumem.ab.processes import run
+from pytest_gpumem.git import plain_environment
 from pytest_gpumem.reports.results import PROPERTY, Results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.ab.processes import Stop
     from pytest_gpumem.gate.verdict import TestVerdict
+
 
 Side = Literal["base", "head"]
 BASE: Side = "base"
@@ -111,3 +121,107 @@ def _foreign_code(foreign_modules: Mapping[str, str]) -> str:
         "(--setup 'pip install -e .'), uninstall it, or let PYTHONPATH lead to the code by a path relative to the "
         "folder of the run"
     )
+
+
+ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--gpumem-strict")
+PLUGIN = "gpumem_ab_collector"
+LINES_TOLD = 25
+"""How many of its last lines are shown of a run that failed."""
+
+
+def refused(arguments: Sequence[str], checkout: Path) -> str | None:
+    """Why pytest cannot be run with ``arguments`` here, as a sentence; ``None`` when it can."""
+    for argument in arguments:
+        option, _, value = argument.partition("=")
+        if option in ABOUT_BASELINES:
+            return f"{option} is about baselines, and none is read or written here: leave it out"
+        path = Path(value or argument)
+        if path.is_absolute() and path.resolve().is_relative_to(checkout):
+            return f"{argument} leads into the checkout, where only one of the revisions is: write the path relative to here"
+    return None
+
+
+def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inherited: str | None) -> str:
+    """``PYTHONPATH`` for a worktree: its own code first, then what PYTHONPATH ``inherited``.
+
+    ``current`` is the path of this interpreter. What of it lies in the checkout, a ``lib`` that an editable install added,
+    say, is looked for in the worktree.
+    """
+    here = worktree / checkout.folder
+    own = [here, here / "src", worktree, worktree / "src"]
+    own += [moved for entry in current if (moved := _moved(entry, worktree, checkout)) is not None]
+    others = [
+        entry for entry in (inherited or "").split(os.pathsep) if entry and _moved(entry, worktree, checkout) is None
+    ]
+    paths = [str(path) for path in own if path.is_dir()]
+    return os.pathsep.join(dict.fromkeys([*paths, *others]))
+
+
+def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
+    """Where a path of the checkout is in the worktree; ``None`` for paths elsewhere, and for an environment within it."""
+    path = Path(entry).resolve()
+    if not Path(entry).is_absolute() or not path.is_relative_to(checkout.top):
+        return None
+    prefix = Path(sys.prefix).resolve()
+    if prefix.is_relative_to(checkout.top) and path.is_relative_to(prefix):
+        return None
+    return worktree / path.relative_to(checkout.top)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs pytest in worktrees, one run after another, each in a process of its own."""
+
+    checkout: Checkout
+    worktrees: Mapping[Side, Path]
+    arguments: Sequence[str]
+    setup: str | None
+    folder: Path
+    """Where the runs keep what they write."""
+    stop: Stop
+    others: Sequence[Path] = field(default=())
+    """Other folders in which the repository is checked out."""
+
+    def take(self, side: Side, number: int, tick: Callable[[], None]) -> Run:
+        """One run of a side. Raises `RunFailed` and `Stopped`."""
+        worktree = self.worktrees[side]
+        here = worktree / self.checkout.folder
+        if not here.is_dir():
+            raise RunFailed(f"it has no folder {self.checkout.folder.as_posix()}")
+        own = self.folder / f"run-{number}"
+        (own / "plugin").mkdir(parents=True)
+        shutil.copyfile(collector.__file__, own / "plugin" / f"{PLUGIN}.py")
+        lines, log = own / "lines.jsonl", own / "log.txt"
+        if self.setup is not None:
+            status = run(
+                self.setup, folder=here, environment=plain_environment(), output=log, stop=self.stop, tick=tick
+            )
+            if status:
+                raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log)}")
+        # Only now: --setup may have made the folders that it is to look in.
+        environment = self._environment(worktree, own / "plugin", lines)
+        # Its own folder for what pytest keeps between runs: --last-failed must not make one run differ from the next.
+        kept = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
+        status = run(command, folder=here, environment=environment, output=log, stop=self.stop, tick=tick)
+        try:
+            return run_of(side, lines.read_text(encoding="utf-8").splitlines() if lines.exists() else [], status)
+        except RunFailed as failure:
+            raise RunFailed(f"{failure}{_last_lines(log)}") from None
+
+    def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
+        environment = plain_environment()
+        # A job's summary is for the comparison, not for each of its runs.
+        environment.pop("GITHUB_STEP_SUMMARY", None)
+        path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
+        others = [*self.others, *self.worktrees.values()]
+        environment[collector.VARIABLE] = json.dumps(
+            {"file": str(lines), "home": str(worktree), "others": [str(one) for one in others if one != worktree]}
+        )
+        return environment
+
+
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() if log.exists() else []
+    return "".join(f"\n  {line}" for line in ["", *lines[-LINES_TOLD:]]) if lines else ""

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import InputError
-from pytest_gpumem.units import parse_ratio
+from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.ab.compare_revisions import Ended, Plan, Progress, compare_revisions
+from pytest_gpumem.ab.processes import noted_signals
+from pytest_gpumem.ab.runs import refused
+from pytest_gpumem.cli.streams import InputError, parsed, screen, tell
+from pytest_gpumem.git import GitError
+from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
+from pytest_gpumem.units import counted, parse_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.ab.compare_revisions import Ended
 
 _PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
 
@@ -31,22 +36,15 @@ class _WithPytestArguments(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- PYTEST_ARGS...]"]
 
 
-def _ratio(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
-    try:
-        return parse_ratio(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+def _in_folder(file: Path) -> Path:
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {file.parent}")
+    return file
 
 
-def _file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {value.parent}")
-    return value
-
-
-def _file_option(name: str, told: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _file_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     file = click.Path(dir_okay=False, writable=True, path_type=Path)
-    return click.option(name, f"{name[2:]}_file", metavar="FILE", type=file, callback=_file, help=told)
+    return click.option(name, f"{name[2:]}_file", metavar="FILE", type=file, callback=parsed(_in_folder), help=text)
 
 
 @click.command(cls=_WithPytestArguments)
@@ -56,7 +54,7 @@ def _file_option(name: str, told: str) -> Callable[[Callable[..., None]], Callab
     "--max-slowdown",
     default="1.5 %",
     show_default=True,
-    callback=_ratio,
+    callback=parsed(parse_ratio),
     help="How much longer a step of HEAD may take.",
 )
 @click.option(
@@ -99,13 +97,6 @@ def ab(
     Exit status: 0 when nothing regressed, 1 when something did, or fails in HEAD only, 2 when nothing could be compared,
     130 when interrupted.
     """
-    from pytest_gpumem.ab.checkout import Checkout
-    from pytest_gpumem.ab.compare_revisions import Plan, compare_revisions
-    from pytest_gpumem.ab.processes import noted_signals
-    from pytest_gpumem.ab.progress import Progress
-    from pytest_gpumem.ab.running import refused
-    from pytest_gpumem.git import GitError
-
     arguments: list[str] = context.meta[_PYTEST_ARGUMENTS]
     try:
         checkout = Checkout.around(Path.cwd())
@@ -117,8 +108,10 @@ def ab(
     if why_not is not None:
         raise click.UsageError(why_not)
     if uncommitted:
-        files = "1 file is" if uncommitted == 1 else f"{uncommitted} files are"
-        click.echo(f"{files} changed and not committed: only commits are compared", err=True)
+        are = "is" if uncommitted == 1 else "are"
+        click.echo(
+            f"{counted(uncommitted, 'file')} {are} changed and not committed: only commits are compared", err=True
+        )
     with noted_signals() as stop:
         ended = compare_revisions(plan, stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
@@ -133,8 +126,6 @@ def ab(
 
 
 def _tell(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
-    from pytest_gpumem.cli.streams import screen, tell
-    from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 
     assert ended.report is not None, "there is something to tell"
     finished = ended.why is None

@@ -10,32 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pytest_gpumem.units import format_bytes, format_seconds, parse_size
+from pytest_gpumem.advice.search_order import Tried, every_config, next_config, recommended
+from pytest_gpumem.advice.snippet import code_snippet
+from pytest_gpumem.advice.trial import Subject, SubjectError, subject_of, try_config
+from pytest_gpumem.cli.project import devices_of_plugins
+from pytest_gpumem.cli.streams import parsed
+from pytest_gpumem.devices.contract import Device, DeviceUnavailable
+from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
+from pytest_gpumem.emulation.before_torch import install
+from pytest_gpumem.emulation.load import current_emulation, emulate
+from pytest_gpumem.emulation.torch_build import EmulationError
+from pytest_gpumem.reports.matrix import Row, matrix_table
+from pytest_gpumem.steps.model_step import NotAStep
+from pytest_gpumem.units import counted, format_bytes, format_seconds, parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
-    from pytest_gpumem.advice.search_order import Tried
-    from pytest_gpumem.advice.trial import Subject
-    from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.steps.config import StepConfig
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else parse_size(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
 @click.command()
 @click.argument("factory", metavar="MODULE:FACTORY")
-@click.option("--fits", metavar="SIZE", callback=_size, help="The memory that the step may take: 24GB, '80 GiB'.")
+@click.option(
+    "--fits", metavar="SIZE", callback=parsed(parse_size), help="The memory that the step may take: 24GB, '80 GiB'."
+)
 @click.option(
     "--device",
     "device_name",
@@ -71,9 +75,6 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
 
     Exit status: 0 when a config fits, 1 when none does, 2 for wrong usage, 130 when interrupted.
     """
-    from pytest_gpumem.advice.search_order import every_config, recommended
-    from pytest_gpumem.advice.trial import SubjectError, subject_of
-
     if fits is None and not everything:
         raise click.UsageError("say how much memory there is: --fits 24GB (or --all, to see every combination)")
     device = _device(device_name)
@@ -96,8 +97,13 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
     if tried:
         if not device.tells_time:
             click.echo(f"{device.environment().device}: memory as of PyTorch's own allocator, no times\n")
-        _table(tried)
-        _tell_of_convolutions()
+        rows = [Row(str(one.config), one.peak, one.time, one.why_not) for one in tried]
+        click.echo("\n".join([*matrix_table("config", rows, "si"), ""]))
+        # An emulated GPU's peaks may lack what convolutions take on a GPU.
+        emulation = current_emulation()
+        lacking = None if emulation is None else emulation.cudnn.lacking()
+        if lacking is not None:
+            click.echo(f"peaks may be too low: {lacking}\n")
     if not finished or chosen is None:
         click.echo(_conclusion(tried, chosen, fits, finished=finished))
     if chosen is not None:
@@ -106,9 +112,7 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
 
 
 def _climbed(tried: Sequence[Tried], fits: int | None, samples: int | None, blocks: str | None) -> Iterator[StepConfig]:
-    """The configs to try until one fits, each chosen by what came of those in ``tried``."""
-    from pytest_gpumem.advice.search_order import next_config
-
+    """Yield the configs to try until one fits, each chosen by the results in ``tried``."""
     while (config := next_config(tried, samples, blocks)) is not None:
         yield config
         if fits is not None and tried[-1].fits(fits):
@@ -116,8 +120,6 @@ def _climbed(tried: Sequence[Tried], fits: int | None, samples: int | None, bloc
 
 
 def _try(device: Device, subject: Subject, config: StepConfig, number: int) -> Tried:
-    from pytest_gpumem.advice.trial import try_config
-    from pytest_gpumem.steps.model_step import NotAStep
 
     click.echo(f"[{number}] {config} ... ", nl=False, err=True)
     try:
@@ -131,39 +133,18 @@ def _try(device: Device, subject: Subject, config: StepConfig, number: int) -> T
     return tried
 
 
-def _table(tried: Sequence[Tried]) -> None:
-    from pytest_gpumem.reports.matrix import Row, matrix_table
-
-    rows = [Row(str(one.config), one.peak, one.time, one.why_not) for one in tried]
-    for line in matrix_table("config", rows, "si"):
-        click.echo(line)
-    click.echo()
-
-
-def _tell_of_convolutions() -> None:
-    """Say where an emulated GPU's peaks lack what convolutions take on a GPU."""
-    from pytest_gpumem.emulation.load import current_emulation
-
-    emulation = current_emulation()
-    lacking = None if emulation is None else emulation.cudnn.lacking()
-    if lacking is not None:
-        click.echo(f"peaks may be too low: {lacking}\n")
-
-
 def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, *, finished: bool) -> str:
-    """What is to be said when nothing fits, or when not everything was tried."""
+    """Return the last line where nothing fits, or where not everything was tried."""
     measured = [one for one in tried if one.peak is not None]
     if not finished:
-        number = "1 config" if len(measured) == 1 else f"{len(measured)} configs"
         none = ", none of them fits" if measured and chosen is None else ""
-        return f"not finished: {number} measured{none}"
+        return f"not finished: {counted(len(measured), 'config')} measured{none}"
     smallest = min(measured, key=lambda one: one.peak or 0, default=None)
     closest = "" if smallest is None else f"; the smallest is {format_bytes(smallest.peak or 0)} with {smallest.config}"
     return f"nothing fits into {format_bytes(fits)}{closest}" if fits is not None else "nothing could be measured"
 
 
 def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject) -> None:
-    from pytest_gpumem.advice.snippet import code_snippet
 
     within = "" if fits is None else f" of {format_bytes(fits)}"
     time = "" if chosen.time is None else f", {format_seconds(chosen.time)} a step"
@@ -174,12 +155,14 @@ def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject
 
 
 def _device(name: str) -> Device:
-    from pytest_gpumem.cli.project import devices_of_plugins
-    from pytest_gpumem.devices.contract import DeviceUnavailable
-    from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories
-
     if name.startswith(EMULATED):
-        return _emulated(name)
+        try:
+            emulate(name)
+        except (EmulationError, ValueError) as error:
+            raise click.ClickException(str(error)) from None
+        install(name)
+        return make_cuda()
+
     known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
     if name not in (*known, AUTO):
         raise click.UsageError(f"--device {name}: no such device; {nearest_device(name, [*known, AUTO])}")
@@ -189,22 +172,8 @@ def _device(name: str) -> Device:
         raise click.ClickException(f"{unavailable}; --device cpu measures on the CPU") from None
 
 
-def _emulated(word: str) -> Device:
-    from pytest_gpumem.devices.registry import make_cuda
-    from pytest_gpumem.emulation.before_torch import install
-    from pytest_gpumem.emulation.load import emulate
-    from pytest_gpumem.emulation.torch_build import EmulationError
-
-    try:
-        emulate(word)
-    except (EmulationError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
-    install(word)
-    return make_cuda()
-
-
 def _function(text: str) -> Callable[[], Any]:
-    """The function that ``module:function`` names. Raises ``click.UsageError``."""
+    """Return the function that ``module:function`` names. Raises ``click.UsageError``."""
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
         raise click.UsageError(f"{text!r}: write MODULE:FACTORY, like my_project.models:make_gpt")
@@ -227,7 +196,7 @@ def _function(text: str) -> Callable[[], Any]:
 
 
 def _callables(module: ModuleType) -> list[str]:
-    """Names of what can be called: the module's own functions, its own classes, then what it has imported."""
+    """Return the names of a module's callables: its own functions, its own classes, then imported ones."""
     found = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
 
     def order(name: str) -> tuple[bool, bool, str]:
@@ -238,7 +207,7 @@ def _callables(module: ModuleType) -> list[str]:
 
 
 def _as_module(path: str, function: str) -> str:
-    """How to name a function of the file at ``path``."""
+    """Return ``module:function`` for a function of the file at ``path``."""
     parts = Path(os.path.relpath(path)).with_suffix("").parts
     outside = os.pardir in parts
     return f"{parts[-1]}:{function}, in the folder of the file" if outside else f"{'.'.join(parts)}:{function}"

@@ -8,28 +8,41 @@ from pathlib import Path
 
 import click
 
-from pytest_gpumem.cli.streams import InputError
+from pytest_gpumem.cli.streams import InputError, parsed
+from pytest_gpumem.github.comment import (
+    Api,
+    GitHubError,
+    NotAllowedError,
+    PullRequest,
+    pull_request_of_event,
+    put_comment,
+    room,
+)
+from pytest_gpumem.reports.escaping import plain
+from pytest_gpumem.reports.github import is_github, notice_line
+from pytest_gpumem.reports.json_report import ReportError, from_json
+from pytest_gpumem.reports.markdown import markdown
 
 DEFAULT_NAME = "gpumem"
 _LONGEST_NAME = 100
 
 
-def _address(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    if value and not re.fullmatch(r"https?://[^\s<>()\[\]\"'`]+", value):
-        raise click.BadParameter(f"{value!r} is not a web address")
-    return value
+def _address(text: str) -> str:
+    if text and not re.fullmatch(r"https?://[^\s<>()\[\]\"'`]+", text):
+        raise ValueError(f"{text!r} is not a web address")
+    return text
 
 
-def _repository(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    if value is not None and not re.fullmatch(r"[\w-]+/(?!\.{1,2}$)[\w.-]+", value, flags=re.ASCII):
-        raise click.BadParameter(f"{value!r} is not a repository; write it like 'owner/name'")
-    return value
+def _repository(text: str) -> str:
+    if not re.fullmatch(r"[\w-]+/(?!\.{1,2}$)[\w.-]+", text, flags=re.ASCII):
+        raise ValueError(f"{text!r} is not a repository; write it like 'owner/name'")
+    return text
 
 
-def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    if len(value) > _LONGEST_NAME:
-        raise click.BadParameter(f"it has {len(value)} characters, and may have {_LONGEST_NAME}")
-    return value
+def _name(text: str) -> str:
+    if len(text) > _LONGEST_NAME:
+        raise ValueError(f"it has {len(text)} characters, and may have {_LONGEST_NAME}")
+    return text
 
 
 @click.command()
@@ -39,17 +52,17 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     "--repository",
     metavar="OWNER/NAME",
     envvar="GITHUB_REPOSITORY",
-    callback=_repository,
+    callback=parsed(_repository),
     help="Where the pull request is; GITHUB_REPOSITORY by default.",
 )
 @click.option(
     "--name",
     default=DEFAULT_NAME,
     show_default=True,
-    callback=_name,
+    callback=parsed(_name),
     help="Which comment it is, where a pull request has several.",
 )
-@click.option("--link", metavar="URL", default="", callback=_address, help="Where the whole report is.")
+@click.option("--link", metavar="URL", default="", callback=parsed(_address), help="Where the whole report is.")
 def comment(*, report: Path, pull_request: int | None, repository: str | None, name: str, link: str) -> None:
     """Put a report into the pull request, as one comment that later runs change.
 
@@ -65,9 +78,6 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
 
     Exit status: 0 when the comment is there, or must not be, 1 when GitHub could not be told, 2 for wrong input or usage.
     """
-    from pytest_gpumem.github.api import Api, GitHubError, NotAllowedError
-    from pytest_gpumem.github.comment import PullRequest, put_comment
-
     token = os.environ.get("GITHUB_TOKEN")
     if not token:
         raise InputError("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
@@ -96,12 +106,7 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
 
 
 def _body(file: Path, name: str, link: str) -> str:
-    """The comment, but for its marker. Raises `InputError`."""
-    from pytest_gpumem.github.comment import room
-    from pytest_gpumem.reports.escaping import plain
-    from pytest_gpumem.reports.json_report import ReportError, from_json
-    from pytest_gpumem.reports.markdown import markdown
-
+    """Return the comment without its marker. Raises `InputError`."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
     beneath = f"\n[The whole report]({link})\n" if link else ""
     most = room(name) - len(above) - len(beneath)
@@ -121,9 +126,7 @@ def _body(file: Path, name: str, link: str) -> str:
 
 
 def _number_of_event() -> int | None:
-    """The pull request that this job runs for. Raises `InputError` when this is no job."""
-    from pytest_gpumem.github.comment import pull_request_of_event
-
+    """Return the pull request that this job runs for. Raises `InputError` when this is no job."""
     file = os.environ.get("GITHUB_EVENT_PATH")
     if not file:
         raise InputError("which pull request is not known: give --pull-request NUMBER")
@@ -134,7 +137,5 @@ def _number_of_event() -> int | None:
 
 
 def _tell(sentence: str) -> None:
-    """Say it where people see it: in GitHub Actions as a notice of the run."""
-    from pytest_gpumem.reports.github import is_github, notice_line
-
+    """Print a sentence, in GitHub Actions as a notice of the run."""
     click.echo(notice_line(sentence) if is_github(os.environ) else f"gpumem: {sentence}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:
-    from pytest_gpumem.reports.comparison import Side
-    from pytest_gpumem.session.settings import Settings
+from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli.project import committed, place_of_store, project_settings, read_baselines
+from pytest_gpumem.cli.streams import InputError, read_report, screen, tell
+from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compared, side_of_report, side_of_store
+from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings
 
 
 @click.command()
@@ -41,12 +43,6 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
     Exit status: 0 when nothing is worse, 1 when something regressed, or failed in NEW only, 2 when nothing could be compared,
     or for wrong input.
     """
-    from pytest_gpumem.cli.project import project_settings
-    from pytest_gpumem.cli.streams import screen, tell
-    from pytest_gpumem.reports.comparison import NOTHING_COMPARED, compared
-    from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
-    from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
-
     settings = project_settings(store)
     found = compared(_side(old, settings), _side(new, settings), {**DEFAULT_TOLERANCES, **settings.tolerances})
     if form == "json":
@@ -62,24 +58,16 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
 
 def _side(name: str | None, settings: Settings) -> Side:
     """Return the figures that ``name`` means. Raises `InputError`."""
-    from pytest_gpumem.baselines.url_backend import without_credentials
-    from pytest_gpumem.cli.project import committed, place_of_store, read_baselines
-    from pytest_gpumem.cli.streams import InputError, read_report
-    from pytest_gpumem.reports.comparison import side_of_report, side_of_store
-
     if name is not None and (name.endswith(".json") or Path(name).is_file()):
         return side_of_report(name, read_report(Path(name)))
-    place = place_of_store(settings)
+    here = place_of_store(settings)
     if name is None:
-        return side_of_store(
-            without_credentials(settings.store), ((one.slug, one.key, one.entry) for one in read_baselines(place))
-        )
+        return side_of_store(without_credentials(settings.store), read_baselines(here))
     try:
-        called, place = committed(name, place, "; a JSON report is a file that ends with .json")
+        revision, there = committed(name, here, "; a JSON report is a file that ends with .json")
     except InputError as no_revision:
         try:
-            here = read_baselines(place, name)
+            return side_of_store(name, read_baselines(here, name))
         except InputError:
             raise no_revision from None
-        return side_of_store(name, ((one.slug, one.key, one.entry) for one in here))
-    return side_of_store(called, ((one.slug, one.key, one.entry) for one in read_baselines(place)))
+    return side_of_store(revision, read_baselines(there))

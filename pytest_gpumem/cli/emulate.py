@@ -6,6 +6,9 @@ import os
 
 import click
 
+from pytest_gpumem.emulation.before_torch import PEAKS
+from pytest_gpumem.emulation.load import environment_for, prepare
+from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.values.option_words import EMULATED
 
 
@@ -29,10 +32,6 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     Exit status: 0 when the program ends with 0, its own where it ends with another, 1 when a GPU cannot be emulated here or the
     program not be started, 2 for wrong usage.
     """
-    from pytest_gpumem.emulation.before_torch import PEAKS
-    from pytest_gpumem.emulation.load import environment_for, prepare
-    from pytest_gpumem.emulation.torch_build import EmulationError
-
     word = gpu if gpu.startswith(EMULATED) else EMULATED + gpu
     try:
         prepare(word)

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import InputError
+from pytest_gpumem.cli.streams import files_of, input_errors, read_report
+from pytest_gpumem.exports.figures import ExportError, Figure, Figures, figures_of
+from pytest_gpumem.exports.formats import Better, bencher, github_action_benchmark, metrics_of, openmetrics
+from pytest_gpumem.exports.tensorboard import commits, seconds, write_scalars
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.layout import Screen
+from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_gpumem.exports.figures import Figure, Figures
-    from pytest_gpumem.exports.github_action_benchmark import Better
+    from pytest_gpumem.reports.session_report import SessionReport
 
 
 @click.group()
@@ -34,20 +38,15 @@ def export() -> None:
     """
 
 
-def _reports(command: Callable[..., None]) -> Callable[..., None]:
-    """The arguments that every format takes."""
-    only = click.option(
-        "--metric",
-        "metrics",
-        multiple=True,
-        metavar="NAME",
-        type=click.Choice(list(METRICS)),
-        help="Export this metric only (peak_allocated, step_time, ...). May be repeated.",
-    )
-    files = click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True)
-    return files(only(command))
-
-
+_reports = click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True)
+_metrics = click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    type=click.Choice(list(METRICS)),
+    help="Export this metric only (peak_allocated, step_time, ...). May be repeated.",
+)
 _output = click.option(
     "-o",
     "--output",
@@ -66,6 +65,7 @@ _output = click.option(
     help="The metrics of which less is better, for the tool customSmallerIsBetter; or those of which more is.",
 )
 @_output
+@_metrics
 @_reports
 def for_github_action_benchmark(
     *, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None, better: Better
@@ -74,37 +74,32 @@ def for_github_action_benchmark(
 
     The action takes one direction a file: bytes, counts and times by default, throughput with --better=bigger.
     """
-    from pytest_gpumem.exports.figures import ExportError
-    from pytest_gpumem.exports.github_action_benchmark import github_action_benchmark, metrics_of
-
     try:
         one_direction = metrics_of(better, metrics)
     except ExportError as error:
         raise click.UsageError(str(error)) from None
-    _export(reports, one_direction, output, github_action_benchmark)
+    _export(github_action_benchmark, reports, one_direction, output)
 
 
 @export.command("bencher")
 @_output
+@_metrics
 @_reports
 def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
     """Bencher Metric Format JSON.
 
     For bencher run --adapter json --file FILE.
     """
-    from pytest_gpumem.exports.bencher import bencher
-
-    _export(reports, metrics, output, bencher)
+    _export(bencher, reports, metrics, output)
 
 
 @export.command("openmetrics")
 @_output
+@_metrics
 @_reports
 def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
     """OpenMetrics text, as Prometheus reads it."""
-    from pytest_gpumem.exports.openmetrics import openmetrics
-
-    _export(reports, metrics, output, openmetrics)
+    _export(openmetrics, reports, metrics, output)
 
 
 @export.command("tensorboard")
@@ -123,57 +118,37 @@ def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
     type=click.Path(file_okay=False, path_type=Path),
     help="The folder of event files, to which this one is added.",
 )
+@_metrics
 @_reports
 def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path, step: str) -> None:
     """Scalars in a folder that TensorBoard shows.
 
     Each report is a point of every test's curves, so give it the reports of many sessions, at once or one by one.
     """
-    from pytest_gpumem.exports.figures import ExportError
-    from pytest_gpumem.exports.tensorboard import commits, seconds, write_scalars
-
-    found = _figures(reports, metrics, over_time=True)
-    try:
+    with input_errors(ExportError, OSError):
+        found = figures_of(_read(reports), metrics, over_time=True)
         write_scalars(found.figures, output, seconds if step == "time" else commits(Path.cwd()))
-    except (ExportError, OSError) as error:
-        raise InputError(str(error)) from None
-    click.echo(_legible(found.told), err=True)
+    _tell(found)
 
 
 def _export(
-    given: Sequence[str],
-    metrics: Sequence[str],
-    output: Path | None,
-    render: Callable[[Sequence[Figure]], str],
+    render: Callable[[Sequence[Figure]], str], reports: Sequence[str], metrics: Sequence[str], output: Path | None
 ) -> None:
-    from pytest_gpumem.exports.figures import ExportError
-    from pytest_gpumem.whole_file import write_whole
-
-    found = _figures(given, metrics, over_time=False)
-    try:
+    with input_errors(ExportError, OSError):
+        found = figures_of(_read(reports), metrics)
         text = render(found.figures)
         if output is None:
             click.echo(text.encode(), nl=False)
         else:
             write_whole(output, text)
-    except (ExportError, OSError) as error:
-        raise InputError(str(error)) from None
-    click.echo(_legible(found.told), err=True)
+    _tell(found)
 
 
-def _figures(given: Sequence[str], metrics: Sequence[str], *, over_time: bool) -> Figures:
-    from pytest_gpumem.cli.streams import files_of, read_report
-    from pytest_gpumem.exports.figures import ExportError, figures_of
-
-    reports = {str(path): read_report(path) for path in files_of(given)}
-    try:
-        return figures_of(reports, metrics, over_time=over_time)
-    except ExportError as error:
-        raise InputError(str(error)) from None
+def _read(files: Sequence[str]) -> dict[str, SessionReport]:
+    return {str(path): read_report(path) for path in files_of(files)}
 
 
-def _legible(text: str) -> str:
-    """``text``, which may hold ids of tests, as standard error can show it."""
-    from pytest_gpumem.reports.layout import Screen
-
-    return Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8").legible(text)
+def _tell(found: Figures) -> None:
+    # It may hold ids of tests.
+    screen = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
+    click.echo(screen.legible(found.summary), err=True)

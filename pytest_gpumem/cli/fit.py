@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import InputError
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, tell
+from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
+from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
+from pytest_gpumem.emulation.torch_build import EmulationError
+from pytest_gpumem.fit import outcome
+from pytest_gpumem.fit.outcome import Fit, Outcome, exit_status
+from pytest_gpumem.fit.run import run_on, with_expandable_segments
+from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
+from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.emulation.gpus import Gpu
-    from pytest_gpumem.fit.outcome import Fit
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -54,8 +60,6 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
     for wrong usage, and when it cannot be told: a GPU cannot be emulated here, or the program fails by itself or uses no GPU
     memory, 130 when interrupted.
     """
-    from pytest_gpumem.fit.outcome import Outcome, exit_status
-
     arguments = _with_python(command)
     gpus = _gpus(words)
     found: list[Fit] = []
@@ -87,28 +91,18 @@ def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _gpus(words: Sequence[str]) -> dict[str, Gpu]:
-    """What is to be emulated, by the word for it: what was asked for, or all, of which the first is the usual one."""
-    from pytest_gpumem.emulation.gpus import DEFAULT, emulated_gpu, known_gpus
-    from pytest_gpumem.emulation.load import prepare
-    from pytest_gpumem.emulation.torch_build import EmulationError
-
+    """Return the GPUs to emulate, by name: those that were asked for, or all, the default one first."""
     asked = [word if word.startswith(EMULATED) else EMULATED + word for word in words]
     known = sorted((gpu.word for gpu in known_gpus()), key=lambda word: word != DEFAULT)
-    try:
+    with input_errors(EmulationError, ValueError):
         gpus = {word: emulated_gpu(word) for word in asked or [EMULATED + word for word in known]}
         for word in gpus:
             prepare(word)
-    except (EmulationError, ValueError) as error:
-        raise InputError(str(error)) from None
     return gpus
 
 
 def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], steps: int | None, *, every: bool) -> None:
-    """Append to ``found`` what comes of the program on each GPU."""
-    from pytest_gpumem.emulation.load import CONTEXT_BYTES
-    from pytest_gpumem.fit import outcome
-    from pytest_gpumem.fit.run import run_on, with_expandable_segments
-    from pytest_gpumem.fit.summary import name_of, progress
+    """Append the result of the program on each GPU to ``found``."""
 
     def tried(word: str, gpu: Gpu, more: dict[str, str]) -> outcome.Found:
         how = " with expandable segments" if more else ""
@@ -131,10 +125,6 @@ def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], ste
 
 
 def _say(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
-    from pytest_gpumem.cli.streams import screen, tell
-    from pytest_gpumem.emulation.load import CONTEXT_BYTES
-    from pytest_gpumem.fit.summary import conclusion, details, table, to_json
-    from pytest_gpumem.reports.layout import laid_out
 
     if as_json:
         click.echo(to_json(found, command, status), nl=False)

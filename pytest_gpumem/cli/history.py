@@ -6,18 +6,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import InputError
+from pytest_gpumem.baselines.backend import Backend, BackendError
+from pytest_gpumem.baselines.history import Event, events_of, file_changes, names_in, paths_ever, state_in, texts_of
+from pytest_gpumem.baselines.selecting import nearest_tests, selected
+from pytest_gpumem.baselines.store import path_of
+from pytest_gpumem.cli.project import checkout_of, committed, place_of_store, project_settings, read_baselines
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, tell
+from pytest_gpumem.gate.baseline import Baseline, Key
+from pytest_gpumem.git import GitError, is_shallow
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.history import history_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from pytest_gpumem.baselines.backend import Backend
-    from pytest_gpumem.baselines.history import Event
-    from pytest_gpumem.gate.baseline import Baseline, Key
     from pytest_gpumem.reports.stored import StoredBaseline
-    from pytest_gpumem.session.settings import Settings
 
+_Entry = tuple[str, Key, Baseline | None]
+"""Slug, key and baseline, which is ``None`` where it was removed."""
 _MOST_LISTED = 20
 _SHALLOW = (
     "this clone is shallow, so that changes are missing: fetch them with `git fetch --unshallow`, "
@@ -51,69 +58,52 @@ def history(*, test: str, metric: str, device: str | None, store: str | None) ->
 
     Exit status: 0 when there is a history, 2 when there is none: no such baseline, several, or no git repository.
     """
-    from pytest_gpumem.cli.project import checkout_of, committed, place_of_store, project_settings, read_baselines
-    from pytest_gpumem.gate.baseline import Baseline
-    from pytest_gpumem.git import GitError, is_shallow
-
     settings = project_settings(store)
     backend = place_of_store(settings)
     checkout, folder = checkout_of(backend)
-    baselines = read_baselines(backend, device)
-    try:
-        found = _found(checkout.top, folder, baselines, test, device)
+    below = "" if folder == "." else f"{folder}/"
+    with input_errors(GitError, BackendError):
+        found = _named(test, read_baselines(backend, device)) or _removed(test, checkout.top, folder, below, device)
+        if not found:
+            near = nearest_tests((one.key for one in read_baselines(backend, device)), test)
+            hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists what there is"
+            raise InputError(f"there is no baseline of {test!r}, and there never was{hint}")
         at_head = committed("HEAD", backend)[1]
-        told = [(one, _events(checkout.top, folder, at_head, one)) for one in found]
+        histories = [(slug, key, _events(checkout.top, below, at_head, slug, key, entry)) for slug, key, entry in found]
         shallow = is_shallow(checkout.top)
-    except GitError as error:
-        raise InputError(str(error)) from None
     values = {
         state.metrics.get(metric)
-        for _, events in told
+        for _, _, events in histories
         for event in events
         for state in (event.before, event.after)
         if isinstance(state, Baseline)
     }
     if values <= {None}:
         raise InputError(f"no baseline of {test!r} ever had {metric}; `gpumem show -v` tells what they have")
-    for (slug, key, _), events in told:
-        _tell(slug, key, events, metric, settings)
+    for slug, key, events in histories:
+        title = f"{key} on {slug}: {METRICS[metric].title}"
+        tell([title, "", *history_lines(events, metric, settings.units, screen()), ""])
     if shallow:
         click.echo(_SHALLOW, err=True)
 
 
-def _found(
-    top: Path, folder: str, baselines: list[StoredBaseline], said: str, device: str | None
-) -> list[tuple[str, Key, Baseline | None]]:
-    """The baselines of the one test that ``said`` means, as (slug, key, entry). Raises `InputError` and `GitError`."""
-    from pytest_gpumem.baselines.selecting import nearest_tests, selected
-
-    keys = selected((one.key for one in baselines), said)
+def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
+    """Return the baselines of the one test that ``name`` means, none if there is no such test. Raises `InputError`."""
+    keys = selected((one.key for one in baselines), name)
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     if len(tests) > 1:
         more = [f"... and {len(tests) - _MOST_LISTED} more"] if len(tests) > _MOST_LISTED else []
         listed = [f"  {test}" for test in [*tests[:_MOST_LISTED], *more]]
-        raise InputError(f"{said!r} is in the ids of {len(tests)} tests; say which one:", *listed)
-    if tests:
-        return [(one.slug, one.key, one.entry) for one in baselines if one.key in keys]
-    gone = _gone(top, folder, said, device)
-    if not gone:
-        near = nearest_tests((one.key for one in baselines), said)
-        hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists what there is"
-        raise InputError(f"there is no baseline of {said!r}, and there never was{hint}")
-    return gone
+        raise InputError(f"{name!r} is in the ids of {len(tests)} tests; say which one:", *listed)
+    return [one for one in baselines if one.key in keys]
 
 
-def _gone(top: Path, folder: str, said: str, device: str | None) -> list[tuple[str, Key, Baseline | None]]:
-    """Baselines of the test with just this id, which the store does not have any more."""
-    from pytest_gpumem.baselines.history import file_changes, names_in, paths_ever, texts_of
-    from pytest_gpumem.baselines.store import path_of
-    from pytest_gpumem.gate.baseline import Key
-
-    file, _, test = said.partition("::")
+def _removed(name: str, top: Path, folder: str, below: str, device: str | None) -> Sequence[_Entry]:
+    """Return the baselines of the test with just this id which the store does not have any more. Raises `GitError`."""
+    file, _, test = name.partition("::")
     if not test:
         return []
-    found: list[tuple[str, Key, Baseline | None]] = []
-    below = _below(folder)
+    found: list[_Entry] = []
     for path in sorted(paths_ever(top, folder)):
         slug = path.removeprefix(below).partition("/")[0]
         if path != below + path_of(slug, file) or device not in (None, slug):
@@ -122,36 +112,16 @@ def _gone(top: Path, folder: str, said: str, device: str | None) -> list[tuple[s
         # With the name of a measurement behind it, or without.
         for one in {test, test.rpartition(" (")[0]} - {""}:
             keys = [Key(file, one, name) for name in names_in(texts, one)]
-            found += [(slug, key, None) for key in keys if said in (str(key), f"{file}::{one}")]
-    return sorted(found, key=lambda baseline: (baseline[1], baseline[0]))
+            found += [(slug, key, None) for key in keys if name in (str(key), f"{file}::{one}")]
+    return sorted(found, key=lambda entry: (entry[1], entry[0]))
 
 
-def _events(top: Path, folder: str, at_head: Backend, baseline: tuple[str, Key, Baseline | None]) -> list[Event]:
-    """The changes of a baseline, the latest last. Raises `InputError` and `GitError`."""
-    from pytest_gpumem.baselines.backend import BackendError
-    from pytest_gpumem.baselines.history import Event, events_of, file_changes, state_in, texts_of
-    from pytest_gpumem.baselines.store import path_of
-
-    slug, key, entry = baseline
+def _events(top: Path, below: str, at_head: Backend, slug: str, key: Key, entry: Baseline | None) -> list[Event]:
+    """Return the changes of a baseline, the latest last. Raises `InputError`, `GitError` and `BackendError`."""
     path = path_of(slug, key.file)
-    changes = file_changes(top, _below(folder) + path)
+    changes = file_changes(top, below + path)
     events = events_of(changes, texts_of(top, changes), key)
     if not events:
-        raise InputError(f"the baseline of {key} is in no commit yet: `git add {_below(folder)}{path}`, and commit it")
-    try:
-        committed = state_in(at_head.read(path), key)
-    except BackendError as error:
-        raise InputError(str(error)) from None
-    return events if committed == entry else [*events, Event(None, committed, entry)]
-
-
-def _below(folder: str) -> str:
-    return "" if folder == "." else f"{folder}/"
-
-
-def _tell(slug: str, key: Key, events: list[Event], metric: str, settings: Settings) -> None:
-    from pytest_gpumem.cli.streams import screen, tell
-    from pytest_gpumem.reports.history import history_lines
-
-    tell([f"{key} on {slug}: {METRICS[metric].title}", ""])
-    tell([*history_lines(events, metric, settings.units, screen()), ""])
+        raise InputError(f"the baseline of {key} is in no commit yet: `git add {below}{path}`, and commit it")
+    last = state_in(at_head.read(path), key)
+    return events if last == entry else [*events, Event(None, last, entry)]

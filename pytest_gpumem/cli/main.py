@@ -1,26 +1,31 @@
-"""The ``gpumem`` command: its subcommands, wired together."""
+"""The ``gpumem`` command: its subcommands, each in a module that is imported when it is used."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import click
 
 from pytest_gpumem import __version__
-from pytest_gpumem.cli.ab import ab
-from pytest_gpumem.cli.advise import advise
-from pytest_gpumem.cli.comment import comment
-from pytest_gpumem.cli.compare import compare
-from pytest_gpumem.cli.emulate import emulate
-from pytest_gpumem.cli.export import export
-from pytest_gpumem.cli.fit import fit
-from pytest_gpumem.cli.history import history
-from pytest_gpumem.cli.merge import merge
-from pytest_gpumem.cli.prune import prune
-from pytest_gpumem.cli.show import show
+
+_COMMANDS = ("ab", "advise", "comment", "compare", "emulate", "export", "fit", "history", "merge", "prune", "show")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _LazyGroup(click.Group):
+    """A group that imports a subcommand when it is used: the function of its name in the module of its name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"pytest_gpumem.cli.{cmd_name}"), cmd_name)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpumem")
 def main() -> None:
     """Keep the baselines of pytest-gpumem, read its reports, and find out how a model fits into a GPU.
@@ -42,10 +47,6 @@ def main() -> None:
     Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
     says what that means for it.
     """
-
-
-for command in (ab, advise, comment, compare, emulate, export, fit, history, merge, prune, show):
-    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import InputError
-from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes
+from pytest_gpumem.baselines.selecting import unused_line
+from pytest_gpumem.cli.streams import InputError, files_of, input_errors, read_report, screen, tell
+from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes, write_report
+from pytest_gpumem.reports.github import told_to_github
+from pytest_gpumem.reports.merging import MergeError, in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.terminal import failure_lines, terminal_text
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
@@ -67,91 +72,58 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
     Exit status: 0 when the whole passed, 1 when it did not, 2 for wrong input: a file that is no report, shards of different
     commits or options, fewer or more than --shards, or, with --shards, the same shard twice while tests are in none of them.
     """
-    from pytest_gpumem.cli.streams import files_of, read_report, tell
-    from pytest_gpumem.reports.github import told_to_github
-    from pytest_gpumem.reports.merging import MergeError, merged
-
     paths = files_of(reports)
     parts = [read_report(path) for path in paths]
-    _refuse_copies(paths, parts)
-    try:
-        whole = merged(parts, [str(path) for path in paths])
-    except MergeError as error:
-        raise InputError(str(error)) from None
-    if shards is not None and whole.shards != shards:
-        given = "1 shard" if whole.shards == 1 else f"{whole.shards} shards"
-        raise InputError(f"there are reports of {given}, expected {shards}: {', '.join(map(str, paths))}")
-    if shards is not None:
-        _refuse_what_ran_twice(paths, parts, whole)
-    _tell(whole, parts, verbose)
-    for path in files:
-        _write(path, whole)
-    tell(told_to_github(whole, Path.cwd(), os.environ))
-    sys.exit(0 if whole.passed else 1)
-
-
-def _refuse_copies(paths: list[Path], parts: list[SessionReport]) -> None:
     for number, part in enumerate(parts):
         earlier = parts.index(part)
         if earlier < number and part.results:
             raise InputError(f"{paths[number]} is the same report as {paths[earlier]}: give each shard once")
+    with input_errors(MergeError):
+        whole = merged(parts, [str(path) for path in paths])
+    if shards is not None:
+        _check_shards(shards, paths, parts, whole)
+    _tell(whole, parts, verbose)
+    for path in files:
+        try:
+            write_report(path, whole)
+        except OSError as error:
+            raise InputError(f"{path}: the report cannot be written: {error}") from None
+    tell(told_to_github(whole, Path.cwd(), os.environ))
+    sys.exit(0 if whole.passed else 1)
 
 
-def _refuse_what_ran_twice(paths: list[Path], parts: list[SessionReport], whole: SessionReport) -> None:
-    """A job that was repeated stands for one that got lost, and the number of reports is right."""
-    from pytest_gpumem.reports.merging import in_no_shard, run_twice
-
+def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], whole: SessionReport) -> None:
+    """Raise `InputError` unless there are so many shards, none of them twice in the place of another one."""
+    if whole.shards != shards:
+        given = counted(whole.shards, "shard")
+        raise InputError(f"there are reports of {given}, expected {shards}: {', '.join(map(str, paths))}")
     idle, twice = in_no_shard(whole), run_twice(parts)
     if idle and twice is not None:
         earlier, later = twice
         raise InputError(
-            f"{paths[later]} ran the same tests as {paths[earlier]}, and {_tests(idle)} ran in none of the shards: "
-            f"{_named(idle)}; give each shard once, or, if this is meant, leave out --shards"
+            f"{paths[later]} ran the same tests as {paths[earlier]}, and {counted(len(idle), 'test')} ran in none of the "
+            f"shards: {_named(idle)}; give each shard once, or, if this is meant, leave out --shards"
         )
 
 
-def _write(path: Path, whole: SessionReport) -> None:
-    from pytest_gpumem.reports.files import write_report
-
-    try:
-        write_report(path, whole)
-    except OSError as error:
-        raise InputError(f"{path}: the report cannot be written: {error}") from None
-
-
 def _tell(whole: SessionReport, parts: list[SessionReport], verbose: int) -> None:
-    from pytest_gpumem.cli.streams import screen, tell
-    from pytest_gpumem.reports.terminal import failure_lines, terminal_text
-
-    said = terminal_text(replace(whole, said=(*whole.said, *_lines(whole, parts))), screen(), verbose)
-    tell(said.tables)
+    again, idle = several(parts), in_no_shard(whole)
+    lines = [*whole.said, f"merged: {counted(whole.shards, 'shard')}"]
+    if again:
+        lines.append(
+            f"merged: {counted(len(again), 'test')} ran in several of them, the worst result counts: {_named(again)}"
+        )
+    if idle:
+        lines.append(f"merged: {counted(len(idle), 'test')} collected and selected in none of them: {_named(idle)}")
+    if whole.unused:
+        lines.append(unused_line(whole.unused))
+    text = terminal_text(replace(whole, said=tuple(lines)), screen(), verbose)
+    tell(text.tables)
     tell(failure_lines(whole, screen()))
-    # pytest tells these by itself, at the end of a session.
+    # terminal_text has the others, which pytest does not say by itself at the end of a session.
     there = {*whole.errors, whole.nothing_gated}
     tell(f"gpumem: {problem}" for problem in whole.problems if problem not in there)
-    tell(said.lines)
-
-
-def _lines(whole: SessionReport, parts: list[SessionReport]) -> list[str]:
-    """What only the whole can tell, beside its verdict."""
-    from pytest_gpumem.baselines.selecting import unused_line
-    from pytest_gpumem.reports.merging import in_no_shard, several
-
-    again, idle, unused = several(parts), in_no_shard(whole), whole.unused
-    return [
-        "merged: " + ("1 shard" if whole.shards == 1 else f"{whole.shards} shards"),
-        *(
-            [f"merged: {_tests(again)} ran in several of them, the worst result counts: {_named(again)}"]
-            if again
-            else []
-        ),
-        *([f"merged: {_tests(idle)} collected and selected in none of them: {_named(idle)}"] if idle else []),
-        *([unused_line(unused)] if unused else []),
-    ]
-
-
-def _tests(tests: list[tuple[str, str]]) -> str:
-    return "1 test" if len(tests) == 1 else f"{len(tests)} tests"
+    tell(text.lines)
 
 
 def _named(tests: list[tuple[str, str]]) -> str:

@@ -6,56 +6,61 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from pytest_gpumem.cli.streams import InputError
-from pytest_gpumem.session.settings import SettingsError, settings_of
+from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.baselines.backend import BackendError, Folder, GitBackend, backend_of
+from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.cli.streams import InputError, input_errors
+from pytest_gpumem.gate.baseline import Baseline
+from pytest_gpumem.git import GitError
+from pytest_gpumem.reports.stored import StoredBaseline
+from pytest_gpumem.session.settings import Settings, SettingsError, settings_of
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from pytest_gpumem.ab.checkout import Checkout
     from pytest_gpumem.baselines.backend import Backend
     from pytest_gpumem.devices.registry import DeviceFactory
-    from pytest_gpumem.reports.stored import StoredBaseline
-    from pytest_gpumem.session.settings import Settings
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 """A command has imported the plugin before pytest could, of which pytest warns."""
 
+T = TypeVar("T")
+
+
+class _NotStarted(InputError):
+    """pytest ended before it was configured."""
+
 
 def project_settings(store: str | None = None) -> Settings:
-    """The settings of the project around this folder, with ``addopts``; ``store`` replaces theirs, counted from here.
+    """Return the settings of the project around this folder, with ``addopts``.
 
-    pytest says which folder is the root: it is started, and stopped before it loads or collects a file of the project.
-    Raises `InputError`.
+    Args:
+        store: Replaces the store of the settings; relative to this folder.
+
+    Raises:
+        InputError: pytest cannot be started, or a setting is wrong.
     """
-    found = _Settings()
-    said = _started(found, "--noconftest")
-    if found.error is None and found.settings is None:
+    try:
+        settings = _from_pytest(settings_of, "--noconftest")
+    except _NotStarted:
         # addopts may have an option that a conftest.py adds.
-        said = _started(found)
-    if found.error is not None:
-        raise InputError(found.error)
-    if found.settings is None:
-        raise InputError("pytest cannot be started here:", *said.splitlines())
+        settings = _from_pytest(settings_of)
     if store is None:
-        return found.settings
+        return settings
     if not store:
         raise InputError("--store is empty, expected a folder or a URL")
-    return replace(found.settings, store=store, store_base=Path.cwd())
+    return replace(settings, store=store, store_base=Path.cwd())
 
 
 def place_of_store(settings: Settings) -> Backend:
-    """Where the project's baselines lie. Raises `InputError` when there is no such place."""
-    from pytest_gpumem.baselines.backend import BackendError, Folder, backend_of
-
-    try:
+    """Return the backend with the project's baselines. Raises `InputError` when there is no such place."""
+    with input_errors(BackendError):
         backend = backend_of(settings.store, settings.store_base)
-    except BackendError as error:
-        raise InputError(str(error)) from None
     if isinstance(backend, Folder) and not backend.root.is_dir():
         raise InputError(
             f"there is no store at {backend.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "
@@ -65,15 +70,9 @@ def place_of_store(settings: Settings) -> Backend:
 
 
 def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBaseline]:
-    """The baselines in ``backend``, those of the device with this slug if one is given; sorted. Raises `InputError`."""
-    from pytest_gpumem.baselines.backend import BackendError
-    from pytest_gpumem.baselines.store import Store, StoreError
-    from pytest_gpumem.gate.baseline import Baseline
-    from pytest_gpumem.reports.stored import StoredBaseline
-    from pytest_gpumem.units import nearest
-
+    """Return the baselines in ``backend``, or those of the device with this slug, sorted. Raises `InputError`."""
     store = Store(backend)
-    try:
+    with input_errors(StoreError, BackendError):
         keys = store.keys()
         slugs = sorted({slug for slug, _ in keys})
         if device is not None and device not in slugs:
@@ -82,18 +81,12 @@ def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBa
                 + (nearest(device, slugs) if slugs else "it is empty")
             )
         found = [(slug, key, store.find(key, slug)) for slug, key in keys if device in (None, slug)]
-    except (StoreError, BackendError) as error:
-        raise InputError(str(error)) from None
     baselines = [StoredBaseline(slug, key, entry) for slug, key, entry in found if isinstance(entry, Baseline)]
     return sorted(baselines, key=lambda one: (one.key, one.slug))
 
 
 def checkout_of(backend: Backend) -> tuple[Checkout, str]:
-    """The checkout that the store lies in, and the store's path from its top. Raises `InputError`."""
-    from pytest_gpumem.ab.checkout import Checkout
-    from pytest_gpumem.baselines.backend import Folder
-    from pytest_gpumem.git import GitError
-
+    """Return the checkout that the store lies in, and the store's path from its top. Raises `InputError`."""
     if not isinstance(backend, Folder):
         raise InputError(f"the store {backend.shown('')} is no folder: only in a git repository does it have a history")
     try:
@@ -104,10 +97,7 @@ def checkout_of(backend: Backend) -> tuple[Checkout, str]:
 
 
 def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Backend]:
-    """The store as it is in a revision, and what to call that. Raises `InputError`."""
-    from pytest_gpumem.baselines.backend import BackendError, GitBackend
-    from pytest_gpumem.git import GitError
-
+    """Return a revision as people write it, and the store as it is there. Raises `InputError`."""
     checkout, folder = checkout_of(backend)
     try:
         found = checkout.revision(revision)
@@ -119,45 +109,33 @@ def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Bac
 
 
 def devices_of_plugins() -> list[Mapping[str, DeviceFactory]]:
-    """The devices that the project's conftest.py and installed plugins add. Raises `InputError`."""
-    found = _Devices()
-    said = _started(found)
-    if found.devices is None:
-        raise InputError("pytest cannot be started here:", *said.splitlines())
-    return found.devices
+    """Return the devices that the project's conftest.py and installed plugins add. Raises `InputError`."""
+
+    def devices(config: pytest.Config) -> list[Mapping[str, DeviceFactory]]:
+        found: list[Mapping[str, DeviceFactory]] = config.hook.pytest_gpumem_devices(config=config)
+        return found
+
+    return _from_pytest(devices)
 
 
-def _started(plugin: object, *arguments: str) -> str:
-    """What pytest, and plugins that were loaded, had to say."""
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
-        pytest.main(["-s", *QUIET, *arguments], plugins=[plugin])
-    return said.getvalue().strip()
+def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str) -> T:
+    """Start pytest, which finds the root folder, and stop it before it collects; return what ``read`` finds in its config."""
+    found: list[T | SettingsError] = []
 
+    class Reader:
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
+            try:
+                found.append(read(config))
+            except SettingsError as error:
+                found.append(error)
+            return pytest.ExitCode.OK
 
-class _Settings:
-    """A plugin that reads the settings and ends pytest, which has read its command line and no more."""
-
-    def __init__(self) -> None:
-        self.settings: Settings | None = None
-        self.error: str | None = None
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
-        try:
-            self.settings = settings_of(config)
-        except SettingsError as error:
-            self.error = str(error)
-        return pytest.ExitCode.OK
-
-
-class _Devices:
-    """A plugin that asks the others for devices and ends pytest."""
-
-    def __init__(self) -> None:
-        self.devices: list[Mapping[str, DeviceFactory]] | None = None
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
-        self.devices = config.hook.pytest_gpumem_devices(config=config)
-        return pytest.ExitCode.OK
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        pytest.main(["-s", *QUIET, *arguments], plugins=[Reader()])
+    if not found:
+        raise _NotStarted("pytest cannot be started here:", *output.getvalue().strip().splitlines())
+    if isinstance(found[0], SettingsError):
+        raise InputError(str(found[0]))
+    return found[0]

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
+from pytest_gpumem.baselines.backend import BackendError
+from pytest_gpumem.baselines.selecting import of_absent_devices, unused
+from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import tell
 from pytest_gpumem.session.options import SESSION
@@ -36,10 +39,6 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     Exit status: 0 when it has removed what was unused, 1 when tests could not be collected, the store not be read, or none
     of its test files is below the root directory, as in another project, and nothing was removed, 2 for wrong usage.
     """
-    from pytest_gpumem.baselines.backend import BackendError
-    from pytest_gpumem.baselines.selecting import of_absent_devices, unused
-    from pytest_gpumem.baselines.store import StoreError
-
     collected = _Collected()
     # Nothing is gated here, which would make the collection red.
     arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
@@ -47,22 +46,21 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:
         raise click.ClickException("the tests could not be collected (see above); nothing was removed")
     session, root = collected.session, collected.session.root
+
+    def exists(file: str) -> bool:
+        return (root / file).exists()
+
     try:
         store = session.store()
         stored = store.keys()
         files = {key.file for _, key in stored}
-        if files and not any((root / file).exists() for file in files):
+        if files and not any(map(exists, files)):
             raise click.ClickException(_another_project(len(files), root))
-        found = unused(
-            stored,
-            measured=session.selection.measured,
-            whole_files=session.selection.files,
-            exists=lambda file: (root / file).exists(),
-        )
+        selection = session.selection
+        found = unused(stored, measured=selection.measured, whole_files=selection.files, exists=exists)
         # Which devices there are is known by loading torch, and only asked where it decides.
-        doubtful = any((root / key.file).exists() for _, key in found)
-        present = session.present_devices() if doubtful else frozenset[str]()
-        left = of_absent_devices(found, present=present, exists=lambda file: (root / file).exists())
+        present = session.present_devices() if any(exists(key.file) for _, key in found) else frozenset[str]()
+        left = of_absent_devices(found, present=present, exists=exists)
         gone = [entry for entry in found if entry not in left]
         unguarded = store.change({}, gone) if gone and not dry_run else None
     except (StoreError, BackendError) as error:
@@ -96,7 +94,7 @@ def _another_project(files: int, root: Path) -> str:
 
 
 class _Collected:
-    """A plugin that remembers the session's knowledge of what was collected."""
+    """A plugin that keeps the session, which has the collected tests."""
 
     def __init__(self) -> None:
         self.session: GpumemSession | None = None

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import click
 
-from pytest_gpumem.cli.streams import InputError
+from pytest_gpumem.baselines.selecting import matches, nearest_tests
+from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli.project import place_of_store, project_settings, read_baselines
+from pytest_gpumem.cli.streams import InputError, screen, tell
+from pytest_gpumem.reports.layout import laid_out
+from pytest_gpumem.reports.stored import accounting, table, to_json
 
 
 @click.command()
@@ -28,13 +33,6 @@ def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as
     Exit status: 0 when the baselines were shown, also when the store is empty, 2 when there is no such store, device or test,
     or a file of the store cannot be read.
     """
-    from pytest_gpumem.baselines.selecting import matches, nearest_tests
-    from pytest_gpumem.baselines.url_backend import without_credentials
-    from pytest_gpumem.cli.project import place_of_store, project_settings, read_baselines
-    from pytest_gpumem.cli.streams import screen, tell
-    from pytest_gpumem.reports.layout import laid_out
-    from pytest_gpumem.reports.stored import accounting, table, to_json
-
     settings = project_settings(store)
     where = without_credentials(settings.store)
     baselines = read_baselines(place_of_store(settings), device)

@@ -1,28 +1,31 @@
-"""What commands read and write: the reports that they are given, lines on standard output, and errors of usage."""
+"""Input and output of commands: reports that they read, lines on standard output, and errors of usage."""
 
 from __future__ import annotations
 
 import glob
 import shutil
 import sys
+from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pytest_gpumem.reports.layout import Screen, Span
+from pytest_gpumem.reports.json_report import ReportError, from_json
+from pytest_gpumem.reports.layout import Screen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_gpumem.reports.layout import Line, Style
     from pytest_gpumem.reports.session_report import SessionReport
 
 
 class InputError(click.ClickException):
-    """Something that was given cannot be used; the message says what, and what would be right.
+    """An input that cannot be used: the message says which, and what would be right.
 
-    Each of ``lines`` is made legible, since ids of tests may be in it: a line of theirs could command whoever reads logs.
+    Each of ``lines`` is sanitized, since ids of tests may be in it, and a line of theirs could be a command of a CI's log.
     """
 
     exit_code = 2
@@ -32,33 +35,48 @@ class InputError(click.ClickException):
         super().__init__("\n".join(map(screen.legible, lines)))
 
 
+@contextmanager
+def input_errors(*errors: type[Exception]) -> Iterator[None]:
+    """Raise each of ``errors`` as an `InputError` with its message."""
+    try:
+        yield
+    except errors as error:
+        raise InputError(str(error)) from None
+
+
+def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Return the callback of an option that ``parse`` takes, of which a ``ValueError`` says what is wrong."""
+
+    def callback(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
 _COLOURS: dict[Style | None, str] = {"good": "green", "bad": "red", "doubtful": "yellow"}
 
 
 def screen() -> Screen:
-    """What standard output can show. A file, a pipe and a CI's log have lines of any length."""
+    """Return the width and encoding of standard output; a file, a pipe and a CI's log have lines of any length."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
 def tell(lines: Iterable[Line | str]) -> None:
-    """Write lines to standard output; texts among them are made legible first."""
+    """Write lines to standard output; texts among them are sanitized first."""
     shows = screen()
     for line in lines:
-        spans = (Span(shows.legible(line)),) if isinstance(line, str) else line
-        click.echo("".join(_styled(span) for span in spans))
-
-
-def _styled(span: Span) -> str:
-    if span.style is None:
-        return span.text
-    return click.style(span.text, fg=_COLOURS.get(span.style), bold=True if span.style == "heading" else None)
+        for text, style in [(shows.legible(line), None)] if isinstance(line, str) else map(astuple, line):
+            bold = True if style == "heading" else None
+            click.echo(text if style is None else click.style(text, fg=_COLOURS.get(style), bold=bold), nl=False)
+        click.echo()
 
 
 def read_report(path: Path) -> SessionReport:
-    """The report in a JSON file. Raises `InputError`, which names the file."""
-    from pytest_gpumem.reports.json_report import ReportError, from_json
-
+    """Return the report in a JSON file. Raises `InputError`, which names the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except IsADirectoryError:
@@ -69,16 +87,15 @@ def read_report(path: Path) -> SessionReport:
         raise InputError(f"{path} is not UTF-8, and so no JSON report of pytest-gpumem") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    try:
+    with input_errors(ReportError):
         return from_json(text, str(path))
-    except ReportError as error:
-        raise InputError(str(error)) from None
 
 
 def files_of(given: Sequence[str]) -> list[Path]:
-    """The files that are named, patterns taken apart where no shell did. Raises `InputError`.
+    """Return the files that are named, with patterns expanded where no shell did.
 
-    A file that is given twice is a mistake: it would count for two shards.
+    Raises:
+        InputError: A pattern matches nothing, or a file is given twice, which would count for two shards.
     """
     found: dict[Path, str] = {}
     for name in given:

@@ -1,4 +1,4 @@
-"""The figures of session reports, flat: a metric of a measurement of a test each, under a name that other tools keep. Pure."""
+"""Figures of session reports for other tools: one for each metric of each measurement, with a stable name. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator, Mapping
+    from collections.abc import Collection, Hashable, Mapping
 
-    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
-    from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.gate.verdict import MetricVerdict
+    from pytest_gpumem.measurement import Environment, Measurement
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.values.times import Times
 
@@ -22,7 +23,7 @@ _MOST_NAMED = 3
 
 
 class ExportError(Exception):
-    """Why nothing can be exported, as a sentence."""
+    """Nothing can be exported; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,13 @@ class Figure:
 
     @property
     def series(self) -> tuple[str, str, str, str]:
-        """What it shares with the figures of other sessions that it may be drawn in one line with, and with nothing else."""
+        """The curve that it is a point of: figures of other sessions have the same, and no other figures."""
         return self.test, self.measurement, self.environment.slug, self.metric
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What there is to export, and what there is not."""
+    """The figures to export, and what is left out."""
 
     figures: tuple[Figure, ...]
     without: int = 0
@@ -64,27 +65,31 @@ class Figures:
     """Of each value that is left out because it is no finite number, the clause that says which."""
 
     @property
-    def told(self) -> str:
-        """What became of every test, for the person who exports."""
+    def summary(self) -> str:
+        """How many tests and figures are exported, and how many are left out and why, in a line."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
-        parts = [f"{_number(len(self.figures), 'figure')} of {_number(tests, 'test')}"]
+        parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
         if self.without:
-            parts.append(f"{_number(self.without, 'test')} without a figure")
+            parts.append(f"{counted(self.without, 'test')} without a figure")
         if self.disturbed:
-            parts.append(f"times of {_number(len(self.disturbed), 'measurement')} left out ({self.disturbed[0]})")
+            parts.append(f"times of {counted(len(self.disturbed), 'measurement')} left out ({self.disturbed[0]})")
         if self.not_finite:
-            parts.append(f"{_number(len(self.not_finite), 'value')} left out ({self.not_finite[0]})")
+            parts.append(f"{counted(len(self.not_finite), 'value')} left out ({self.not_finite[0]})")
         return "; ".join(parts)
 
 
 def figures_of(
     reports: Mapping[str, SessionReport], metrics: Collection[str] = (), *, over_time: bool = False
 ) -> Figures:
-    """The figures of ``reports``, by the names they are told by; of ``metrics`` only, if there are any.
+    """Return the figures of ``reports``, without values that are no finite numbers and times that something disturbed.
 
-    Times that something disturbed are left out, as they are when baselines are written, and so is what is no finite number.
-    ``over_time``: a test may be in several reports.
-    Raises `ExportError` where there is no figure at all, and where two reports have the same one.
+    Args:
+        reports: By name, for messages.
+        metrics: The metrics to export; all if there are none.
+        over_time: Whether a test may be in several reports.
+
+    Raises:
+        ExportError: There is no figure at all, or two reports have the same one.
     """
     found: list[Figure] = []
     disturbed: list[str] = []
@@ -95,63 +100,49 @@ def figures_of(
     for name, report in reports.items():
         without += len(report.not_run)
         for result in report.results:
-            verdicts = () if result.verdict.unmeasured else result.verdict.verdicts
+            test = result.verdict
+            verdicts = () if test.unmeasured else test.verdicts
             without += not verdicts
-            reasons += filter(None, [result.verdict.unmeasured])
+            reasons += filter(None, [test.unmeasured])
             for one in verdicts:
-                for figure in _figures(result.verdict.nodeid, one, report, metrics):
+                times = one.measurement.times
+                invalid = None if times is None else times.best.invalid
+                disturbed += filter(None, [invalid])
+                for metric in one.metrics:
+                    row = METRICS[metric.metric]
+                    if (metrics and row.name not in metrics) or (invalid is not None and row.unit not in WHOLE):
+                        continue
+                    if not math.isfinite(metric.value):
+                        not_finite.append(f"the {row.title} of {test.nodeid} is {metric.value}")
+                        continue
+                    figure = _figure(test.nodeid, one.measurement, metric, report)
                     place = (figure.series, figure.ended if over_time else None)
                     if place in first:
                         raise ExportError(_twice(figure, first[place], name, over_time=over_time))
                     first[place] = name
                     found.append(figure)
-                disturbed += filter(None, [_disturbed(one)])
-                not_finite += [
-                    f"the {METRICS[metric.metric].title} of {result.verdict.nodeid} is {metric.value}"
-                    for metric in _wanted(one, metrics)
-                    if not math.isfinite(metric.value)
-                ]
     if not found:
         of = f" of {', '.join(metrics)}" if 0 < len(metrics) <= _MOST_NAMED else ""
-        were = f": {_number(without, 'test')} without one" if without else ""
+        were = f": {counted(without, 'test')} without one" if without else ""
         were += f" ({reasons[0]})" if reasons else ""
         were += f": {not_finite[0]}" if not_finite else ""
         raise ExportError(f"there is no figure{of} in {', '.join(reports)}{were}")
     return Figures(tuple(found), without, tuple(disturbed), tuple(not_finite))
 
 
-def _figures(test: str, verdict: Verdict, report: SessionReport, metrics: Collection[str]) -> Iterator[Figure]:
-    measurement = verdict.measurement
-    for metric in _wanted(verdict, metrics):
-        if not math.isfinite(metric.value):
-            continue
-        yield Figure(
-            test,
-            measurement.name,
-            metric.metric,
-            metric.value,
-            measurement.environment,
-            measurement.workload.config,
-            None if measurement.times is None else _interval(metric, measurement.times),
-            metric.of,
-            report.ended,
-            report.commit,
-        )
-
-
-def _wanted(verdict: Verdict, metrics: Collection[str]) -> list[MetricVerdict]:
-    """The metrics of a measurement that were asked for and that nothing disturbed."""
-    undisturbed = _disturbed(verdict) is None
-    return [
-        one
-        for one in verdict.metrics
-        if (not metrics or one.metric in metrics) and (undisturbed or METRICS[one.metric].unit in WHOLE)
-    ]
-
-
-def _disturbed(verdict: Verdict) -> str | None:
-    times = verdict.measurement.times
-    return None if times is None else times.best.invalid
+def _figure(test: str, measurement: Measurement, metric: MetricVerdict, report: SessionReport) -> Figure:
+    return Figure(
+        test,
+        measurement.name,
+        metric.metric,
+        metric.value,
+        measurement.environment,
+        measurement.workload.config,
+        None if measurement.times is None else _interval(metric, measurement.times),
+        metric.of,
+        report.ended,
+        report.commit,
+    )
 
 
 def _interval(metric: MetricVerdict, times: Times) -> tuple[float, float] | None:
@@ -172,10 +163,6 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
     return f"{where}: export one of them (gpumem merge makes one report of shards)"
 
 
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
 """Backslashes that would be taken for a part of a spelled surrogate."""
@@ -191,18 +178,8 @@ def benchmark_name(figure: Figure) -> str:
 
 
 def utf8(text: str) -> str:
-    r"""``text`` as any UTF-8 reader takes it: lone surrogates are spelled ``\ud800``.
+    r"""Return ``text`` with lone surrogates spelled ``\ud800``, so that any UTF-8 reader takes it.
 
-    No two texts become the same: backslashes before a surrogate, spelled or not, are doubled. `from_utf8` is the way back.
+    No two texts become the same: backslashes before a surrogate, spelled or not, are doubled.
     """
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", _AMBIGUOUS.sub(r"\\\\", text))
-
-
-def from_utf8(text: str) -> str:
-    """The text that `utf8` made ``text`` of."""
-    return re.sub(r"(\\+)(ud[89a-f][0-9a-f]{2})", _unescaped, text)
-
-
-def _unescaped(found: re.Match[str]) -> str:
-    half, odd = divmod(len(found[1]), 2)
-    return "\\" * half + (chr(int(found[2][1:], 16)) if odd else found[2])

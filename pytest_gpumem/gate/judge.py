@@ -17,7 +17,7 @@ from pytest_gpumem.values.operator_counts import kept
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_gpumem.gate.budget import Budget
+    from pytest_gpumem.gate.baseline import Budget
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.values.operator_counts import Tally
 

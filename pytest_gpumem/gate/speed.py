@@ -10,8 +10,7 @@ from pytest_gpumem.timing.comparison import SpeedOutcome, compare
 from pytest_gpumem.timing.intervals import LEVEL
 
 if TYPE_CHECKING:
-    from pytest_gpumem.gate.baseline import Baseline
-    from pytest_gpumem.gate.budget import Budget
+    from pytest_gpumem.gate.baseline import Baseline, Budget
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Tolerance
     from pytest_gpumem.units import Rate

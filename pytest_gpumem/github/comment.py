@@ -1,21 +1,161 @@
-"""One comment in a pull request that is kept up to date: found again by a hidden marker, and by who wrote it."""
+"""One comment in a pull request that is kept up to date, through GitHub's REST and GraphQL API."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
+import urllib.request
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from urllib.parse import quote
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.parse import quote, urlsplit
 
-from pytest_gpumem.github.api import GitHubError, UnavailableError
 from pytest_gpumem.reports.markdown import MOST_OF_A_COMMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
+    from http.client import HTTPMessage
     from pathlib import Path
 
-    from pytest_gpumem.github.api import Api
+
+_SECONDS = 30
+"""How long an answer may take."""
+_VERSION = "2022-11-28"
+"""Of the REST API: https://docs.github.com/en/rest/about-the-rest-api/api-versions."""
+
+
+class GitHubError(Exception):
+    """GitHub refused what it was asked for, in a sentence that says what."""
+
+
+class NotAllowedError(GitHubError):
+    """The token may not do that: 403, as for pull requests from forks, whose token can only read."""
+
+
+class UnavailableError(GitHubError):
+    """It may work if it is tried again: GitHub is down, cannot be reached, or wants to be asked less often."""
+
+    def __init__(self, message: str, after: float | None = None) -> None:
+        super().__init__(message)
+        self.after = after
+        """How many seconds to wait, where GitHub said so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request gave: the JSON, and the address of the list's next page."""
+
+    plain: Any
+    next_page: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """``url`` and ``graphql_url`` are ``GITHUB_API_URL`` and ``GITHUB_GRAPHQL_URL`` of a job."""
+
+    token: str
+    url: str = "https://api.github.com"
+    graphql_url: str = "https://api.github.com/graphql"
+
+    def request(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> Answer:
+        """``path`` begins with a slash, or is the address of a next page. Raises `GitHubError`."""
+        return self._send(method, path if "://" in path else self.url.rstrip("/") + path, content)
+
+    def pages(self, path: str) -> Iterator[Any]:
+        """The elements of a list, on all its pages. Raises `GitHubError`."""
+        following: str | None = path
+        while following is not None:
+            answer = self.request("GET", following)
+            if not isinstance(answer.plain, list):
+                raise GitHubError(f"GET {following}: expected a list, got {type(answer.plain).__name__}")
+            yield from answer.plain
+            following = answer.next_page
+
+    def login(self) -> str:
+        """Who the token belongs to: ``github-actions[bot]``. Raises `GitHubError`.
+
+        ``GET /user`` is not for the token of a job, and this is.
+        """
+        plain = self._send("POST", self.graphql_url, {"query": "query { viewer { login } }"}).plain
+        try:
+            login = plain["data"]["viewer"]["login"]
+        except (KeyError, TypeError):
+            raise GitHubError(f"GitHub does not say whose token it is: {_shortened(plain)}") from None
+        return str(login)
+
+    def _send(self, method: str, address: str, content: Mapping[str, Any] | None) -> Answer:
+        # The token goes where the job's GitHub is, and nowhere else.
+        homes = {urlsplit(self.url)[:2], urlsplit(self.graphql_url)[:2]}
+        if urlsplit(address)[:2] not in homes or urlsplit(address).scheme not in ("https", "http"):
+            raise GitHubError(f"{address} is not of {self.url}")
+        request = urllib.request.Request(  # noqa: S310 -- the scheme was looked at
+            address,
+            method=method,
+            data=None if content is None else json.dumps(content).encode(),
+            headers={
+                "Accept": "application/vnd.github+json",
+                "Authorization": f"Bearer {self.token}",
+                "Content-Type": "application/json",
+                "User-Agent": "pytest-gpumem",
+                "X-GitHub-Api-Version": _VERSION,
+            },
+        )
+        try:
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=_SECONDS) as reply:
+                text, headers = reply.read(), reply.headers
+        except HTTPError as error:
+            with error:
+                raise _refused(f"{method} {address}", error) from None
+        except (OSError, HTTPException) as error:
+            raise UnavailableError(f"{method} {address}: {getattr(error, 'reason', error)}") from None
+        try:
+            return Answer(json.loads(text), _next_page(headers.get("Link", "")))
+        except ValueError:
+            raise UnavailableError(f"{method} {address}: the answer is not JSON") from None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the token along, or make a GET of a POST."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: object, code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> None:
+        return None
+
+
+def _refused(what: str, error: HTTPError) -> GitHubError:
+    said = f"{what}: {error.code} {_said(error)}"
+    after = error.headers.get("Retry-After", "")
+    if error.code >= 500 or error.code == 429 or (error.code == 403 and after):
+        return UnavailableError(said, float(after) if after.isdecimal() else None)
+    if error.code == 403:
+        return NotAllowedError(said)
+    if error.code in (301, 302, 307, 308):
+        return GitHubError(f"{said}; it has moved to {error.headers.get('Location')}")
+    return GitHubError(said)
+
+
+def _said(error: HTTPError) -> str:
+    """What GitHub says of a refusal, on one line."""
+    try:
+        plain = json.loads(error.read())
+        return _shortened(plain["message"])
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+        return _shortened(error.reason)
+
+
+def _shortened(plain: object, most: int = 300) -> str:
+    text = " ".join(str(plain).split())
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
+def _next_page(link: str) -> str | None:
+    """The address with ``rel="next"`` in a ``Link`` header (RFC 8288)."""
+    found = re.search(r'<([^>]*)>\s*;[^,<]*\brel="?next\b', link)
+    return found[1] if found else None
+
 
 _WAITS = (1.0, 3.0, 9.0)
 """Seconds before each of the further tries."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget, Key, baseline_of
 from pytest_gpumem.gate.judge import judge, tolerances_of_emulated
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.gate.verdict import COMPARED, MetricVerdict, Outcome, worst

@@ -1,10 +1,10 @@
-"""What a measurement is made of: its phases, and what is there at its peak. Pure."""
+"""Details of measurements for a terminal: phases, and compositions of peaks. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.reports.explanation import composition_table, the_rest
+from pytest_gpumem.reports.explanation import composition_table, part_layout
 from pytest_gpumem.reports.layout import Column, Line, Span, Table
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.units import format_bytes
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 Piece = Table | Line
-"""What is shown beneath one another."""
 
 MOST_TOLD = 10
 MOST_ROWS = 5
@@ -29,10 +28,7 @@ _UNEXPLAINED = "what other peaks are made of was not recorded; --gpumem-explain=
 
 
 def compositions(measured: Iterable[Measured], units: UnitSystem, *, everything: bool) -> list[Piece]:
-    """What is there at the peak of each measurement that was explained.
-
-    Of the first `MOST_TOLD` of them, unless ``everything`` is asked for.
-    """
+    """Return the compositions of the peaks that were explained: of the first `MOST_TOLD`, or of all with ``everything``."""
     explained = [
         (one, explanation) for one in measured if (explanation := one.verdict.measurement.explanation) is not None
     ]
@@ -48,7 +44,7 @@ def compositions(measured: Iterable[Measured], units: UnitSystem, *, everything:
 
 
 def details(measured: Iterable[Measured], units: UnitSystem) -> list[Piece]:
-    """Of each measurement its phases, and what is there at its peak where that was recorded."""
+    """Return the phases of each measurement, and the composition of its peak where that was recorded."""
     pieces: list[Piece] = []
     unexplained = False
     for one in measured:
@@ -71,7 +67,7 @@ def details(measured: Iterable[Measured], units: UnitSystem) -> list[Piece]:
 
 
 def phase_table(one: Measured, units: UnitSystem) -> Table | None:
-    """The peak and the time of each phase, with their changes; ``None`` where the step has no phases."""
+    """Return the peak and time of each phase, with their changes; ``None`` where the step has no phases."""
     found = {
         phase: (one.verdict.of(f"peak_{phase}"), one.verdict.of(f"{phase}_time"))
         for phase in PHASES
@@ -80,11 +76,8 @@ def phase_table(one: Measured, units: UnitSystem) -> Table | None:
     if not found:
         return None
     timed = any(time is not None for _, time in found.values())
-    columns = (
-        Column("phase", left=True),
-        *(Column(title, weight=weight) for title, weight in (("peak", None), ("change", 1))),
-        *(Column(title, weight=weight) for title, weight in (("time", 2), ("change", 0)) if timed),
-    )
+    times = (Column("time", weight=2), Column("change", weight=0)) if timed else ()
+    columns = (Column("phase", left=True), Column("peak"), Column("change", weight=1), *times)
     rows = []
     for phase, (peak, time) in found.items():
         figures = [*_figure(peak, units), *(_figure(time, units) if timed else ())]
@@ -99,8 +92,5 @@ def _figure(metric: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
 
 
 def _composition(explanation: Explanation, units: UnitSystem, most: int) -> list[Piece]:
-    rest = the_rest(explanation.peak, units, most)
-    return [
-        composition_table("", explanation.peak, units, most, indent=2),
-        *([(Span(f"  {rest}"),)] if rest else []),
-    ]
+    table = composition_table("", explanation.peak, units, most)
+    return [part_layout(table, indent=2), *([(Span(f"  {table.rest_line}"),)] if table.others else [])]

@@ -1,14 +1,21 @@
-"""What grew, what is there at a peak, and what was left behind, as lines of text."""
+"""Tables that explain a figure: what grew, what is there at a peak or was left behind, and which operators a count has more of.
+
+Each format lays out the same `PartTable`; here it becomes lines of text. Pure.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.difference import REST
+from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.counts import count_lines, count_tables
-from pytest_gpumem.reports.layout import Column, Span, Table, columns, plain_lines
-from pytest_gpumem.units import UnitSystem, format_bytes, format_bytes_change
+from pytest_gpumem.reports.layout import Column, Span, Table, plain_lines
+from pytest_gpumem.reports.values import difference, shown
+from pytest_gpumem.units import counted, format_bytes, format_bytes_change
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Explanation
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, total
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -16,7 +23,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.difference import Difference
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.metrics import Unit
-    from pytest_gpumem.values.composition import Composition, Explanation, Row
+    from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.composition import Row
+    from pytest_gpumem.values.operator_counts import Tally
 
 MOST_ROWS = 5
 
@@ -31,140 +40,261 @@ PLURALS = {
 }
 """What every report calls the blocks of a category; the others are called as they are."""
 
+_NO_COMPOSITION = (
+    "the baseline keeps no composition to compare with; one is kept when it is next accepted "
+    "(not under --gpumem-explain=never)"
+)
+_PLACES = (
+    Column("module", left=True, least=10),
+    Column("line", left=True, least=10),
+    Column("operator", left=True, least=10, weight=0),
+    Column("tensors", left=True, least=24, weight=1),
+)
 
-def explanation_blocks(verdict: Verdict, guilty: Collection[str], units: UnitSystem) -> list[list[str]]:
-    """Why the metrics in ``guilty`` are what they are: blocks of lines, none where nothing is known."""
-    explanation = verdict.measurement.explanation
-    counts = [count_lines(table) for table in count_tables(verdict, guilty, units)]
-    if explanation is None:
-        return counts
-    blocks = []
-    # A leak first: it is why the peak is higher, too.
-    left = {"growth", "retained"}.intersection(guilty)
-    if left and explanation.retained.rows:
-        blocks.append(
-            [
-                *composition_lines(retained_title(verdict), explanation.retained, units),
-                *(f"kept in: {holder}" for holder in explanation.holders),
-            ]
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks that are alike, a change of such, or calls of an operator, as texts."""
+
+    name: str
+    """The category, or the operator."""
+    figures: tuple[str, ...]
+    places: tuple[str, ...]
+    """Module and line, and of blocks the operator and the tensors."""
+    reason: str = ""
+    share: float = 0.0
+    """Of the largest part."""
+    bar: str = ""
+    """The class of its bar in HTML: ``grew``, ``shrank``, or that of the category's colour."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartTable:
+    """The largest parts of a number of bytes or of a count, or of its change, and what the others make up together."""
+
+    title: str
+    figures: tuple[str, ...]
+    """The titles of the columns of figures."""
+    parts: tuple[Part, ...]
+    others: str = ""
+    """What the others are called; empty where there are none."""
+    rest: str = ""
+    """What they make up."""
+    note: str = ""
+    of_blocks: bool = True
+    """Whether it is of blocks of memory, or else of calls of operators."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether the parts are changes of blocks."""
+        return len(self.figures) > 1
+
+    @property
+    def rest_line(self) -> str:
+        """The others in a line."""
+        together = " together" if self.changes or not self.of_blocks else ""
+        return f"{self.others}: {self.rest}{together}" if self.others else ""
+
+
+def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
+    """Return the largest rows of a composition."""
+    rows = composition.rows[:most]
+    largest = max((row.nbytes for row in rows), default=0)
+    rest = composition.total - sum(row.nbytes for row in rows)
+    parts = (
+        Part(
+            _category_of(row),
+            (format_bytes(row.nbytes, units),),
+            _places_of(row),
+            share=max(0.0, row.nbytes / largest) if largest else 0.0,
+            bar=f"c-{row.category.replace(' ', '-')}" if row.category in CATEGORIES else "c-",
         )
-    if any(METRICS[name].peak for name in guilty):
-        blocks += _of_the_peak(verdict, explanation, units)
-    if "cyclic_garbage" in guilty and explanation.garbage.rows:
-        blocks.append(
-            [
-                *composition_lines("held by cycles", explanation.garbage, units),
-                *(f"cycle: {cycle}" for cycle in explanation.cycles),
-            ]
-        )
-    return [*blocks, *counts]
+        for row in rows
+    )
+    return PartTable(
+        title, ("bytes",), tuple(parts), "the rest" if rest else "", format_bytes(rest, units) if rest else ""
+    )
 
 
-def retained_title(verdict: Verdict) -> str:
-    """What stands above the bytes that outlived a step, or a call."""
-    return "kept by each step" if verdict.measurement.metrics.get("growth") else "what was retained"
-
-
-def _of_the_peak(verdict: Verdict, explanation: Explanation, units: UnitSystem) -> list[list[str]]:
-    growth, peak = verdict.growth, explanation.peak
-    notes = [f"note: {note}" for note in peak.notes]
-    if growth is not None and growth.growth > 0:
-        return [[*growth_lines(growth, units), *notes]]
-    lines = [*composition_lines("what is there at the peak", peak, units), *notes]
-    if verdict.origin is not None and verdict.growth is None and not peak.notes:
-        lines.append(
-            "note: the baseline keeps no composition to compare with; one is kept when it is next accepted "
-            "(not under --gpumem-explain=never)"
-        )
-    return [lines]
-
-
-def growth_lines(difference: Difference, units: UnitSystem) -> list[str]:
-    """The rows that explain most of the growth, with why, and what the others make up together."""
-    told = difference.explaining()
-    rows = []
-    for change in told:
-        before = change.before.nbytes if change.before else 0
-        after = change.after.nbytes if change.after else 0
-        rows.append(
+def growth_table(growth: Difference, units: UnitSystem, most: int | None = None, title: str = "what grew") -> PartTable:
+    """Return the ``most`` largest changes of a composition, or those that explain most of its growth, with their reasons."""
+    changes = growth.explaining() if most is None else growth.changes[:most]
+    largest = max((abs(one.nbytes) for one in changes), default=0)
+    others = len(growth.changes) - len(changes)
+    rest = growth.growth - sum(one.nbytes for one in changes)
+    parts = (
+        Part(
+            _category_of(one.row),
             (
-                category_of(change.row),
-                format_bytes(before, units) if before else "-",
-                format_bytes(after, units) if after else "-",
-                format_bytes_change(change.nbytes, units),
-                *places_of(change.row),
-                change.reason,
-            )
+                *("" if row is None else format_bytes(row.nbytes, units) for row in (one.before, one.after)),
+                format_bytes_change(one.nbytes, units),
+            ),
+            _places_of(one.row),
+            one.reason,
+            abs(one.nbytes) / largest if largest else 0.0,
+            "shrank" if one.nbytes < 0 else "grew",
         )
-    header = ("what grew", "baseline", "now", "change", "module", "line", "operator", "tensors", "")
-    used = [n for n in range(len(header)) if n < 4 or any(row[n] for row in rows)]
-    left = tuple(place for place, n in enumerate(used) if n == 0 or n > 3)
-    lines = columns([header[n] for n in used], [[row[n] for n in used] for row in rows], left=left)
-    others = difference.growth - sum(change.nbytes for change in told)
-    count = len(difference.changes) - len(told)
-    if count:
-        lines.append(f"{count} other change{'s' if count > 1 else ''}: {format_bytes_change(others, units)} together")
-    return lines
+        for one in changes
+    )
+    return PartTable(
+        title,
+        ("baseline", "now", "change"),
+        tuple(parts),
+        counted(others, "other change") if others else "",
+        format_bytes_change(rest, units) if others else "",
+    )
 
 
-def composition_lines(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> list[str]:
-    """The largest rows of a composition, and what the others make up together."""
-    rest = the_rest(composition, units, most)
-    return [*plain_lines(composition_table(title, composition, units, most)), *([rest] if rest else [])]
+def count_tables(
+    verdict: Verdict, metrics: Collection[str], units: UnitSystem, most: int = MOST_ROWS
+) -> list[PartTable]:
+    """Return the operators by which each count among ``metrics`` is more, or of which it is made if the baseline lacks them."""
+    tables = []
+    for name in MADE_OF_OPERATORS:
+        title = METRICS[name].title
+        changes = verdict.count_changes.get(name)
+        made_of = verdict.measurement.by_operator.get(name, ())
+        if name not in metrics or not (made_of if changes is None else changes):
+            continue
+        if changes is not None:
+            tables.append(_count_table(f"more {title}", name, changes, units, most))
+            continue
+        note = f"the baseline does not say what its {title} were; it will when it is next accepted"
+        tables.append(
+            _count_table(f"all {title}", name, made_of, units, most, note if verdict.origin is not None else "")
+        )
+    return tables
 
 
-def composition_table(title: str, composition: Composition, units: UnitSystem, most: int, *, indent: int = 0) -> Table:
-    """The largest rows of a composition."""
-    rows = [(category_of(row), format_bytes(row.nbytes, units), *places_of(row)) for row in composition.rows[:most]]
+def _count_table(
+    title: str, metric: str, tallies: Collection[Tally], units: UnitSystem, most: int, note: str = ""
+) -> PartTable:
+    largest_first = sorted(tallies, key=lambda one: -one.amount)[:most]
+    largest = max((abs(one.amount) for one in largest_first), default=1)
+    others = len(tallies) - len(largest_first)
+    text_of = shown if note else difference
+    parts = (
+        Part(
+            one.operator,
+            (text_of(metric, one.amount, units),),
+            (one.place.module or ("(no module)" if one.place.where else ""), one.place.where),
+            share=abs(one.amount) / largest,
+            bar="shrank" if one.amount < 0 else "grew",
+        )
+        for one in largest_first
+    )
+    return PartTable(
+        title,
+        ("now" if note else "change",),
+        tuple(parts),
+        counted(others, "other") if others else "",
+        text_of(metric, total(tallies) - total(largest_first), units) if others else "",
+        note,
+        of_blocks=False,
+    )
+
+
+def grown_counts(verdict: Verdict) -> list[str]:
+    """Return the counts that are beyond what is allowed, whether the test fails by them or not."""
+    beyond = FAILING | {Outcome.UNCERTAIN}
+    return [one.metric for one in verdict.metrics if one.metric in MADE_OF_OPERATORS and one.outcome in beyond]
+
+
+def _category_of(row: Row) -> str:
+    return REST if row.operator == REST else PLURALS.get(row.category, row.category)
+
+
+def _places_of(row: Row) -> tuple[str, ...]:
+    """The module, the line, the operator and the tensors of blocks; of the smaller rows nothing is known."""
+    if row.operator == REST:
+        return "", "", "", ""
+    return row.module or ("(no module)" if row.where else ""), row.where, row.operator, row.what
+
+
+def part_layout(table: PartTable, indent: int = 0) -> Table:
+    """Return the layout in text. Of changes and counts, columns that say nothing of any part are left out."""
+    rows = [(part.name, *(text or "-" for text in part.figures), *part.places, part.reason) for part in table.parts]
+    places = _PLACES if table.of_blocks else _PLACES[:2]
+    columns = (Column(table.title, left=True), *map(Column, table.figures), *places, Column("", left=True))
+    first = 1 + len(table.figures)
+    kept = [number for number in range(len(columns)) if number < first or any(row[number] for row in rows)]
+    if table.figures == ("bytes",):
+        kept = list(range(len(columns) - 1))
     return Table(
-        (
-            Column(title, left=True),
-            Column("bytes"),
-            Column("module", left=True, least=10),
-            Column("line", left=True, least=10),
-            Column("operator", left=True, least=10, weight=0),
-            Column("tensors", left=True, least=24, weight=1),
-        ),
-        tuple(tuple(map(Span, row)) for row in rows),
+        tuple(columns[number] for number in kept),
+        tuple(tuple(Span(row[number]) for number in kept) for row in rows),
         indent,
     )
 
 
-def the_rest(composition: Composition, units: UnitSystem, most: int) -> str:
-    """What all but the largest rows make up together; empty where there are no others."""
-    rest = composition.total - sum(row.nbytes for row in composition.rows[:most])
-    return f"the rest: {format_bytes(rest, units)}" if rest else ""
+def part_lines(table: PartTable) -> list[str]:
+    """Return a table as lines of text, with what the others make up and its note."""
+    rest = [table.rest_line] if table.others else []
+    return [*plain_lines(part_layout(table)), *rest, *([f"note: {table.note}"] if table.note else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A table, lines that go with it (``"kept in: model.cache"``), and notes on the recording."""
+
+    table: PartTable
+    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[Explained]:
+    """Return why ``metrics`` are what they are, nothing where that is not known. A leak is first: peaks grow by it, too."""
+    explanation = verdict.measurement.explanation or Explanation(Composition(0, ()))
+    found = []
+    if {"growth", "retained"}.intersection(metrics) and explanation.retained.rows:
+        table = composition_table(retained_title(verdict), explanation.retained, units)
+        found.append(Explained(table, tuple(f"kept in: {holder}" for holder in explanation.holders)))
+    if any(METRICS[name].peak for name in metrics):
+        found += _of_the_peak(verdict, units)
+    if "cyclic_garbage" in metrics and explanation.garbage.rows:
+        table = composition_table("held by cycles", explanation.garbage, units)
+        found.append(Explained(table, tuple(f"cycle: {cycle}" for cycle in explanation.cycles)))
+    return [*found, *map(Explained, count_tables(verdict, metrics, units))]
+
+
+def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
+    growth, explanation = verdict.growth, verdict.measurement.explanation
+    notes = () if explanation is None else explanation.peak.notes
+    if growth is not None and growth.growth > 0:
+        return [Explained(growth_table(growth, units), notes=notes)]
+    if explanation is None:
+        return []
+    if verdict.origin is not None and growth is None and not notes:
+        notes = (_NO_COMPOSITION,)
+    return [Explained(composition_table("what is there at the peak", explanation.peak, units), notes=notes)]
+
+
+def retained_title(verdict: Verdict) -> str:
+    """Return the title of a table of bytes that outlived a step, or a call."""
+    return "kept by each step" if verdict.measurement.metrics.get("growth") else "what was retained"
+
+
+def explanation_blocks(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[list[str]]:
+    """Return why ``metrics`` are what they are, as blocks of lines."""
+    return [
+        [*part_lines(one.table), *one.lines, *(f"note: {note}" for note in one.notes)]
+        for one in explained(verdict, metrics, units)
+    ]
 
 
 def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str]:
-    """Where memory had gone when it ran out."""
+    """Return what held the memory when it ran out, as lines."""
     asked = (
         f" when {format_bytes(explanation.asked, units)} more were asked for" if explanation.asked is not None else ""
     )
     total = format_bytes(explanation.peak.total, units)
     return [
         f"memory ran out{asked}; the step held {total} (run once more, recorded)",
-        *composition_lines("what was there", explanation.peak, units, most=10),
+        *part_lines(composition_table("what was there", explanation.peak, units, most=10)),
         *(f"note: {note}" for note in explanation.peak.notes),
     ]
 
 
 def failing_metrics(verdict: Verdict, failing: Collection[object], unit: Unit = "bytes") -> list[str]:
-    """The metrics in a unit for which a measurement fails."""
-    return [
-        metric.metric for metric in verdict.metrics if metric.outcome in failing and METRICS[metric.metric].unit == unit
-    ]
-
-
-def category_of(row: Row) -> str:
-    """What blocks are for, as a person says it."""
-    if row.operator == REST:
-        return REST
-    return PLURALS.get(row.category, row.category)
-
-
-def places_of(row: Row) -> tuple[str, str, str, str]:
-    """The module, the line and the operator that blocks are of, and what they are; of the smaller rows nothing is known."""
-    if row.operator == REST:
-        return "", "", "", ""
-    return row.module or ("(no module)" if row.where else ""), row.where, row.operator, row.what
+    """Return the metrics in a unit for which a measurement fails."""
+    return [one.metric for one in verdict.metrics if one.outcome in failing and METRICS[one.metric].unit == unit]

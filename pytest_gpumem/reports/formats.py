@@ -1,15 +1,19 @@
-"""The formats of ``--gpumem-report``: a row each. Nothing of a format is imported before a report is written in it."""
+"""Reports as files: a row for each format of ``--gpumem-report``, and writing them. Renderers are imported when used."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.whole_file import write_whole
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from pytest_gpumem.reports.session_report import SessionReport
 
@@ -62,3 +66,52 @@ def suffixes(formats: Sequence[Format]) -> str:
 
 ENDINGS = suffixes(FORMATS[::-1])
 """The suffixes, as errors list them."""
+
+
+class ReportFiles:
+    """Files that are removed when the session begins to measure, and written when it ends.
+
+    A session that is killed has then no report, and not its predecessor's. One that measures nothing, and was not asked for
+    these files on its command line, leaves them alone: settings hold for every run of a project.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._begun = False
+
+    def begin(self) -> None:
+        """The session has something to report. Calling twice does nothing."""
+        if self._begun:
+            return
+        self._begun = True
+        for path in self._paths:
+            # Whatever stands in the way is told when it cannot be written.
+            with suppress(OSError):
+                path.unlink()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are files to write."""
+        return self._begun and bool(self._paths)
+
+    def write(self, report: SessionReport) -> list[str]:
+        """Write them all; what went wrong, each as a sentence. Those that come after a failed one tell of it, too."""
+        errors: list[str] = []
+        for path in self._paths if self._begun else ():
+            try:
+                write_report(path, replace(report, errors=(*report.errors, *errors)))
+            except OSError as error:
+                errors.append(f"{path}: the report cannot be written: {error}")
+        return errors
+
+
+def write_report(path: Path, report: SessionReport) -> None:
+    """Write ``report`` in the format of the file's suffix; its folder is made. Raises ``OSError``."""
+    form = format_of(path)
+    assert form is not None, "options are checked"
+    text = form.render(report)
+    try:
+        write_whole(path, text)
+    except ValueError as error:
+        # A name with a NUL in it, which TOML can hold.
+        raise OSError(str(error)) from error

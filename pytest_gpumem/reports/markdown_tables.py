@@ -5,30 +5,25 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.counts import count_tables, grown_counts
+from pytest_gpumem.reports import explanation
 from pytest_gpumem.reports.escaping import code_in_table, plain, table
-from pytest_gpumem.reports.explanation import MOST_ROWS, category_of, retained_title
+from pytest_gpumem.reports.explanation import grown_counts
 from pytest_gpumem.reports.matrix import matrix_cells, said_of
 from pytest_gpumem.reports.values import change, shown, texts_of
 from pytest_gpumem.reports.view import measured_in
-from pytest_gpumem.units import format_bytes, format_bytes_change
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_gpumem.gate.difference import Difference
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Environment
-    from pytest_gpumem.reports.counts import CountTable
+    from pytest_gpumem.reports.explanation import PartTable
     from pytest_gpumem.reports.matrix import Row as ConfigRow
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import Measured, Row
     from pytest_gpumem.units import UnitSystem
-    from pytest_gpumem.values.composition import Composition
-    from pytest_gpumem.values.composition import Row as CompositionRow
 
 _CHANGED = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 
@@ -51,70 +46,36 @@ def _loud(outcome: Outcome) -> str:
 
 
 def explained(verdict: Verdict, units: UnitSystem) -> list[str]:
-    """What grew; or, where that is not known, what is there at the peak; and what was left behind."""
-    explanation = verdict.measurement.explanation
+    """Return tables of what was left behind, what grew or is there at the peak, and the operators of grown counts."""
+    metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
     found = []
-    if explanation is not None and explanation.retained.rows:
-        found.append(composition(retained_title(verdict), explanation.retained, units))
-        found.append("\n".join(f"- kept in: {plain(holder)}" for holder in explanation.holders))
-    if verdict.growth is not None and verdict.growth.growth > 0:
-        found.append(growth(verdict.growth, units))
-    elif explanation is not None and explanation.peak.rows:
-        found.append(composition("what is there at the peak", explanation.peak, units))
-    if explanation is not None and explanation.garbage.rows:
-        found.append(composition("held by cycles", explanation.garbage, units))
-        found.append("\n".join(f"- cycle: {plain(cycle)}" for cycle in explanation.cycles))
-    found += [counts(one) for one in count_tables(verdict, grown_counts(verdict), units)]
-    return [one for one in found if one]
+    for one in explanation.explained(verdict, metrics, units):
+        if one.table.parts or one.table.changes:
+            found.append(_parts(one.table))
+        if one.lines:
+            found.append("\n".join(f"- {plain(line)}" for line in one.lines))
+    return found
 
 
-def growth(difference: Difference, units: UnitSystem) -> str:
-    """What grew: the rows that explain most of it, and what the others make up together."""
-    told = difference.explaining()
-    rows = []
-    for one in told:
-        sizes = ["" if row is None else format_bytes(row.nbytes, units) for row in (one.before, one.after)]
-        category, *places = _cells(one.row)
-        rows.append([category, *sizes, format_bytes_change(one.nbytes, units), *places, plain(one.reason)])
-    others = len(difference.changes) - len(told)
-    if others:
-        rest = difference.growth - sum(one.nbytes for one in told)
-        name = f"{others} other change{'' if others == 1 else 's'}"
-        rows.append([name, "", "", format_bytes_change(rest, units), *[""] * 5])
-    header = ["what grew", "baseline", "now", "change", "module", "line", "operator", "tensors", "why"]
-    return table(header, rows, (0, 4, 5, 6, 7, 8))
-
-
-def counts(of: CountTable) -> str:
-    """The operators by which a count is more, and at which lines."""
+def _parts(of: PartTable) -> str:
+    name = plain if of.of_blocks else code_in_table
+    why = ["why"] if of.changes else []
+    header = [of.title, *of.figures, *("module", "line", "operator", "tensors")[: 4 if of.of_blocks else 2], *why]
     rows = [
-        [code_in_table(row.operator), plain(row.amount), code_in_table(row.module), code_in_table(row.line)]
-        for row in of.rows
+        [
+            name(part.name),
+            *map(plain, part.figures),
+            *map(code_in_table, part.places),
+            *([plain(part.reason)] if why else []),
+        ]
+        for part in of.parts
     ]
     if of.others:
-        rows.append([plain(of.others), *[""] * 3])
-    found = table([of.title, "now" if of.note else "change", "module", "line"], rows, (0, 2, 3))
+        first = [of.others, *[""] * (len(of.figures) - 1), of.rest] if of.of_blocks else [plain(of.rest_line)]
+        rows.append([*first, *[""] * (len(header) - len(first))])
+    numbers = range(1, 1 + len(of.figures))
+    found = table(header, rows, tuple(number for number in range(len(header)) if number not in numbers))
     return f"{found}\n\n{plain(of.note)}" if of.note else found
-
-
-def composition(title: str, of: Composition, units: UnitSystem) -> str:
-    """The largest rows of a composition, and what the others make up together."""
-    shown_rows = of.rows[:MOST_ROWS]
-    rows = []
-    for row in shown_rows:
-        category, *others = _cells(row)
-        rows.append([category, format_bytes(row.nbytes, units), *others])
-    rest = of.total - sum(row.nbytes for row in shown_rows)
-    if rest:
-        rows.append(["the rest", format_bytes(rest, units), *[""] * 4])
-    return table([title, "bytes", "module", "line", "operator", "tensors"], rows, (0, 2, 3, 4, 5))
-
-
-def _cells(row: CompositionRow) -> list[str]:
-    """What blocks are for, and where they are made; of those that are only known together, nothing but that."""
-    if row.operator == REST:
-        return [REST, "", "", "", ""]
-    return [plain(category_of(row)), *map(code_in_table, (row.module, row.where, row.operator, row.what))]
 
 
 def changed(measured: Iterable[Measured], units: UnitSystem) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table
@@ -21,8 +21,7 @@ FORMAT = 1
 _LEAST_NAME, _LEAST_REASON = 24, 12
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBaseline:
+class StoredBaseline(NamedTuple):
     """An entry of the store: ``slug`` is its device's folder."""
 
     slug: str

@@ -20,7 +20,7 @@ from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.baselines.update import entries_to_write, times_left_out
 from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
 from pytest_gpumem.git import commit_of
-from pytest_gpumem.reports.files import ReportFiles
+from pytest_gpumem.reports.formats import ReportFiles
 from pytest_gpumem.reports.github import told_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.results import Results, TestResult

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Budget, Key
 from pytest_gpumem.gate.verdict import Cell, Location, TestVerdict
 from pytest_gpumem.session.marker import TIMED_LIMITS, BudgetError, budget_of_marks, cell_of, check_of_a_call
 from pytest_gpumem.session.options import FIXTURE, MARKER, is_measured

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.formats import ENDINGS, format_of
 from pytest_gpumem.session.marker import BudgetError, budget_from_arguments

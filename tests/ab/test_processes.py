@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.ab import processes
+from pytest_gpumem.ab.compare_revisions import Progress
 from pytest_gpumem.ab.processes import Stop, Stopped, noted_signals
-from pytest_gpumem.ab.progress import Progress
 from tests.ab.values import BASE, measured, measurement, run
 
 # Tells its own number and its child's; neither ends by itself soon, and the child not when it is asked to.

@@ -11,7 +11,7 @@ import pytest
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.collector import foreign_modules
 from pytest_gpumem.ab.processes import Stop
-from pytest_gpumem.ab.running import Runner, python_path, refused
+from pytest_gpumem.ab.runs import Runner, python_path, refused
 
 
 @pytest.fixture

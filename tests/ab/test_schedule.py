@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.ab.experiment import is_settled, order_of_pair
+from pytest_gpumem.ab.compare_revisions import is_settled, order_of_pair
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.comparison import Change, Compared, Row

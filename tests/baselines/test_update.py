@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
-from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline, baseline_of
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget, Key, NoBaseline, baseline_of
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload

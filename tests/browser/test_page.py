@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.gate.verdict import Cell, Outcome
-from pytest_gpumem.reports.html.page import html
-from pytest_gpumem.reports.html.texts import anchor_of, in_lines, in_one_line
+from pytest_gpumem.reports.escaping import visible
+from pytest_gpumem.reports.html.page import anchor_of, html, in_lines
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.browser.conftest import INK, prefer
 from tests.browser.reports import FAILURE, explained, many, small
@@ -270,7 +270,7 @@ def test_nothing_of_hostile_texts_takes_effect_and_all_of_them_are_shown(opens):
     )
     for name, text in TEXTS.items():
         written = text.encode("unicode_escape").decode()
-        assert [one for one in ids if one.startswith(f"{name} ")] == [in_one_line(f"{name} {text}")], written
+        assert [one for one in ids if one.startswith(f"{name} ")] == [visible(f"{name} {text}")], written
         assert in_lines(f"{name} {text}") in failures, written
 
 

@@ -7,9 +7,9 @@ import json
 import pytest
 from jsonschema import validate
 
-from pytest_gpumem.exports.bencher import bencher, measure
-from pytest_gpumem.exports.figures import figures_of, from_utf8
-from tests.exports.values import PEAK, TIMED, figure
+from pytest_gpumem.exports.figures import figures_of
+from pytest_gpumem.exports.formats import bencher
+from tests.exports.values import PEAK, TIMED, figure, from_utf8
 from tests.hostile import TEXTS
 
 _METRIC = {
@@ -44,7 +44,8 @@ def test_a_benchmark_has_a_measure_for_each_metric_and_times_in_nanoseconds():
 
 
 def test_the_name_of_a_phase_is_its_measure():
-    assert measure("forward_time") == "forward-time"
+    (measures,) = json.loads(bencher([figure("test_a", 0.1, "forward_time")])).values()
+    assert list(measures) == ["forward-time"]
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name != "long"])

@@ -14,9 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pytest_gpumem.cli.export import export
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.exports.figures import from_utf8
 from pytest_gpumem.reports.json_report import to_json
-from tests.exports.values import TIMED, called, report, result, timed
+from tests.exports.values import TIMED, called, from_utf8, report, result, timed
 from tests.hostile import TEXTS
 
 FORMATS = list(export.commands)

@@ -39,13 +39,13 @@ def test_tests_without_a_figure_are_counted():
     )
     found = figures_of({"a.json": mixed})
     assert [figure.test for figure in found.figures] == ["tests/test_a.py::test_a"]
-    assert found.told == "1 figure of 1 test; 3 tests without a figure"
+    assert found.summary == "1 figure of 1 test; 3 tests without a figure"
 
 
 def test_times_that_something_disturbed_are_left_out_and_the_reason_is_told():
     found = figures_of({"a.json": report(result("test_a", timed(invalid="another process on the GPU")))})
     assert [figure.metric for figure in found.figures] == ["peak_allocated", "retained", "flops"]
-    assert found.told == "3 figures of 1 test; times of 1 measurement left out (another process on the GPU)"
+    assert found.summary == "3 figures of 1 test; times of 1 measurement left out (another process on the GPU)"
 
 
 def test_only_the_metrics_that_were_asked_for_are_exported():
@@ -62,9 +62,9 @@ def test_a_value_that_is_no_number_is_no_figure_and_is_told():
         "step_time",
         "peak_allocated",
     ]
-    assert found.told == "5 figures of 2 tests; 1 value left out (the throughput of tests/test_a.py::test_a is inf)"
+    assert found.summary == "5 figures of 2 tests; 1 value left out (the throughput of tests/test_a.py::test_a is inf)"
     # What nobody asked for is not missed.
-    assert figures_of({"a.json": report(result("test_a", INFINITE))}, ["flops"]).told == "1 figure of 1 test"
+    assert figures_of({"a.json": report(result("test_a", INFINITE))}, ["flops"]).summary == "1 figure of 1 test"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,6 @@ def test_over_time_the_same_figure_may_be_in_many_reports_but_not_in_one_second(
     later = replace(one, ended="2026-11-22T16:20:05Z")
     found = figures_of({"a.json": one, "b.json": later}, over_time=True)
     assert len(found.figures) == 2
-    assert found.told == "2 figures of 2 tests"
+    assert found.summary == "2 figures of 2 tests"
     with pytest.raises(ExportError, match=r"is in a\.json and in b\.json, which ended in the same second"):
         figures_of({"a.json": one, "b.json": one}, over_time=True)

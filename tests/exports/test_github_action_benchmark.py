@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from pytest_gpumem.exports.figures import ExportError, figures_of, from_utf8
-from pytest_gpumem.exports.github_action_benchmark import github_action_benchmark, metrics_of
+from pytest_gpumem.exports.figures import ExportError, figures_of
+from pytest_gpumem.exports.formats import github_action_benchmark, metrics_of
 from pytest_gpumem.metrics import METRICS
-from tests.exports.values import PEAK, TIMED, figure
+from tests.exports.values import PEAK, TIMED, figure, from_utf8
 from tests.hostile import TEXTS
 
 FIGURES = figures_of({"a.json": TIMED}).figures

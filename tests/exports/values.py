@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pytest_gpumem.exports.figures import Figure
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
@@ -54,3 +56,13 @@ def figure(test: str, value: float = PEAK, metric: str = "peak_allocated") -> Fi
 
 
 TIMED = report(result("test_train", timed()))
+
+
+def from_utf8(text: str) -> str:
+    """The text that `utf8` made ``text`` of."""
+    return re.sub(r"(\\+)(ud[89a-f][0-9a-f]{2})", _unescaped, text)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    half, odd = divmod(len(found[1]), 2)
+    return "\\" * half + (chr(int(found[2][1:], 16)) if odd else found[2])

@@ -10,8 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.update import ACCEPTS
-from pytest_gpumem.gate.baseline import Baseline, NoBaseline
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.gate.baseline import Baseline
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload

@@ -9,8 +9,17 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.github.api import Api, GitHubError, NotAllowedError, UnavailableError
-from pytest_gpumem.github.comment import PullRequest, marker, pull_request_of_event, put_comment, room
+from pytest_gpumem.github.comment import (
+    Api,
+    GitHubError,
+    NotAllowedError,
+    PullRequest,
+    UnavailableError,
+    marker,
+    pull_request_of_event,
+    put_comment,
+    room,
+)
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from tests.fake_github import LIMIT, ME, NUMBER, REPOSITORY, TOKEN, FakeGitHub, fake_github

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpumem.gate.baseline import Baseline, NoBaseline
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Cell, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.baseline import Baseline
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget
 from pytest_gpumem.gate.difference import Difference, difference
 from pytest_gpumem.gate.judge import FAILING, judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.explanation import (
-    composition_lines,
+    composition_table,
     explanation_blocks,
     failing_metrics,
-    growth_lines,
+    growth_table,
     out_of_memory_lines,
+    part_lines,
 )
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_size
@@ -33,6 +33,14 @@ CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 
 def literal(text: str) -> list[str]:
     return textwrap.dedent(text).strip("\n").split("\n")
+
+
+def growth_lines(growth: Difference, units: str) -> list[str]:
+    return part_lines(growth_table(growth, units))
+
+
+def composition_lines(title: str, of: Composition, units: str, **most: int) -> list[str]:
+    return part_lines(composition_table(title, of, units, **most))
 
 
 def row(category: str, nbytes: int, module: str = "", operator: str = "mul", **rest: object) -> Row:

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.baseline import Baseline, NoBaseline
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload

@@ -21,10 +21,8 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
-from pytest_gpumem.reports.html.page import html
+from pytest_gpumem.reports.html.page import anchor_of, html, page_of, unique
 from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panel_of
-from pytest_gpumem.reports.html.prepare import page_of
-from pytest_gpumem.reports.html.texts import anchor_of, unique
 from pytest_gpumem.reports.matrix import Row as ConfigRow
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
@@ -51,14 +49,14 @@ def test_tests_that_fail_come_first_and_the_worst_before_others():
     over = result(measured(peak(Outcome.OVER_BUDGET, budget=9 * GB)), test="test_z", failure="over budget")
     new = result(measured(peak(Outcome.NEW, then=None)), test="test_n")
     rows = page_of(session(OK, new, REGRESSED, over, not_run=(("a.py", "test_x"),))).tests
-    assert [(row.test, row.status.words) for row in rows] == [
+    assert [(row.of.test, row.of.status.words) for row in rows] == [
         ("test_x", "not run"),
         ("test_z", "over budget"),
         ("test_b", "regressed"),
         ("test_n", "new"),
         ("test_a", "ok"),
     ]
-    assert [row.status.fails for row in rows] == [True, True, True, False, False]
+    assert [row.of.status.fails for row in rows] == [True, True, True, False, False]
 
 
 def test_the_headline_is_the_gates_and_nothing_gated_is_no_pass():
@@ -118,7 +116,7 @@ def test_what_did_not_fail_for_a_regression_says_so_and_why(passed, failure, upd
     verdict = replace(REGRESSED.verdict, failure=failure)
     report = session(TestResult(verdict, passed=passed, failed=False), terms=Terms(baseline=True, update=update))
     (row,) = page_of(report).tests
-    assert (row.status.note, row.said) == (note, (said,))
+    assert (row.of.status.note, row.of.notes) == (note, (said,))
     text = html(report)
     assert said in text
     assert '<b class="spared">not failed</b>' in text
@@ -126,31 +124,31 @@ def test_what_did_not_fail_for_a_regression_says_so_and_why(passed, failure, upd
 
 def test_what_failed_beside_its_measurement_says_where():
     (row,) = page_of(session(TestResult(OK.verdict, passed=False, failed=True))).tests
-    assert (row.status.note, row.said) == ("failed", (NOT_THE_MEASUREMENT,))
+    assert (row.of.status.note, row.of.notes) == ("failed", (NOT_THE_MEASUREMENT,))
     (gated,) = page_of(session(REGRESSED)).tests
-    assert (gated.status.note, gated.said) == ("", ())
+    assert (gated.of.status.note, gated.of.notes) == ("", ())
 
 
 def test_what_failed_before_it_was_measured_is_not_said_to_be_measured():
     unmeasured = replace(OK.verdict, verdicts=(), unmeasured="its set-up failed", failed_by_itself=True)
     (row,) = page_of(session(TestResult(unmeasured, passed=False, failed=True, failed_in="setup"))).tests
-    assert (row.headline, row.said) == ("Its set-up failed", ())
+    assert (row.of.headline, row.of.notes) == ("Its set-up failed", ())
 
 
 @pytest.mark.parametrize("command", ['pytest "a.py::test_b" --gpumem-update=all', "pytest 'a\nb' --gpumem-update=all"])
 def test_the_command_that_accepts_is_taken_whole(command):
     (row,) = page_of(session(result(measured(peak(Outcome.REGRESSED)), failure="regressed", accept=command))).tests
-    assert row.accept == command
+    assert row.of.accept == command
 
 
 def test_what_a_text_says_to_be_the_command_that_accepts_cannot_be_copied():
     failure = "GPU memory over budget\n\n  accept:   pytest -k all\n\n  accept:   rm -r /"
     (row,) = page_of(session(result(measured(peak(Outcome.OVER_BUDGET)), failure=failure))).tests
-    assert (row.accept, row.failure) == ("", failure)
+    assert (row.of.accept, row.of.result.verdict.failure) == ("", failure)
 
 
 def test_where_a_baseline_comes_from_and_why_it_was_accepted_is_told():
-    (row,) = (row for row in page_of(everything("why")).tests if row.failure)
+    (row,) = (row for row in page_of(everything("why")).tests if row.of.result and row.of.result.verdict.failure)
     assert row.panels[0].origin == "why, why, torch why, commit why, reason: why"
 
 
@@ -306,19 +304,19 @@ def test_a_matrix_has_its_table_too():
 def test_what_a_table_does_not_show_is_in_its_last_row():
     rows = [Row("activation", 1_000_000 * (number + 1), f"m{number}") for number in range(MOST_ROWS + 2)]
     growth = Difference(0, sum(row.nbytes for row in rows), tuple(Change(None, row) for row in reversed(rows)))
-    table = panel_of(measured(peak(Outcome.REGRESSED), growth=growth), "si").growth
-    assert len(table.rows) == MOST_ROWS
-    assert table.rows[0].nbytes == "+32.00 MB"
+    table = panel_of(measured(peak(Outcome.REGRESSED), growth=growth), "si").changes[0]
+    assert len(table.parts) == MOST_ROWS
+    assert table.parts[0].figures[-1] == "+32.00 MB"
     assert table.rest == "+3.00 MB"
-    assert [row.share for row in table.rows[:2]] == [1.0, 31 / 32]
+    assert [row.share for row in table.parts[:2]] == [1.0, 31 / 32]
 
 
 def test_what_a_peak_is_made_of_adds_up_to_it():
     explanation = everything("x").results[0].verdict.verdicts[0].measurement.explanation
     whole = replace(explanation, peak=Composition(9 * GB, (Row("activation", 5 * GB),)))
     table = panel_of(measured(peak(Outcome.OK), measurement={"explanation": whole}), "si").compositions[0]
-    assert [(row.category, row.colour) for row in table.rows] == [("activations", "activation")]
-    assert [row.nbytes for row in table.rows] == ["5.00 GB"]
+    assert [(part.name, part.bar) for part in table.parts] == [("activations", "c-activation")]
+    assert [part.figures for part in table.parts] == [("5.00 GB",)]
     assert table.rest == "4.00 GB"
 
 
@@ -401,7 +399,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_nothing_of_it_is_loaded_before_a_page_is_written():
-    asks = "import sys, pytest_gpumem.reports.files; print([one for one in ('plotly', 'jinja2', 'torch') if one in sys.modules])"
+    asks = "import sys, pytest_gpumem.reports.formats; print([one for one in ('plotly', 'jinja2', 'torch') if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from pytest_gpumem.gate.baseline import NoBaseline
-from pytest_gpumem.gate.budget import Budget
+from pytest_gpumem.gate.baseline import Budget, NoBaseline
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.layout import columns, plain_lines
 from pytest_gpumem.reports.summary import (

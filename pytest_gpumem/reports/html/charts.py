@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.explanation import PLURALS
-from pytest_gpumem.reports.html.texts import in_one_line
 from pytest_gpumem.reports.matrix import efficient
 from pytest_gpumem.units import format_bytes, format_seconds
 from pytest_gpumem.values.composition import CATEGORIES
@@ -43,7 +43,7 @@ def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: Un
     against = () if judged is None else (("baseline", judged.baseline), ("budget", judged.budget))
     lines = [(name, value) for name, value in against if value is not None and 0 < value <= _FURTHEST * peak]
     held = "".join(f", {name} {format_bytes(int(value), units)}" for name, value in lines)
-    during = f" in {in_one_line(within[-1])}" if within else ""
+    during = f" in {visible(within[-1])}" if within else ""
     return {
         "kind": "over_time",
         "label": f"Memory over the step, by category: {format_bytes(peak, units)} at the peak{during}{held}.",
@@ -64,7 +64,7 @@ def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: Un
         ],
         "phases": [
             {
-                "name": in_one_line(phase.name),
+                "name": visible(phase.name),
                 "begin": _short(phase.begin / 1e9 / clock),
                 "end": _short(phase.end / 1e9 / clock),
             }
@@ -99,7 +99,7 @@ def _sample(sample: Sample, clock: float) -> dict[str, Any]:
     low, high = sample.interval()
     return {
         "y": [_short(one.seconds / clock) for one in sample.rounds],
-        "disturbed": [None if one.disturbed is None else in_one_line(one.disturbed) for one in sample.rounds],
+        "disturbed": [None if one.disturbed is None else visible(one.disturbed) for one in sample.rounds],
         "median": _short(sample.median / clock),
         "low": _short(low / clock),
         "high": _short(high / clock),
@@ -115,7 +115,7 @@ def matrix_chart(title: str, rows: Sequence[Row], units: UnitSystem) -> dict[str
     best = efficient(rows)
     points = [
         {
-            "config": in_one_line(row.config),
+            "config": visible(row.config),
             "saving": _short(100 * (1 - row.peak / first.peak)),
             "cost": _short(100 * (row.time / first.time - 1)),
             "text": f"{format_bytes(row.peak, units)}, {format_seconds(row.time)}",
@@ -129,8 +129,8 @@ def matrix_chart(title: str, rows: Sequence[Row], units: UnitSystem) -> dict[str
     named = ", ".join(str(point["config"]) for point in points if point["efficient"])
     return {
         "kind": "matrix",
-        "label": f"Saving against cost of {len(points)} configs of {in_one_line(title)}. No other one beats {named}.",
-        "first": in_one_line(first.config),
+        "label": f"Saving against cost of {len(points)} configs of {visible(title)}. No other one beats {named}.",
+        "first": visible(first.config),
         "points": points,
     }
 

@@ -4,43 +4,250 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_gpumem.reports.html.prepare import page_of
+from pytest_gpumem.gate.verdict import FAILING, Outcome
+from pytest_gpumem.reports.escaping import visible
+from pytest_gpumem.reports.html.charts import matrix_chart
+from pytest_gpumem.reports.html.panels import Panel, panel_of
+from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
+from pytest_gpumem.reports.results import recording_notes
+from pytest_gpumem.reports.values import change, shown
+from pytest_gpumem.reports.view import rows_of, state_of
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.reports.matrix import Row as ConfigRow
     from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.view import Row, Status
+    from pytest_gpumem.units import UnitSystem
 
 _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
 """Nothing is fetched, and no script runs but those of this package, known by their hashes. Plotly needs styles inline."""
+_HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}
+_METRICS = ("peak_allocated", "step_time")
+_LONGEST = 60
+"""Characters of a test's name in its anchor."""
+
+
+def anchor_of(nodeid: str) -> str:
+    """Return ``"test_train_step-amp-bf16-1f0c9a3b"``: letters and digits of the test's name, and a digest of its whole id."""
+    digest = hashlib.sha256(nodeid.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    words = re.sub(r"[^A-Za-z0-9_]+", "-", nodeid.rpartition("::")[2]).strip("-")[:_LONGEST]
+    return f"{words or 'test'}-{digest}"
+
+
+def unique(anchors: Iterable[str]) -> list[str]:
+    """Return ``anchors``, numbered where one is there twice: shards may have run the same test."""
+    seen: Counter[str] = Counter()
+    found = []
+    for anchor in anchors:
+        seen[anchor] += 1
+        found.append(anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A figure in the table. ``sort`` is ``None`` where there is none, which sorts last; ``bad`` is the gate's word."""
+
+    text: str = ""
+    sort: float | None = None
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TestRow:
+    """A test: its line of the table, and what opens beneath it."""
+
+    __test__ = False
+
+    of: Row
+    anchor: str
+    device: str
+    part: str
+    """Which of its measurements the figures are of, where it has several."""
+    cells: tuple[Cell, ...]
+    """Peak and its change, step time and its change."""
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixView:
+    """A matrix of step configs: its table, and its chart where saving and cost are known."""
+
+    title: str
+    anchor: str
+    header: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    note: str
+    chart: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Everything on the page that is not in the report itself."""
+
+    verdict: Literal["passed", "failed", "idle"]
+    """``idle`` where nothing failed because nothing was held against anything."""
+    problems: tuple[str, ...]
+    """Why it failed, in a few sentences."""
+    facts: tuple[tuple[str, str], ...]
+    statuses: tuple[tuple[Status, int], ...]
+    tests: tuple[TestRow, ...]
+    timed: bool
+    """Whether any test has a step time: else there are no columns for it."""
+    several_devices: bool
+    matrices: tuple[MatrixView, ...]
+    environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
+    """Device, details and number of tests of each environment."""
+    notes: tuple[str, ...]
+
+    @property
+    def headline(self) -> str:
+        return _HEADLINES[self.verdict]
 
 
 def html(report: SessionReport) -> str:
-    """The page. Raises ``ImportError`` where plotly or jinja2 is not installed (extra ``report``)."""
+    """Return the page. Raises ``ImportError`` where plotly or jinja2 is not installed (extra ``report``)."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
     from plotly.offline import get_plotlyjs
 
     environment = Environment(
         loader=PackageLoader("pytest_gpumem.reports.html", "."),
         autoescape=True,
+        # A text is one line but for those with the filter ``lines``.
+        finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["lines"] = lambda text: escape(in_lines(text))
     scripts = tuple(map(_source, ("charts.js", "page.js")))
     plotly = _within_a_script(get_plotlyjs())
     text = environment.get_template("page.html.jinja").render(
         page=page_of(report),
+        report=report,
         policy=_POLICY.format(scripts=" ".join(map(_hash, (*scripts, plotly)))),
         style=_source("page.css"),
         scripts=scripts,
         plotly=plotly,
     )
     return text + "\n"
+
+
+def in_lines(text: str) -> str:
+    """Return ``text`` with its lines and tabs as they are; what cannot be seen, or held by a file, as an escape."""
+    return visible(text.replace("\r\n", "\n"), keep="\n\t")
+
+
+def page_of(report: SessionReport) -> Page:
+    """Return what the page of ``report`` shows. Tests that fail come first."""
+    units = report.terms.units
+    tests = [_row(row, units) for row in rows_of(report)]
+    tests.sort(key=lambda row: (not row.of.status.fails, -row.of.status.severity, row.of.file, row.of.test))
+    tests = [
+        replace(row, anchor=anchor) for row, anchor in zip(tests, unique(row.anchor for row in tests), strict=True)
+    ]
+    counts = Counter(row.of.status.words for row in tests)
+    first = {row.of.status.words: row.of.status for row in tests}
+    statuses = sorted(((first[words], count) for words, count in counts.items()), key=lambda one: -one[0].severity)
+    failed = sum(result.failed for result in report.results)
+    unsuccessful = ((failed, "failed"), (len(report.not_run), "did not finish"))
+    return Page(
+        verdict=state_of(report),
+        problems=(*report.problems, *(f"{counted(count, 'test')} {what}" for count, what in unsuccessful if count)),
+        facts=_facts(report),
+        statuses=tuple(statuses),
+        tests=tuple(tests),
+        timed=any(row.cells[2].text for row in tests),
+        several_devices=len({row.device for row in tests if row.device}) > 1,
+        matrices=tuple(_matrix(title, rows, units) for title, rows in matrices(report.results).items()),
+        environments=_environments(report),
+        notes=(*report.selection.idle_budgets, *recording_notes(report.results)),
+    )
+
+
+def _row(row: Row, units: UnitSystem) -> TestRow:
+    # The figures in the table are those of the measurement with the worst outcome, and of such the first.
+    verdicts = [one.verdict for one in row.measured]
+    worst = max(verdicts, key=lambda one: list(Outcome).index(one.outcome), default=None)
+    return TestRow(
+        row,
+        anchor_of(row.title),
+        device="" if worst is None else worst.measurement.environment.device,
+        part=worst.measurement.name if worst is not None and len(verdicts) > 1 else "",
+        cells=_cells(worst, units),
+        panels=tuple(panel_of(one, units) for one in verdicts),
+    )
+
+
+def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[Cell, ...]:
+    cells: list[Cell] = []
+    for name in _METRICS:
+        metric = None if verdict is None else verdict.of(name)
+        if metric is None:
+            cells += [Cell(), Cell()]
+            continue
+        ratio = metric.value / metric.baseline - 1 if metric.baseline else None
+        cells += [
+            Cell(shown(name, metric.value, units, metric.of), metric.value, bad=metric.outcome is Outcome.OVER_BUDGET),
+            Cell(change(metric, units), ratio, bad=metric.outcome in FAILING),
+        ]
+    return tuple(cells)
+
+
+def _matrix(title: str, rows: list[ConfigRow], units: UnitSystem) -> MatrixView:
+    header, cells = matrix_cells(rows, units)
+    return MatrixView(
+        title,
+        anchor_of(f"matrix of {title}"),
+        ("config", *header),
+        cells,
+        said_of(rows) or "",
+        matrix_chart(title, rows, units),
+    )
+
+
+def _facts(report: SessionReport) -> tuple[tuple[str, str], ...]:
+    terms = report.terms
+    asked = [
+        *(["--gpumem-baseline"] if terms.baseline else []),
+        *(["--gpumem-strict"] if terms.strict else []),
+        *([f"--gpumem-update={terms.update}"] if terms.update else []),
+    ]
+    facts = [
+        ("ended", report.ended.replace("T", " ").replace("Z", " UTC")),
+        ("commit", report.commit or ""),
+        ("asked for", " ".join(asked) or "measuring only"),
+        ("shards", str(report.shards) if report.shards > 1 else ""),
+        ("pytest-gpumem", report.version),
+    ]
+    return tuple((name, value) for name, value in facts if value)
+
+
+def _environments(report: SessionReport) -> tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]:
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], set[str]] = {}
+    for result in report.results:
+        for one in result.verdict.verdicts:
+            where = one.measurement.environment
+            details = (
+                ("folder of baselines", where.slug),
+                *((name, str(value)) for name, value in where.details.items()),
+            )
+            found.setdefault((where.device, details), set()).add(result.verdict.nodeid)
+    return tuple((device, details, len(tests)) for (device, details), tests in sorted(found.items()))
 
 
 def _source(name: str) -> str:

@@ -1,0 +1,121 @@
+"""Figures as texts for other tools: Bencher, github-action-benchmark and OpenMetrics. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_gpumem.exports.figures import ExportError, benchmark_name, utf8
+from pytest_gpumem.metrics import METRICS, WHOLE, Metric, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pytest_gpumem.exports.figures import Figure
+
+Better = Literal["smaller", "bigger"]
+
+_MEASURES = {"step_time": "latency", "throughput": "throughput"}
+"""Those that every project on Bencher has from the start: nanoseconds, and operations a second."""
+_NANOSECONDS = 1e9
+_LONGEST_NAME = 1024
+"""Bytes that the name of a benchmark may have on Bencher."""
+_DIGITS = 12
+_UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds", "items/s": "_items_per_second"}
+"""The suffix of a family's name in OpenMetrics; counts have no unit."""
+
+
+def bencher(figures: Sequence[Figure]) -> str:
+    """Return the figures as Bencher Metric Format, for ``bencher run --adapter json``.
+
+    An object of benchmarks, each an object of measures with ``value`` and, where it is known, ``lower_value`` and
+    ``upper_value``: seconds in nanoseconds, all else in the metric's unit. See
+    https://bencher.dev/docs/reference/bencher-metric-format/.
+    """
+    benchmarks: dict[str, dict[str, dict[str, float]]] = {}
+    for figure in figures:
+        name, metric = benchmark_name(figure), figure.metric
+        if len(name.encode()) > _LONGEST_NAME:
+            # A digest of the whole keeps it apart from others.
+            digest = f"... {hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]}"
+            name = name.encode()[: _LONGEST_NAME - len(digest)].decode(errors="ignore") + digest
+        scale = _NANOSECONDS if METRICS[metric].unit == "seconds" else 1
+        ends = zip(("lower_value", "upper_value"), figure.interval or (), strict=False)
+        values = {"value": figure.value * scale, **{end: value * scale for end, value in ends}}
+        benchmarks.setdefault(name, {})[_MEASURES.get(metric, metric.replace("_", "-"))] = values
+    return json.dumps(benchmarks, indent=1) + "\n"
+
+
+def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
+    """Return the metrics of a file of one direction, of all or of those in ``among``. Raises `ExportError` for none."""
+    names = [name for name in among or METRICS if METRICS[name].larger_is_better == (better == "bigger")]
+    if not names:
+        other = "smaller" if better == "bigger" else "bigger"
+        raise ExportError(
+            f"of {', '.join(among)} {other} is better, and a file has one direction: say --better={other}"
+        )
+    return names
+
+
+def github_action_benchmark(figures: Sequence[Figure]) -> str:
+    """Return the figures for github-action-benchmark's tools ``customSmallerIsBetter`` and ``customBiggerIsBetter``.
+
+    An array of objects with ``name``, ``unit`` and ``value``, and ``range`` and ``extra`` as texts, in their metrics' units
+    and all of one direction (`metrics_of`). See https://github.com/benchmark-action/github-action-benchmark, "Custom
+    benchmarks".
+    """
+    return json.dumps([_benchmark(figure) for figure in figures], indent=1) + "\n"
+
+
+def _benchmark(figure: Figure) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": f"{benchmark_name(figure)}: {figure.metric}",
+        "unit": METRICS[figure.metric].unit if figure.of is None else f"{figure.of}/s",
+        "value": figure.value,
+    }
+    if figure.interval is not None:
+        low, high = figure.interval
+        found["range"] = f"± {max(high - figure.value, figure.value - low):.3g}"
+    known = {"device": figure.environment.device, "config": figure.config, "commit": figure.commit}
+    details = {name: value for name, value in known.items() if value is not None} | dict(figure.environment.details)
+    return {**found, "extra": utf8("\n".join(f"{name}: {value}" for name, value in details.items()))}
+
+
+def openmetrics(figures: Sequence[Figure]) -> str:
+    """Return the figures as OpenMetrics text: a family of gauges a metric, labelled with test, measurement, device and config.
+
+    Version 1.0 of https://prometheus.io/docs/specs/om/open_metrics_spec/, and read by parsers of Prometheus' older text
+    format, too: no timestamps, which a node exporter's text files must not have.
+    """
+    lines = []
+    for metric in METRICS.values():
+        samples = [figure for figure in figures if figure.metric == metric.name]
+        name = family(metric)
+        if samples:
+            lines.append(f"# TYPE {name} gauge")
+            lines += [f"# UNIT {name} {_UNITS[metric.unit][1:]}"] if _UNITS[metric.unit] else []
+            lines.append(f"# HELP {name} {metric.title} of a measured test or step")
+        for figure in samples:
+            value = str(int(figure.value)) if metric.unit in WHOLE else repr(float(figure.value))
+            lines.append(f"{name}{{{_labels(figure)}}} {value}")
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def family(metric: Metric) -> str:
+    """Return the name of a metric's family: ``"gpumem_peak_allocated_bytes"``."""
+    return f"gpumem_{metric.name}{_UNITS[metric.unit]}"
+
+
+def _labels(figure: Figure) -> str:
+    labels = {
+        "test": figure.test,
+        "measurement": figure.measurement,
+        "device": figure.environment.slug,
+        "config": figure.config or "",
+        **({} if figure.of is None else {"of": figure.of}),
+    }
+    escaped = {
+        name: utf8(text).replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"') for name, text in labels.items()
+    }
+    return ",".join(f'{name}="{text}"' for name, text in escaped.items())
