@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs, run_of
@@ -18,15 +18,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.operator_counts import Tally
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a test may use at most, and how much it must get done. ``None`` is no limit.
-
-    Bytes, ratios of growth and slowdown against its baseline, and work per second.
-    """
+    """The limits of a test: bytes, growth and slowdown against its baseline, and throughput. ``None`` is no limit."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
     """By metric, in bytes."""
@@ -38,23 +32,16 @@ class Budget:
     device: str | None = None
 
     def or_else(self, fallback: Budget) -> Budget:
-        """This budget, with what it leaves open taken from ``fallback``."""
-        return Budget(
-            {**fallback.limits, **self.limits},
-            _first(self.max_growth, fallback.max_growth),
-            _first(self.max_slowdown, fallback.max_slowdown),
-            _first(self.min_throughput, fallback.min_throughput),
-            _first(self.device, fallback.device),
-        )
-
-
-def _first(value: T | None, fallback: T | None) -> T | None:
-    return fallback if value is None else value
+        """Return this budget with missing limits taken from ``fallback``."""
+        merged = {
+            one.name: getattr(fallback if getattr(self, one.name) is None else self, one.name) for one in fields(self)
+        }
+        return Budget(**{**merged, "limits": {**fallback.limits, **self.limits}})
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """Which baseline: ``Key("tests/test_gpt.py", "TestTrain::test_step[fp32]", "train_step")``."""
+    """The key of a baseline: ``Key("tests/test_gpt.py", "TestTrain::test_step[fp32]", "train_step")``."""
 
     file: str
     test: str
@@ -76,11 +63,11 @@ class Baseline:
     composition: Composition | None = None
     """The largest rows of what was live at the peak; ``None`` where that was not recorded."""
     runs: Runs | None = None
-    """The step's times in the last runs that were accepted; ``None`` where there was none to go by."""
+    """The step's times in the last accepted runs; ``None`` where none was valid."""
     reason: str | None = None
     """Why it was accepted, in one line; ``None`` where nobody said."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
-    """What its counts are made of, by metric; without those that an older version recorded."""
+    """The operators of its counts, by metric; baselines of older versions have none."""
 
     def __post_init__(self) -> None:
         # A count of 0 is made of nothing, whoever recorded it.
@@ -89,18 +76,18 @@ class Baseline:
 
     @property
     def tells_lines(self) -> bool:
-        """Whether any line is known of what its counts are made of."""
+        """Whether the line of any of its operators is known."""
         return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
     def takes_the_same(self, other: Baseline) -> bool:
-        """Whether both are of the same work with the same bytes and counts."""
+        """Return whether both are of the same workload with the same bytes and counts."""
         return self.workload == other.workload and _repeating(self.metrics) == _repeating(other.metrics)
 
     def says_the_same(self, other: Baseline) -> bool:
-        """Whether replacing ``other`` by this one would change nothing that is compared: then the store is left alone.
+        """Return whether replacing ``other`` by this one would change nothing that is compared, so that nothing is written.
 
-        The same bytes with another driver or release of torch are no news; with other instructions, say, they are, since
-        figures that depend on them are only doubted where they differ.
+        Another driver or release of torch with the same bytes changes nothing; other details of the environment may, since a
+        figure that depends on them is uncertain only where they differ.
         """
         return (
             self.takes_the_same(other)
@@ -120,11 +107,11 @@ class NoBaseline:
 
 
 def baseline_of(measurement: Measurement, recorded: str, commit: str | None, reason: str | None = None) -> Baseline:
-    """The baseline that accepting a measurement makes. Times keep four digits, and five as one of the runs."""
+    """Return the baseline of an accepted measurement. Times keep four digits, and five as one of the runs."""
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
-        # Nothing is written of what an entry that does not have it says as well.
+        # An entry that lacks the metric means this value.
         if value != METRICS[name].where_absent
     }
     explanation = measurement.explanation
@@ -145,18 +132,16 @@ def baseline_of(measurement: Measurement, recorded: str, commit: str | None, rea
             if name in metrics and total(tallies) == metrics[name]
         },
     )
-    runs = _runs(measurement)
-    return entry if runs is None else with_runs(runs, entry)
-
-
-def _runs(measurement: Measurement) -> Runs | None:
-    """This run as the first of those that are accepted, if it is a measure for later ones."""
     run = None if measurement.times is None else run_of(measurement.times)
-    return None if run is None else Runs(tuple(map(_finer, run.seconds)), tuple(map(_finer, run.cycles)))
+    if run is None:
+        return entry
+    # Five digits, since medians and ratios are made of them.
+    seconds, cycles = (tuple(float(f"{value:.5g}") for value in values) for values in (run.seconds, run.cycles))
+    return with_runs(Runs(seconds, cycles), entry)
 
 
 def with_runs(runs: Runs, entry: Baseline) -> Baseline:
-    """``entry`` with ``runs``, of which it is the latest: its step time is their median, and its throughput that of it."""
+    """Return ``entry``, the latest of ``runs``, with them: its step time is their median, its throughput is of that."""
     step_time = rounded(runs.median)
     times = {"step_time": step_time}
     if "throughput" in entry.metrics:
@@ -165,21 +150,16 @@ def with_runs(runs: Runs, entry: Baseline) -> Baseline:
 
 
 def rounded(time: float) -> float:
-    """A time, or a throughput, to the four digits that are shown."""
+    """Return a time or a throughput with the four digits that are shown."""
     return float(f"{time:.4g}")
 
 
-def _finer(value: float) -> float:
-    """To five digits, since medians and ratios are made of it."""
-    return float(f"{value:.5g}")
-
-
 def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that are the same whenever the same is run."""
+    """Return the metrics that are the same in every run."""
     return {name: n for name, n in metrics.items() if METRICS[name].repeats}
 
 
 def _decisive(entry: Baseline, metrics: Mapping[str, float]) -> dict[str, str | int]:
-    """The details of its environment that some of these metrics depends on."""
+    """Return the details of its environment that any of these metrics depends on."""
     decisive = {detail for name in metrics for detail in METRICS[name].details}
     return {name: value for name, value in entry.environment.details.items() if name in decisive}

@@ -1,12 +1,13 @@
-"""Which operators are more, and where: from the tallies of a baseline and those of now. Pure."""
+"""The difference of two counts, operator by operator and line by line. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.values.operator_counts import Tally, summed
+from pytest_gpumem.gate.difference import grouped
+from pytest_gpumem.values.operator_counts import Tally, summed, total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,26 +15,27 @@ if TYPE_CHECKING:
 Key = Callable[[Tally], object]
 
 
-def _file(tally: Tally) -> str:
-    return (tally.place.library or tally.place.site).rpartition(":")[0]
+def _file_and_line(tally: Tally) -> tuple[str, int]:
+    file, _, number = (tally.place.library or tally.place.site).rpartition(":")
+    return file, int(number) if number.isascii() and number.isdecimal() and len(number) <= 18 else 0
 
 
 _SAME: tuple[Key, ...] = (
     lambda tally: (tally.operator, tally.place),
     # Moved lines, renamed modules, and what a baseline kept without its place.
-    lambda tally: (tally.operator, tally.place.module, _file(tally)),
+    lambda tally: (tally.operator, tally.place.module, _file_and_line(tally)[0]),
     lambda tally: (tally.operator, tally.place.module),
-    lambda tally: (tally.operator, _file(tally)),
+    lambda tally: (tally.operator, _file_and_line(tally)[0]),
     lambda tally: tally.operator,
 )
-"""By what calls are those that were there before, from the strictest to the loosest."""
+"""Keys by which calls are equal, from the strictest to the loosest."""
 
 
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
-    """What came, and with a negative amount what went. Together they are the change of the whole count.
+    """Return the calls that came, and with a negative amount those that went; together they are the change of the count.
 
-    Of an operator there is either, so that calls which only moved show nothing. Where it came is where other operators came
-    as well, if several lines may be meant, and otherwise the line that is furthest from where it was before.
+    An operator has only one of both, so that calls which moved show nothing. If several lines may be the one where an operator
+    came, it is that where other operators came, too, and otherwise the one that is furthest from where it was before.
     """
     old, new = list(before), list(after)
     for key in _SAME:
@@ -42,25 +44,29 @@ def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Ta
 
 
 def _without_common(old: list[Tally], new: list[Tally], key: Key) -> tuple[list[Tally], list[Tally]]:
-    """What is left of both when of each group as much as both have is taken away."""
-    groups: dict[object, tuple[list[Tally], list[Tally]]] = defaultdict(lambda: ([], []))
-    for tally in old:
-        groups[key(tally)][0].append(tally)
-    for tally in new:
-        groups[key(tally)][1].append(tally)
-    news = _news_by_line(groups.values())
+    """Return both sides without the amount that each group has on both."""
+    groups = grouped(old, new, key).values()
+    # The amount at each line whose group was not there before.
+    came: Counter[tuple[str, str]] = Counter()
+    for mine, theirs in groups:
+        for tally in theirs if not mine else ():
+            came[_where(tally)] += tally.amount
     left_old, left_new = [], []
-    for mine, theirs in groups.values():
-        common = min(_amount(mine), _amount(theirs))
-        lines = [_line(tally) for tally in mine]
-        theirs.sort(key=lambda tally: (news[_where(tally)], min((abs(_line(tally) - was) for was in lines), default=0)))
+    for mine, theirs in groups:
+        common = min(total(mine), total(theirs))
+        lines = [_file_and_line(tally)[1] for tally in mine]
+
+        def rank(tally: Tally, lines: Sequence[int] = lines) -> tuple[int, int]:
+            line = _file_and_line(tally)[1]
+            return came[_where(tally)], min((abs(line - was) for was in lines), default=0)
+
         left_old += _without(mine, common)
-        left_new += _without(theirs, common)
+        left_new += _without(sorted(theirs, key=rank), common)
     return left_old, left_new
 
 
 def _without(tallies: Iterable[Tally], amount: int) -> list[Tally]:
-    """Without as much, taken from the first of them."""
+    """Return the tallies without an amount, taken from the first of them."""
     left = []
     for tally in tallies:
         taken = min(amount, tally.amount)
@@ -70,24 +76,5 @@ def _without(tallies: Iterable[Tally], amount: int) -> list[Tally]:
     return left
 
 
-def _news_by_line(groups: Iterable[tuple[list[Tally], list[Tally]]]) -> Counter[tuple[str, str]]:
-    """How much there is at each line of what was nowhere before."""
-    found: Counter[tuple[str, str]] = Counter()
-    for old, new in groups:
-        if not old:
-            for tally in new:
-                found[_where(tally)] += tally.amount
-    return found
-
-
-def _amount(tallies: Iterable[Tally]) -> int:
-    return sum(tally.amount for tally in tallies)
-
-
 def _where(tally: Tally) -> tuple[str, str]:
     return tally.place.site, tally.place.library
-
-
-def _line(tally: Tally) -> int:
-    number = (tally.place.library or tally.place.site).rpartition(":")[2]
-    return int(number) if number.isascii() and number.isdecimal() and len(number) <= 18 else 0

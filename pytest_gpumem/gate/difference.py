@@ -1,15 +1,16 @@
-"""What changed from one composition to another: a refactoring shows nothing, and the changes add up to the peak's. Pure."""
+"""The difference of two compositions: its changes add up to the peak's, and a refactoring has none. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pytest_gpumem.gate.reasons import reason
 from pytest_gpumem.values.composition import Composition, Row, RowText
 
+T = TypeVar("T")
 Key = Callable[[Row], object]
 
 _SAME: tuple[Key, ...] = (
@@ -23,14 +24,14 @@ _SAME: tuple[Key, ...] = (
     lambda row: (row.category, row.module, row.tensor),
     lambda row: (row.category, row.tensor),
 )
-"""By what two sets of rows are the same, from the strictest to the loosest."""
+"""Keys by which rows are equal, from the strictest to the loosest."""
 
 _MOVED: tuple[Key, ...] = (
     # What is passed on between modules otherwise, but is as large.
     lambda row: (row.category, row.tensor, row.nbytes, row.count),
     lambda row: (row.tensor, row.nbytes, row.count),
 )
-"""By what a row that is at its place no more is another that was not at its place before."""
+"""Keys by which a row that is gone from its place is one that is new at another."""
 
 _GREW: tuple[Key, ...] = (
     lambda row: replace(row, nbytes=0, count=0),
@@ -47,7 +48,7 @@ _GREW: tuple[Key, ...] = (
     # Another dtype, made by another operator: ``x > 0`` and ``(x > 0).float()``.
     lambda row: (row.category, row.module, row.shape, row.count) if row.shape else row,
 )
-"""By what a row is an earlier one that has changed."""
+"""Keys by which a row is an earlier one that has changed."""
 
 
 class Change(NamedTuple):
@@ -65,7 +66,7 @@ class Change(NamedTuple):
 
     @property
     def row(self) -> Row:
-        """What it is now, or was."""
+        """The row as it is now, or was."""
         row = self.after or self.before
         assert row is not None, "a change has at least one side"
         return row
@@ -85,26 +86,26 @@ class Difference:
         return self.after - self.before
 
     def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:
-        """The growing rows that explain ``share`` of the growth, and a few more if they matter."""
+        """Return the growing rows that explain ``share`` of the growth, and a few more if they matter."""
         grown = [change for change in self.changes if change.nbytes > 0]
         wanted = share * self.growth
-        told: list[Change] = []
+        chosen: list[Change] = []
         explained = 0
         for change in grown[:at_most]:
             small = change.nbytes < 0.01 * self.growth
-            if explained >= wanted and (len(told) >= at_least or small):
+            if explained >= wanted and (len(chosen) >= at_least or small):
                 break
-            told.append(change)
+            chosen.append(change)
             explained += change.nbytes
-        return tuple(told)
+        return tuple(chosen)
 
 
 def difference(before: Composition, after: Composition) -> Difference:
-    """What changed. ``before`` may be what a baseline kept; what it did not keep is compared as one row."""
+    """Return what changed. ``before`` may be a baseline's, of which the rows that it did not keep are compared as one."""
     old, new = list(before.rows), list(after.rows)
     for key in _SAME:
         old, new = _without_equals(old, new, key)
-    new = _fewest_news_first(old, new)
+    new = _least_growth_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
     if before.rest:
@@ -118,16 +119,16 @@ def difference(before: Composition, after: Composition) -> Difference:
         changes += found
     changes += [Change(row, None) for row in old]
     changes += [Change(None, row) for row in new]
-    told = [
+    explained = [
         change._replace(reason=reason(change.before, change.after, before, after))
         for change in changes
         if change.nbytes != 0
     ]
-    return Difference(before.total, after.total, _ranked(told))
+    return Difference(before.total, after.total, _ranked(explained))
 
 
 def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
-    """Largest growth first; of those alike, what is at the line that grew most in all."""
+    """Sort the largest growth first, equal changes by the growth of their line."""
     changes = list(changes)
     at_line = _at_line((change.row, change.nbytes) for change in changes)
     return tuple(sorted(changes, key=lambda one: (-one.nbytes, -at_line[_line(one.row)], one.row.text())))
@@ -138,10 +139,9 @@ REST = "smaller rows"
 
 
 def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Without the groups of rows that hold as many bytes in as many tensors as before."""
-    groups = _grouped(old, new, key)
+    """Return both sides without the groups of rows that have as many bytes in as many tensors as before."""
     left_old, left_new = [], []
-    for mine, theirs in groups.values():
+    for mine, theirs in grouped(old, new, key).values():
         if _sums(mine) != _sums(theirs):
             left_old += mine
             left_new += theirs
@@ -149,7 +149,7 @@ def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row]
 
 
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Without single rows that only changed their place. What has a row at its place on both sides grew or shrank there."""
+    """Return both sides without single rows that only changed their place; rows with one at their place grew or shrank."""
     stayed = {_place(row) for row in old} & {_place(row) for row in new}
     pending = Counter(key(row) for row in old if _place(row) not in stayed)
     pending &= Counter(key(row) for row in new if _place(row) not in stayed)
@@ -167,11 +167,11 @@ def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row],
     return left(old), left(new)
 
 
-def _fewest_news_first(old: list[Row], new: list[Row]) -> list[Row]:
-    """``new``, so that of rows alike those are matched first whose line has the least that is new.
+def _least_growth_first(old: list[Row], new: list[Row]) -> list[Row]:
+    """Return ``new`` in an order in which, of equal rows, those are matched first whose line has the least growth.
 
-    Growth is then told of as few lines as can be: an edit that saves two tensors more has one line. Of lines with as much
-    news those come first that are nearest to where such a row was.
+    So growth is attributed to as few lines as possible: an edit that saves two tensors more has one line. Of lines with equal
+    growth, those come first that are nearest to where such a row was.
     """
     at_line = _at_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
     were: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -182,14 +182,14 @@ def _fewest_news_first(old: list[Row], new: list[Row]) -> list[Row]:
     def rank(row: Row) -> tuple[int, int]:
         file, number = _file_and_line(row)
         distances = [abs(number - was) for was in were[file, row.operator, row.tensor]]
-        # In rows of this size: a few bytes more at a line tell nothing of it.
+        # In rows of this size: a few bytes more at a line are not counted.
         return at_line[_line(row)] // max(row.nbytes, 1), min(distances, default=0)
 
     return sorted(new, key=rank)
 
 
 def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
-    """What grew at each line, in bytes."""
+    """Return the growth at each line, in bytes."""
     found: Counter[tuple[str, str]] = Counter()
     for row, nbytes in grown:
         found[_line(row)] += nbytes
@@ -210,9 +210,9 @@ def _place(row: Row) -> tuple[str, str, str, str]:
 
 
 def _folded_into_rest(new: list[Row], smallest: int, most: int) -> list[Row]:
-    """Rows so small that the baseline would not have kept them, made one, as far as there is room in its rest.
+    """Return ``new`` with the rows that the baseline would not have kept as one row, up to the size of its rest.
 
-    They may be more than the rest by less than the smallest row that was kept: among so many, that is nobody's growth.
+    They may exceed the rest by less than the smallest row that was kept, as a difference within that is no row's growth.
     """
     kept: list[Row] = []
     small = 0
@@ -225,9 +225,9 @@ def _folded_into_rest(new: list[Row], smallest: int, most: int) -> list[Row]:
 
 
 def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:
-    """Rows of one key paired, the largest with the largest; what is left, and the pairs."""
+    """Return the rows left on both sides when those of a key are paired, the largest with the largest, and the pairs."""
     left_old, left_new, found = [], [], []
-    for mine, theirs in _grouped(old, new, key).values():
+    for mine, theirs in grouped(old, new, key).values():
         mine.sort(key=lambda row: -row.nbytes)
         theirs.sort(key=lambda row: -row.nbytes)
         both = min(len(mine), len(theirs))
@@ -237,12 +237,12 @@ def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[R
     return left_old, left_new, found
 
 
-def _grouped(old: list[Row], new: list[Row], key: Key) -> dict[object, tuple[list[Row], list[Row]]]:
-    groups: dict[object, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
-    for row in old:
-        groups[key(row)][0].append(row)
-    for row in new:
-        groups[key(row)][1].append(row)
+def grouped(old: Iterable[T], new: Iterable[T], key: Callable[[T], object]) -> dict[object, tuple[list[T], list[T]]]:
+    """Return the elements of both sides by their key."""
+    groups: dict[object, tuple[list[T], list[T]]] = defaultdict(lambda: ([], []))
+    for side, elements in enumerate((old, new)):
+        for one in elements:
+            groups[key(one)][side].append(one)
     return groups
 
 

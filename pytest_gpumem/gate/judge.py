@@ -1,4 +1,4 @@
-"""The judge: from a measurement, its budget and its baseline to a verdict. Pure functions, nothing else."""
+"""The judge: from a measurement, its budget and its baseline to a verdict. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.count_difference import changed_tallies
-from pytest_gpumem.gate.difference import Difference, difference
+from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.baseline import Budget
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.values.operator_counts import Tally
 
 
 def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
@@ -31,7 +30,7 @@ def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tol
     }
 
 
-MOST_DOUBTED = 0.40
+MOST_BY_ENVIRONMENT = 0.40
 """How much another environment may move a metric by itself, as a ratio; more than that is the code's.
 
 Kernels for another instruction set allocate differently: convolution backward took 27 % more with AVX-512 than with SSE4.1,
@@ -45,10 +44,13 @@ def judge(
     baseline: Baseline | NoBaseline | None,
     tolerances: Mapping[str, Tolerance],
 ) -> Verdict:
-    """The verdict on a measurement.
+    """Return the verdict on a measurement.
 
-    ``baseline`` is its entry in the store, or that there is none, or ``None`` when nobody asked for a comparison.
-    ``tolerances`` holds the tolerance of every metric that is judged against a baseline.
+    Args:
+        measurement: The measurement.
+        budget: The limits of its test.
+        baseline: Its entry in the store, or that there is none; ``None`` where no comparison was asked for.
+        tolerances: The tolerance of every metric that is judged against a baseline.
     """
     why_not, outcome = _not_comparable(measurement, baseline)
     entry = baseline if isinstance(baseline, Baseline) else None
@@ -64,41 +66,33 @@ def judge(
     throughput = judge_throughput(measurement, budget.min_throughput)
     if throughput is not None:
         metrics += (throughput,)
-    origin = _origin(entry) if entry is not None else None
     elsewhere = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
+    origin = None
+    if entry is not None:
+        torch = str(entry.environment.details.get("torch", "?"))
+        origin = Origin(entry.recorded, entry.environment.device, torch, entry.commit, entry.reason)
     return with_differences(Verdict(measurement, metrics, origin, why_not, elsewhere), measurement, baseline)
 
 
 def with_differences(verdict: Verdict, measurement: Measurement, baseline: Baseline | NoBaseline | None) -> Verdict:
-    """Return the verdict with what changed in the composition of the peak, and in what counts are made of.
+    """Return the verdict with what changed in the composition of the peak, and the operators of which a count has more.
 
-    ``measurement`` is the one that was judged, which may have been explained since.
+    Args:
+        verdict: The verdict on the measurement.
+        measurement: The one that was judged, which may have been explained since.
+        baseline: What it was compared with.
     """
-    entry = baseline if isinstance(baseline, Baseline) else None
-    return replace(
-        verdict,
-        measurement=measurement,
-        growth=_growth(measurement, entry),
-        count_changes=_more(measurement, entry if verdict.reason is None else None),
-    )
-
-
-def _growth(measurement: Measurement, baseline: Baseline | None) -> Difference | None:
-    """What changed in the peak's composition, if it was recorded now as well as then."""
-    if baseline is None or baseline.composition is None or measurement.explanation is None:
-        return None
-    return difference(baseline.composition, measurement.explanation.peak)
-
-
-def _more(measurement: Measurement, baseline: Baseline | None) -> dict[str, tuple[Tally, ...]]:
-    """Return the operators of which each count that grew has more, where both sides know them."""
-    if baseline is None:
-        return {}
-    return {
-        name: kept(changed_tallies(baseline.by_operator[name], tallies))
-        for name, tallies in measurement.by_operator.items()
-        if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
-    }
+    growth, more = None, {}
+    if isinstance(baseline, Baseline):
+        if baseline.composition is not None and measurement.explanation is not None:
+            growth = difference(baseline.composition, measurement.explanation.peak)
+        if verdict.reason is None:
+            more = {
+                name: kept(changed_tallies(baseline.by_operator[name], tallies))
+                for name, tallies in measurement.by_operator.items()
+                if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
+            }
+    return replace(verdict, measurement=measurement, growth=growth, count_changes=more)
 
 
 def _judge_metric(
@@ -128,7 +122,7 @@ def _judge_metric(
 def _not_comparable(
     measurement: Measurement, baseline: Baseline | NoBaseline | None
 ) -> tuple[str | None, Outcome | None]:
-    """Why a measurement cannot be compared, as a sentence, and the outcome that this is; nothing when it can."""
+    """Return why a measurement cannot be compared, as a sentence, and the outcome of that; ``None`` twice when it can."""
     if baseline is None:
         return None, None
     if isinstance(baseline, NoBaseline):
@@ -171,9 +165,9 @@ def _compare(
 
 
 def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurement, baseline: Baseline) -> str | None:
-    """Why a change for the worse may not be the code's, if there is such a reason."""
-    # Of counts there is no such limit: a release of torch may do anything in another way.
-    if metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_DOUBTED * earlier:
+    """Return why a change for the worse may have another cause than the code; ``None`` where there is no such reason."""
+    # Counts have no such limit: a release of torch may change any number of them.
+    if metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_BY_ENVIRONMENT * earlier:
         return None
     moved = _moved_by(metric.depends_on, metric, measurement, baseline)
     if moved is not None:
@@ -192,7 +186,7 @@ def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurem
 
 
 def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
-    """That one of ``details`` of the environment is another one, and known on both sides, if so."""
+    """Return which of ``details`` of the environment differs from the baseline's, if one that both sides know does."""
     here, there = measurement.environment.details, baseline.environment.details
     for detail in details:
         if detail in here and detail in there and here[detail] != there[detail]:
@@ -200,19 +194,16 @@ def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement
     return None
 
 
-def _origin(baseline: Baseline) -> Origin:
-    environment = baseline.environment
-    torch = str(environment.details.get("torch", "?"))
-    return Origin(baseline.recorded, environment.device, torch, baseline.commit, baseline.reason)
-
-
 def failing_outcomes(
     verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
 ) -> frozenset[Outcome]:
-    """The outcomes for which a test must fail.
+    """Return the outcomes for which a test must fail.
 
-    ``compares`` tells whether a regression against the baseline is a failure (``--gpumem-baseline``); an update compares
-    only to know what to write. ``accepts`` are the outcomes that this session writes into the store, which is their mending.
+    Args:
+        verdict: The verdict on the test.
+        strict: Whether everything has to be compared (``--gpumem-strict``).
+        compares: Whether a regression is a failure (``--gpumem-baseline``); an update compares only to know what to write.
+        accepts: The outcomes that this session writes into the store, and so are no failures.
     """
     seen = {metric.outcome for one in verdict.verdicts for metric in one.metrics}
     if verdict.unmeasured:
@@ -220,7 +211,7 @@ def failing_outcomes(
     if verdict.missing:
         seen.add(Outcome.MISSING)
     if not verdict.verdicts:
-        # Of a test that measured nothing nothing is written, and nothing taken out.
+        # Nothing is written for a test that measured nothing, and nothing removed.
         accepts -= {Outcome.MISSING}
     if strict:
         failing = seen - {Outcome.OK, Outcome.IMPROVED, Outcome.RECORDED}

@@ -1,4 +1,4 @@
-"""Why a row of a composition grew, where its dtype, its shape, or what is beside it tells. Pure."""
+"""Reasons for the growth of a row of a composition, from its dtype, its shape, or the rows beside it. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 _COPYING = frozenset({"clone", "contiguous"})
 _OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
-"""What there is more of where autograd records, and where backward goes."""
+"""Categories that autograd's graph and backward add to."""
 
 
 def reason(old: Row | None, new: Row | None, before: Composition, after: Composition) -> str:
-    """A clause that says why ``old`` became ``new``, where that can be known; empty for what did not grow."""
+    """Return a clause that says why ``old`` became ``new``; empty where that is not known, or nothing grew."""
     if new is None or new.nbytes <= (old.nbytes if old is not None else 0):
         return ""
     lost = _no_longer_recomputed(old, new, before, after)
@@ -72,7 +72,7 @@ def _became(old: Row, new: Row) -> str:
 
 
 def _appeared(new: Row, before: Composition, after: Composition) -> str:
-    """A row without a predecessor: a copy, a wider one of what was there, or one more of it."""
+    """Return why a row without a predecessor is there: a copy, another dtype, or a second tensor that is saved."""
     if new.category != "activation" or not new.tensor:
         return ""
     if new.operator in _COPYING:
@@ -81,18 +81,11 @@ def _appeared(new: Row, before: Composition, after: Composition) -> str:
     saved = {row.operator for row in alike if row.tensor == new.tensor}
     for row in after.rows:
         # At the same line: elsewhere in the module, what is as large may well be something else.
-        if (row.site, row.library) == (new.site, new.library) and _beside(row, new) and row.operator in saved:
+        beside = (row.module, row.category, row.tensor) == (new.module, new.category, new.tensor)
+        same_line = (row.site, row.library) == (new.site, new.library)
+        if beside and same_line and row.operator != new.operator and row.operator in saved:
             return f"saved twice: {row.operator} saves {row.what} as well, as before"
     for row in alike:
         if row.shape == new.shape and 0 < item_bits(row.dtype) < item_bits(new.dtype):
             return f"was {row.dtype} only, now also {new.dtype}"
     return ""
-
-
-def _beside(row: Row, new: Row) -> bool:
-    return (
-        row.operator != new.operator
-        and row.module == new.module
-        and row.category == new.category
-        and row.tensor == new.tensor
-    )

@@ -1,4 +1,4 @@
-"""What the gate says of a step's speed: against its baseline, and against a budget of throughput. Pure functions."""
+"""Verdicts on a step's speed: its time against the baseline, its throughput against a budget. Pure."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ OUTCOMES: dict[SpeedOutcome, Outcome] = {
 def judge_step_time(
     measurement: Measurement, budget: Budget, baseline: Baseline | None, tolerance: Tolerance | None
 ) -> MetricVerdict:
-    """The verdict on a step's time; ``baseline`` is there when it is of the same device and work.
+    """Return the verdict on a step's time; ``baseline`` is ``None`` unless it is of the same device and workload.
 
-    Where the baseline's times are no measure for this machine they are not judged, unless the test asked for it
-    (``max_slowdown``): then the verdict says so. A baseline that has no times is one that was recorded while too much else was
-    at work, or without taking any: time is ``new``, since everybody would take it to be gated.
+    A baseline that was taken on another machine is not compared, which is ``foreign`` if the test has a ``max_slowdown``. One
+    without times was recorded while too much else was running, or without timing: the time is ``new``, since it is not gated.
     """
     times = measurement.times
     value = measurement.metrics["step_time"]
@@ -64,10 +63,9 @@ def judge_step_time(
 
 
 def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVerdict | None:
-    """The verdict on the throughput; ``None`` where it was not measured.
+    """Return the verdict on the throughput; ``None`` where it was not measured.
 
-    Over budget is what each sample shows: a throughput whose interval lies below ``minimum``, with nothing else at work, or
-    one that no load could account for.
+    It is over budget where each sample's interval lies below ``minimum`` and no interference could account for that.
     """
     times, work = measurement.times, work_of(measurement, minimum)
     if times is None or work is None or times.median <= 0:
@@ -81,8 +79,8 @@ def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVe
     if value < minimum.amount:
         outcome = Outcome.OVER_BUDGET
         best = max(most for most, _ in samples)
-        doubted = [one for one in times.samples if one.invalid is not None]
-        if any(amount / one.at_least >= minimum.amount for one in doubted):
+        disturbed = [one for one in times.samples if one.invalid is not None]
+        if any(amount / one.at_least >= minimum.amount for one in disturbed):
             outcome, reason = Outcome.UNCERTAIN, next(invalid for _, invalid in samples if invalid is not None)
         elif best >= minimum.amount:
             outcome, reason = Outcome.UNCERTAIN, f"within what times vary by: at most {best:.4g} {of}/s"
@@ -90,9 +88,9 @@ def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVe
 
 
 def work_of(measurement: Measurement, minimum: Rate | None) -> tuple[str, float] | None:
-    """What throughput is told of, and how many of it a step works on; ``None`` where nothing says so.
+    """Return the unit of a step's work and its amount; ``None`` where it is not known.
 
-    As the budget has it: a number that was given as ``items=`` counts whatever the budget calls it.
+    The unit is the budget's if there is one: a number that was given as ``items=`` counts whatever the budget names.
     """
     work = measurement.work
     if minimum is not None:
@@ -106,14 +104,14 @@ def work_of(measurement: Measurement, minimum: Rate | None) -> tuple[str, float]
 
 
 def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
-    """Why ``max_slowdown`` has no effect in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
+    """Return why ``max_slowdown`` has no effect on ``measurements``, as a sentence; ``None`` if it has."""
     if any(one.times is not None for one in measurements):
         return None
     return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
 
 
 def idle_throughput(minimum: Rate, measurements: list[Measurement]) -> str | None:
-    """Why ``min_throughput`` has no effect in a test that measured ``measurements``, as a sentence; ``None`` if it does."""
+    """Return why ``min_throughput`` has no effect on ``measurements``, as a sentence; ``None`` if it has."""
     timed = [one for one in measurements if one.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")

@@ -216,10 +216,8 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
     rows = [(part.name, *(text or "-" for text in part.figures), *part.places, part.reason) for part in table.parts]
     places = _PLACES if table.of_blocks else _PLACES[:2]
     columns = (Column(table.title, left=True), *map(Column, table.figures), *places, Column("", left=True))
-    first = 1 + len(table.figures)
-    kept = [number for number in range(len(columns)) if number < first or any(row[number] for row in rows)]
-    if table.figures == ("bytes",):
-        kept = list(range(len(columns) - 1))
+    always = range(len(columns) - 1 if table.figures == ("bytes",) else 1 + len(table.figures))
+    kept = [number for number in range(len(columns)) if number in always or any(row[number] for row in rows)]
     return Table(
         tuple(columns[number] for number in kept),
         tuple(tuple(Span(row[number]) for number in kept) for row in rows),

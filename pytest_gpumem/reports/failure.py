@@ -1,4 +1,4 @@
-"""The text of a failure: what happened, with numbers and units, and the command or edit that mends it."""
+"""The text of a failure: what happened, with numbers and units, and the command or edit that mends it. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.explanation import explanation_blocks, failing_metrics
-from pytest_gpumem.reports.layout import Screen, columns
+from pytest_gpumem.reports.layout import Screen, columns, without_empty
 from pytest_gpumem.reports.values import allowance, difference, shown, texts_of
 from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.timing.intervals import LEVEL
@@ -34,32 +34,30 @@ def failure_text(
     ``accept`` is the command of `accept_command`, ``memory`` what the memory of the device is called.
     """
     missing = verdict.missing_text if Outcome.MISSING in failing else None
+    legible = Screen().legible
     if verdict.unmeasured:
-        unmeasured = Screen().legible(verdict.unmeasured)
+        unmeasured = legible(verdict.unmeasured)
         if missing is None:
             return f"Not measured (required by --gpumem-strict): {unmeasured}"
-        names = Screen().legible(", ".join(verdict.missing))
-        lines = [
-            f"Not measured any more: {unmeasured}",
-            "",
-            f"  baseline: {names}, which nothing was compared with",
-            "  mend:     let it be measured again; or remove its marker or fixture, and run `gpumem prune`",
-        ]
-        return "\n".join(lines)
-    guilty = [one for one in verdict.verdicts if any(metric.outcome in failing for metric in one.metrics)]
-    several = len(verdict.verdicts) > 1
-    blocks = [] if missing is None else [Screen().legible(f"Measurement missing: {missing}")]
+        return (
+            f"Not measured any more: {unmeasured}\n\n"
+            f"  baseline: {legible(', '.join(verdict.missing))}, which nothing was compared with\n"
+            "  mend:     let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
+        )
     if missing is not None and not verdict.verdicts:
-        return f"{blocks[0]}\n\n  mend:     measure it again, or take its baseline out of the store"
-    if guilty or missing is None:
-        blocks += [_block(one, failing, units, several, memory) for one in guilty or verdict.verdicts]
-    over = Outcome.OVER_BUDGET in failing and any(
-        metric.outcome is Outcome.OVER_BUDGET for one in guilty for metric in one.metrics
-    )
-    mending = [
-        *(["  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]"] if over else []),
-        *([f"  accept:   {accept}"] if accept else []),
-    ]
+        what = legible(f"Measurement missing: {missing}")
+        return f"{what}\n\n  mend:     measure it again, or take its baseline out of the store"
+    failed = [one for one in verdict.verdicts if any(metric.outcome in failing for metric in one.metrics)]
+    blocks = [] if missing is None else [legible(f"Measurement missing: {missing}")]
+    if failed or missing is None:
+        several = len(verdict.verdicts) > 1
+        blocks += [_block(one, failing, units, several, memory) for one in failed or verdict.verdicts]
+    mending = []
+    if Outcome.OVER_BUDGET in failing and any(
+        one.outcome is Outcome.OVER_BUDGET for each in failed for one in each.metrics
+    ):
+        mending.append("  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]")
+    mending += [f"  accept:   {accept}"] if accept else []
     return "\n\n".join([*blocks, *(["\n".join(mending)] if mending else [])])
 
 
@@ -82,7 +80,7 @@ def accept_command(
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
-    """What was measured before a test failed for a reason of its own."""
+    """Return the table of what was measured before a test failed by itself."""
     rows = [
         (measurement.name, METRICS[name].title, shown(name, value, units))
         for measurement in measurements
@@ -92,12 +90,10 @@ def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> 
 
 
 def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool, memory: str) -> str:
-    lines = [_headline(verdict, failing, units, memory)]
-    if several:
-        lines[0] = f"{verdict.measurement.name}: {lines[0]}"
-    lines += ["", *(f"  {line}" for line in _metric_table(verdict, failing, units))]
-    guilty = [name for unit in WHOLE for name in failing_metrics(verdict, failing, unit)]
-    for block in explanation_blocks(verdict, guilty, units):
+    name = f"{verdict.measurement.name}: " if several else ""
+    lines = [f"{name}{_headline(verdict, failing, units, memory)}"]
+    failed_by = [name for unit in WHOLE for name in failing_metrics(verdict, failing, unit)]
+    for block in (_metric_table(verdict, failing, units), *explanation_blocks(verdict, failed_by, units)):
         lines += ["", *(f"  {line}" for line in block)]
     reasons = [
         f"{METRICS[metric.metric].title}: {metric.reason}"
@@ -105,12 +101,10 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
         if metric.reason and _bears_on(metric, _units_of(verdict, failing))
     ]
     notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
-    if notes:
-        lines += ["", *(f"  note: {note}" for note in notes)]
+    lines += ["", *(f"  note: {note}" for note in notes)] if notes else []
     if verdict.origin is not None:
         lines += ["", f"  baseline: {origin_line(verdict.origin)}"]
-        if verdict.origin.reason:
-            lines.append(f"  reason:   {verdict.origin.reason}")
+        lines += [f"  reason:   {verdict.origin.reason}"] if verdict.origin.reason else []
     return "\n".join(map(Screen().legible, lines))
 
 
@@ -138,14 +132,14 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
 
 
 def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
-    """``"GPU memory regressed: peak"``, ``"Work regressed: syncs"``, ``"Time regressed: step time"``."""
+    """Return ``"GPU memory regressed: peak"``, ``"Work regressed: syncs"``, ``"Time regressed: step time"``."""
     metric = METRICS[verdict.metric]
     kind = {"bytes": memory, "count": "Work", "seconds": "Time", "items/s": "Throughput"}[metric.unit]
     return f"{kind} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}"
 
 
 def _against(verdict: MetricVerdict, other: float | None, what: str, units: UnitSystem) -> str:
-    assert other is not None, "only what was compared is told with what it was compared with"
+    assert other is not None, "only compared metrics are against something"
     ratio = format_ratio(verdict.value / other - 1) if other else ""
     if METRICS[verdict.metric].unit in ("bytes", "count"):
         more = difference(verdict.metric, verdict.value - other, units)
@@ -158,27 +152,23 @@ def _against(verdict: MetricVerdict, other: float | None, what: str, units: Unit
 
 
 def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> list[str]:
-    guilty = _units_of(verdict, failing)
-    rows = [astuple(texts_of(metric, units)) for metric in verdict.metrics if _bears_on(metric, guilty)]
-    header = ("metric", "baseline", "now", "change", "allowed", "budget", "")
-    used = [number for number in range(len(header)) if number in (0, 2) or any(row[number] for row in rows)]
-    last = len(used) - 1 if used[-1] == len(header) - 1 else -1
-    return columns(
-        [header[number] for number in used], [[row[number] for number in used] for row in rows], left=(0, last)
-    )
+    judged_by = _units_of(verdict, failing)
+    rows = [astuple(texts_of(metric, units)) for metric in verdict.metrics if _bears_on(metric, judged_by)]
+    header, rows_kept = without_empty(("metric", "baseline", "now", "change", "allowed", "budget", ""), rows, (0, 2))
+    return columns(header, rows_kept, left=(0, len(header) - 1 if header[-1] == "" else 0))
 
 
 def _units_of(verdict: Verdict, failing: frozenset[Outcome]) -> set[Unit]:
-    """The units of the metrics for which a measurement fails."""
+    """Return the units of the metrics for which a measurement fails."""
     return {METRICS[metric.metric].unit for metric in verdict.metrics if metric.outcome in failing}
 
 
-def _bears_on(metric: MetricVerdict, guilty: Collection[Unit]) -> bool:
-    """Whether a metric says anything of a failure by metrics of these units: what is judged, and what is of their kind."""
+def _bears_on(metric: MetricVerdict, failed_by: Collection[Unit]) -> bool:
+    """Whether a failure by metrics of these units shows a metric: what is judged, and what is of their kind."""
     unit = METRICS[metric.metric].unit
     if metric.outcome is Outcome.RECORDED or (unit == "count" and metric.outcome is Outcome.OK):
-        # The work, and what each phase took, tell why a step is slower; in growing memory they would be noise.
-        return unit in guilty or (unit != "bytes" and not {"seconds", "items/s"}.isdisjoint(guilty))
+        # Work and phases explain a slower step; with growing memory they would be noise.
+        return unit in failed_by or (unit != "bytes" and not {"seconds", "items/s"}.isdisjoint(failed_by))
     return True
 
 

@@ -9,6 +9,7 @@ from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Screen, Span, Table, cells, laid_out
 from pytest_gpumem.reports.values import moved, shown
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,48 +20,50 @@ if TYPE_CHECKING:
 
 
 _MARKS = "▁─▔"
-_LEVELS = len(_MARKS)
 """A mark low, in the middle and high in a cell."""
 _WIDEST = 8
-"""How many cells a number takes at most."""
+"""How many cells a value takes at most."""
 
 
 def plot(values: Sequence[float | None], label: Callable[[float], str], screen: Screen, height: int = 6) -> list[str]:
-    """A mark for each of ``values``, the last at the right; ``None`` is a gap. Nothing where there are not two to tell apart.
+    """Return a plot of ``values`` as lines, none where there are no two different values.
 
-    The axis begins at the smallest and ends at the largest, which ``label`` names; a last line says so where that is not 0.
-    So nothing is filled beneath a mark: how long that were would mean nothing. Where there is no room for all, the earliest
-    are left out.
+    The axis begins at the smallest value, which a last line says where that is not 0. So nothing is filled beneath a mark:
+    its length would mean nothing. Where there is no room for all values, the earliest are left out.
+
+    Args:
+        values: A mark for each, the last at the right; ``None`` is a gap.
+        label: The text of a value, for the ends of the axis.
+        screen: What the lines have to fit.
+        height: The number of rows, each with three levels.
     """
     known = [value for value in values if value is not None]
     if len(set(known)) < 2:
         return []
     low, high = min(known), max(known)
-    margin = max(cells(screen.legible(label(value))) for value in (low, high)) + 1
+    names = {height - 1: screen.legible(label(high)), 0: screen.legible(label(low))}
+    margin = max(map(cells, names.values())) + 1
     room = max(8, (screen.width or 80) - margin - 1)
-    shown = values[-room:]
-    wide = min(_WIDEST, room // len(shown))
+    drawn = values[-room:]
+    width = min(_WIDEST, room // len(drawn))
+    # A blank keeps marks apart where there is room.
+    mark_width, gap = (width, "") if width == 1 else (width - 1, " ")
     marks = _MARKS if screen.legible(_MARKS) == _MARKS else '_-"'
     levels = [
-        None if value is None else round((value - low) / (high - low) * (height * _LEVELS - 1)) for value in shown
+        None if value is None else round((value - low) / (high - low) * (height * len(marks) - 1)) for value in drawn
     ]
     lines = []
     for row in reversed(range(height)):
-        name = label(high) if row == height - 1 else label(low) if row == 0 else ""
-        cells_of_row = (
-            marks[level % _LEVELS] if level is not None and level // _LEVELS == row else " " for level in levels
+        inside = (level is not None and level // len(marks) == row for level in levels)
+        drawing = "".join(
+            (marks[(level or 0) % len(marks)] if here else " ") * mark_width + gap
+            for level, here in zip(levels, inside, strict=True)
         )
-        columns = "".join(_column(mark, wide) for mark in cells_of_row)
-        lines.append(f"{screen.legible(name).rjust(margin)} {columns}".rstrip())
+        lines.append(f"{names.get(row, '').rjust(margin)} {drawing}".rstrip())
     if low != 0:
-        told = f"(the axis begins at {screen.legible(label(low))}, not at 0)"
-        lines.append(told.rjust(min(screen.width or 80, margin + 1 + cells(told))))
+        note = f"(the axis begins at {names[0]}, not at 0)"
+        lines.append(note.rjust(min(screen.width or 80, margin + 1 + cells(note))))
     return lines
-
-
-def _column(mark: str, wide: int) -> str:
-    """A mark, with a blank that keeps it apart from the next where there is room."""
-    return mark * wide if wide == 1 else mark * (wide - 1) + " "
 
 
 _SHORT = 9
@@ -69,8 +72,8 @@ NOT_COMMITTED = "(not committed)"
 OR_EARLIER = "(or earlier: this clone is shallow)"
 
 
-def told_of(events: Sequence[Event], metric: str) -> list[Event]:
-    """Those of ``events`` that are to be shown of a metric: it changed, or what it is of did, or why it was accepted."""
+def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
+    """Return the events in which the metric, the workload or the reason of its acceptance changed."""
     return [
         event
         for event in events
@@ -83,10 +86,10 @@ def told_of(events: Sequence[Event], metric: str) -> list[Event]:
 
 
 def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, screen: Screen) -> list[Line]:
-    """The table, the latest change last; below it a plot, where the values are not all the same, and what is not shown."""
-    told = told_of(events, metric)
+    """Return the table, the latest change last, a plot where values differ, and how many events are not shown."""
+    relevant = _relevant(events, metric)
     first = next((event for event in events if event.after is not None), None)
-    rows = [_row(event, metric, units, is_first=event is first) for event in told]
+    rows = [_row(event, metric, units, is_first=event is first) for event in relevant]
     reasons = any(row[5].text for row in rows)
     columns = (
         Column("date", left=True),
@@ -102,13 +105,13 @@ def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, scree
         tuple(columns[number] for number in kept), tuple(tuple(row[number] for number in kept) for row in rows)
     )
     lines = laid_out(table, screen)
-    values = [event.after.metrics.get(metric) if isinstance(event.after, Baseline) else None for event in told]
+    values = [event.after.metrics.get(metric) if isinstance(event.after, Baseline) else None for event in relevant]
     plotted = plot(values, lambda value: shown(metric, value, units), screen)
     lines += [(Span(text),) for text in (*([""] if plotted else []), *plotted)]
-    others = len(events) - len(told)
+    others = len(events) - len(relevant)
     if others:
-        said = f"{others} other change{'' if others == 1 else 's'} left {METRICS[metric].title} as it was"
-        lines += [(Span(""),), (Span(said, "aside"),)]
+        note = f"{counted(others, 'other change')} left {METRICS[metric].title} as it was"
+        lines += [(Span(""),), (Span(note, "aside"),)]
     return lines
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
 _HARMLESS = frozenset({"Zs"})
@@ -243,6 +243,14 @@ def _joined(fitted: Sequence[tuple[str, Span, str]], indent: int) -> Line:
             blank = ""
         blank += after + " " * _GAP
     return tuple(line)
+
+
+def without_empty(
+    header: Sequence[str], rows: Sequence[Sequence[str]], keep: Collection[int] = (0,)
+) -> tuple[list[str], list[list[str]]]:
+    """Return a table without the columns that are empty in all ``rows``; those with a number in ``keep`` stay."""
+    kept = [number for number in range(len(header)) if number in keep or any(row[number] for row in rows)]
+    return [header[number] for number in kept], [[row[number] for number in kept] for row in rows]
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

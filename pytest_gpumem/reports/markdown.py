@@ -1,26 +1,34 @@
 """A session's report in GitHub's Markdown: for a file, a job's summary and a comment in a pull request. Pure.
 
-What stands first is what a reader must know. Where there is not room for all of it, whole parts are left out, and said to be.
+The most important parts are first. Where there is not room for all, whole parts are left out, and the last line names them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.selecting import unused_line
-from pytest_gpumem.reports import markdown_tables as tables
-from pytest_gpumem.reports.escaping import block, code, details, html_code, plain
-from pytest_gpumem.reports.matrix import matrices
+from pytest_gpumem.gate.verdict import FAILING, Outcome
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.escaping import block, code, code_in_table, details, html_code, plain, table
+from pytest_gpumem.reports.explanation import explained, grown_counts
+from pytest_gpumem.reports.layout import without_empty
+from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.summary import reasons
-from pytest_gpumem.reports.view import origin_line, rows_of, state_of
+from pytest_gpumem.reports.values import change, shown, texts_of
+from pytest_gpumem.reports.view import measured_in, origin_line, rows_of, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
+    from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.reports.explanation import PartTable
+    from pytest_gpumem.reports.matrix import Row as ConfigRow
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.view import Row
+    from pytest_gpumem.reports.view import Measured, Row
     from pytest_gpumem.units import UnitSystem
 
 MOST_OF_A_SUMMARY = 2**20
@@ -49,14 +57,20 @@ _MANY = {
     _DETAILS: "tests' details",
     _MATRIX: "tables of configs",
 }
+_METRICS = ("metric", "baseline", "now", "change", "allowed", "budget", "verdict")
+_NEWS = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 _VERDICTS = {"passed": "✅ gpumem passed", "failed": "❌ gpumem failed", "idle": "⚪ gpumem gated nothing"}
 
 
 def markdown(report: SessionReport, *, most: int | None = None) -> str:
-    """The report in at most ``most`` bytes of UTF-8, or whole.
+    """Return the report, with a last line that names the parts for which there was no room.
 
-    `MOST_OF_A_SUMMARY` and `MOST_OF_A_COMMENT` are GitHub's limits. What is left out is said at the end; the verdict never
-    is. Raises ``ValueError`` where ``most`` is less than `FEWEST`.
+    Args:
+        report: What to show.
+        most: Bytes of UTF-8 that there is room for (`MOST_OF_A_SUMMARY`, `MOST_OF_A_COMMENT`); no limit by default.
+
+    Raises:
+        ValueError: ``most`` is less than `FEWEST`, which the verdict needs.
     """
     if most is not None and most < FEWEST:
         raise ValueError(f"most is {most}, and a verdict needs {FEWEST} bytes")
@@ -94,7 +108,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
         if figures:
             yield _Part(_DETAILS, "a test's details", details("What was measured", figures))
     others = [row for row in rows if not row.status.fails]
-    changed = tables.changed([one for row in others for one in row.measured], units)
+    changed = _changed_table([one for row in others for one in row.measured], units)
     if changed:
         title = "Changed, and not failed for it"
         yield _Part(_CHANGED, "what changed without failing", f"#### {title}\n\n{changed}")
@@ -105,24 +119,25 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     said = [*report.said, *report.selection.idle_budgets, *unused]
     if said:
         yield _Part(_SAID, "what became of the store", "\n".join(f"- {plain(one)}" for one in said))
-    every = tables.all_tests(rows, units)
+    every = _all_tests(rows, units)
     if every:
         yield _Part(_ALL, "the table of all tests", details("All measured tests", every))
     for title, configs in matrices(report.results).items():
-        table = tables.matrix(configs, units)
-        yield _Part(_MATRIX, "a table of configs", details(f"Configs of {html_code(title)}", table))
-    yield _Part(_ENVIRONMENT, "the environment", details("Environment", tables.environment(report)))
+        yield _Part(
+            _MATRIX, "a table of configs", details(f"Configs of {html_code(title)}", _matrix_table(configs, units))
+        )
+    yield _Part(_ENVIRONMENT, "the environment", details("Environment", _environment(report)))
 
 
 def _figures(row: Row, units: UnitSystem) -> str:
-    """What was measured against what, what grew, and the command that accepts it."""
+    """Return the metrics of a test, what explains them, and the command that accepts them."""
     found = []
     for measured in row.measured:
         one = measured.verdict
         if len(row.measured) > 1:
             found.append(f"**{plain(one.measurement.name)}**")
-        found.append(tables.metrics(one, units))
-        found += tables.explained(one, units)
+        found.append(_metrics(one, units))
+        found += _explained(one, units)
         notes = [*(metric.reason for metric in one.metrics if metric.reason), *one.measurement.notes]
         if notes:
             found.append("\n".join(f"- {plain(note)}" for note in dict.fromkeys(notes)))
@@ -150,3 +165,115 @@ def _joined(parts: list[_Part], left_out: list[_Part]) -> str:
 
 def _size(text: str) -> int:
     return len(text.encode("utf-8"))
+
+
+def _metrics(verdict: Verdict, units: UnitSystem) -> str:
+    """Return the table of a measurement's metrics."""
+    rows = [[*map(plain, astuple(texts_of(one, units))[:-1]), _outcome(one)] for one in verdict.metrics]
+    header, rows = without_empty(_METRICS, rows, (0, 2, 6))
+    return table(header, rows, (0, len(header) - 1))
+
+
+def _outcome(metric: MetricVerdict) -> str:
+    return "" if metric.outcome is Outcome.RECORDED else _loud(metric.outcome)
+
+
+def _loud(outcome: Outcome) -> str:
+    return f"**{outcome.words}**" if outcome in FAILING else outcome.words
+
+
+def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
+    """Return tables of what was left behind, what grew or is there at the peak, and the operators of grown counts."""
+    metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
+    found = []
+    for one in explained(verdict, metrics, units):
+        if one.table.parts or one.table.changes:
+            found.append(_part_table(one.table))
+        if one.lines:
+            found.append("\n".join(f"- {plain(line)}" for line in one.lines))
+    return found
+
+
+def _part_table(of: PartTable) -> str:
+    name = plain if of.of_blocks else code_in_table
+    why = ["why"] if of.changes else []
+    header = [of.title, *of.figures, *("module", "line", "operator", "tensors")[: 4 if of.of_blocks else 2], *why]
+    rows = [
+        [
+            name(part.name),
+            *map(plain, part.figures),
+            *map(code_in_table, part.places),
+            *([plain(part.reason)] if why else []),
+        ]
+        for part in of.parts
+    ]
+    if of.others:
+        first = [of.others, *[""] * (len(of.figures) - 1), of.rest] if of.of_blocks else [plain(of.rest_line)]
+        rows.append([*first, *[""] * (len(header) - len(first))])
+    numbers = range(1, 1 + len(of.figures))
+    found = table(header, rows, tuple(number for number in range(len(header)) if number not in numbers))
+    return f"{found}\n\n{plain(of.note)}" if of.note else found
+
+
+def _changed_table(measured: Iterable[Measured], units: UnitSystem) -> str:
+    """Return the table of the metrics that changed; empty where none did."""
+    rows = [
+        [code_in_table(each.title), *map(plain, astuple(texts_of(one, units))[:4]), _loud(one.outcome)]
+        for each in measured
+        for one in each.verdict.metrics
+        if one.outcome in _NEWS
+    ]
+    return table(["test", "metric", "baseline", "now", "change", "verdict"], rows, (0, 1, 5)) if rows else ""
+
+
+def _all_tests(tests: Sequence[Row], units: UnitSystem) -> str:
+    """Return a table with a row for each measurement, and one for each test that has none; empty where there is no test."""
+    verdicts = [one.verdict for row in tests for one in row.measured]
+    values = {
+        name: [found.value for verdict in verdicts if (found := verdict.of(name)) is not None] for name in METRICS
+    }
+    used = [name for name, metric in METRICS.items() if metric.has_column(values[name])]
+    lines = []
+    for row in tests:
+        for one in row.measured:
+            cells = [cell for name in used for cell in _value_and_change(one.verdict.of(name), units)]
+            lines.append([code_in_table(one.title), *cells, _loud(one.verdict.outcome)])
+        if row.result is not None and not row.measured:
+            test = row.result.verdict
+            why = "held by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)
+            lines.append([code_in_table(row.title), *[""] * (2 * len(used)), why])
+    header = ["test", *(cell for name in used for cell in (METRICS[name].title, "change")), "verdict"]
+    # Where nothing was compared, no column of changes.
+    header, lines = without_empty(header, lines, [at for at, title in enumerate(header) if title != "change"])
+    return table(header, lines, (0, len(header) - 1)) if lines else ""
+
+
+def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
+    return ("", "") if one is None else (plain(shown(one.metric, one.value, units, one.of)), change(one, units))
+
+
+def _matrix_table(rows: Sequence[ConfigRow], units: UnitSystem) -> str:
+    """Return a table of step configs, and a line on its columns."""
+    header, cells = matrix_cells(rows, units)
+    lines = [[code_in_table(config), *map(plain, others)] for config, *others in cells]
+    found = table(["config", *header], lines, (0, len(header)))
+    said = legend_of(rows)
+    return f"{found}\n\n{plain(said)}" if said else found
+
+
+def _environment(report: SessionReport) -> str:
+    """Return a table of the versions and devices of the session, and when it ended."""
+    rows = [["ended", code_in_table(report.ended)], ["pytest-gpumem", code_in_table(report.version)]]
+    if report.commit:
+        rows.append(["commit", code_in_table(report.commit)])
+    if report.shards > 1:
+        rows.append(["shards", str(report.shards)])
+    seen: list[Environment] = []
+    for one in measured_in(report.results):
+        environment = one.verdict.measurement.environment
+        if environment in seen:
+            continue
+        seen.append(environment)
+        rows.append(["device", plain(environment.device)])
+        rows += [[plain(name), plain(str(value))] for name, value in environment.details.items()]
+    return table(["", ""], rows, (0, 1))

@@ -1,4 +1,4 @@
-"""The table of a matrix of step configs: what each saves against the first, what that costs, and which are worth it."""
+"""The table of a matrix of step configs: saving and cost of each against the first. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EFFICIENT = "*"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A config and what it took: ``peak`` in bytes, ``time`` in seconds. ``why_not`` is a clause where there are no figures."""
+    """A config with its peak in bytes and its step time in seconds, or a clause that says why it has none."""
 
     config: str
     peak: int | None = None
@@ -36,7 +36,7 @@ class Row:
 
 
 def matrices(results: Iterable[TestResult]) -> dict[str, list[Row]]:
-    """The rows of each matrix, by its tests' common id, in the order in which the marker asked for them.
+    """Return the rows of each matrix, by its tests' common id, in the order of the marker.
 
     A test that measures several steps gives a table for each of their names, and shards on several devices one for each device.
     """
@@ -55,10 +55,7 @@ def matrices(results: Iterable[TestResult]) -> dict[str, list[Row]]:
 
 
 def efficient(rows: Sequence[Row]) -> set[int]:
-    """The Pareto-efficient rows, by number: those that no other row beats in memory or time without being worse in the other.
-
-    Where no time was taken, only the smallest is.
-    """
+    """Return the numbers of the Pareto-efficient rows; where no time was taken, of the smallest one."""
     measured = [(number, row.peak, row.time or 0.0) for number, row in enumerate(rows) if row.peak is not None]
     return {
         number
@@ -68,15 +65,15 @@ def efficient(rows: Sequence[Row]) -> set[int]:
 
 
 def matrix_table(title: str, rows: Sequence[Row], units: UnitSystem) -> list[str]:
-    """Lines: peak and step time of each config, against the first row that was measured."""
+    """Return the table as lines: peak and step time of each config, against the first row that was measured."""
     header, cells = matrix_cells(rows, units)
     lines = columns([title, *header], cells, left=(0, len(header)))
-    against = said_of(rows)
+    against = legend_of(rows)
     return [*lines, f"  {against}"] if against else lines
 
 
 def matrix_cells(rows: Sequence[Row], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
-    """The titles of the columns beside the config's, and a line of cells, with the config, for each row."""
+    """Return the titles of the columns beside the config's, and the cells of each row, the config first."""
     first = next((row for row in rows if row.peak is not None), None)
     best = efficient(rows)
     timed = any(row.time is not None for row in rows)
@@ -86,8 +83,8 @@ def matrix_cells(rows: Sequence[Row], units: UnitSystem) -> tuple[list[str], lis
     ]
 
 
-def said_of(rows: Sequence[Row]) -> str | None:
-    """The line beneath a table that tells what its columns are; ``None`` where nothing is compared."""
+def legend_of(rows: Sequence[Row]) -> str | None:
+    """Return the line beneath a table that explains its columns; ``None`` where nothing is compared."""
     first = next((row for row in rows if row.peak is not None), None)
     if first is None or len(rows) < 2:
         return None

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table
 from pytest_gpumem.reports.values import shown
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from pytest_gpumem.gate.baseline import Baseline, Key
     from pytest_gpumem.units import UnitSystem
@@ -30,51 +31,46 @@ class StoredBaseline(NamedTuple):
 
 
 def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything: bool = False) -> Table | None:
-    """A row a baseline, a column a metric that any of them has; phases and counts with ``everything`` only."""
+    """Return a row for each baseline and a column for each metric; phases and counts with ``everything`` only."""
     if not baselines:
         return None
-    metrics = [name for name in METRICS if _is_told(name, baselines, everything=everything)]
-    columns = [Column("test", left=True, least=_LEAST_NAME), Column("device", left=True)]
+    metrics = [name for name in METRICS if _has_column(name, baselines, everything=everything)]
     # Where there is no room for all, what was judged first goes last.
-    columns += [
-        Column(
-            METRICS[name].short or METRICS[name].title,
-            weight=None if METRICS[name].weight is None else len(metrics) - number,
-        )
-        for number, name in enumerate(metrics)
+    weights = {name: None if METRICS[name].weight is None else len(metrics) - at for at, name in enumerate(metrics)}
+    columns = [
+        Column("test", left=True, least=_LEAST_NAME),
+        Column("device", left=True),
+        *(Column(METRICS[name].short or METRICS[name].title, weight=weight) for name, weight in weights.items()),
+        Column("recorded", left=True, weight=len(metrics) + 1),
+        Column("commit", left=True, weight=0),
+        Column("reason", left=True, least=_LEAST_REASON),
     ]
-    columns.append(Column("recorded", left=True, weight=len(metrics) + 1))
-    cells = [
-        [str(one.key), one.slug, *(_cell(name, one.entry, units) for name in metrics), one.entry.recorded]
+    rows = [
+        [
+            *(str(one.key), one.slug, *(_cell(name, one.entry, units) for name in metrics)),
+            *(one.entry.recorded, one.entry.commit or "", one.entry.reason or ""),
+        ]
         for one in baselines
     ]
-    for column, told in (
-        (Column("commit", left=True, weight=0), [one.entry.commit for one in baselines]),
-        (Column("reason", left=True, least=_LEAST_REASON), [one.entry.reason for one in baselines]),
-    ):
-        if any(told):
-            columns.append(column)
-            for row, text in zip(cells, told, strict=True):
-                row.append(text or "")
-    return Table(tuple(columns), tuple(tuple(map(Span, row)) for row in cells))
+    # Without columns of commits and reasons that no baseline has.
+    kept = [at for at in range(len(columns)) if at < len(columns) - 2 or any(row[at] for row in rows)]
+    return Table(tuple(columns[at] for at in kept), tuple(tuple(Span(row[at]) for at in kept) for row in rows))
 
 
 def accounting(baselines: Sequence[StoredBaseline], of: int, where: str) -> str:
-    """The line that counts: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
+    """Return the line that counts: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
 
     ``where`` is shown as it is: a URL has no credentials any more.
     """
     tests = len({(one.key.file, one.key.test) for one in baselines})
     devices = len({one.slug for one in baselines})
-    several = f"{len(baselines)} baselines" if len(baselines) == of else f"{len(baselines)} of {of} baselines"
-    counted = "1 baseline" if len(baselines) == of == 1 else several
-    if not baselines:
-        return f"{counted} in {where}"
-    return f"{counted}, of {tests} test{'' if tests == 1 else 's'} on {devices} device{'' if devices == 1 else 's'}, in {where}"
+    count = counted(of, "baseline") if len(baselines) == of else f"{len(baselines)} of {of} baselines"
+    whose = f", of {counted(tests, 'test')} on {counted(devices, 'device')}," if baselines else ""
+    return f"{count}{whose} in {where}"
 
 
 def to_json(baselines: Sequence[StoredBaseline], where: str) -> str:
-    """The baselines for programs; values are in bytes, counts, seconds and items a second. ``where``: see `accounting`."""
+    """Return the baselines as JSON; values are in bytes, counts, seconds and items a second. ``where``: see `accounting`."""
     plain = {"format": FORMAT, "store": where, "baselines": [_plain(one) for one in baselines]}
     return json.dumps(plain, indent=2, allow_nan=False) + "\n"
 
@@ -90,7 +86,7 @@ def _plain(one: StoredBaseline) -> dict[str, Any]:
         "device": entry.environment.device,
         "environment": dict(entry.environment.details),
         "workload": asdict(entry.workload),
-        "metrics": dict(_ordered(entry.metrics)),
+        "metrics": {name: entry.metrics[name] for name in METRICS if name in entry.metrics},
         "runs": None if entry.runs is None else {"seconds": entry.runs.seconds, "cycles": entry.runs.cycles},
         "recorded": entry.recorded,
         "commit": entry.commit,
@@ -99,11 +95,7 @@ def _plain(one: StoredBaseline) -> dict[str, Any]:
     }
 
 
-def _ordered(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: metrics[name] for name in METRICS if name in metrics}
-
-
-def _is_told(name: str, baselines: Sequence[StoredBaseline], *, everything: bool) -> bool:
+def _has_column(name: str, baselines: Sequence[StoredBaseline], *, everything: bool) -> bool:
     values = [one.entry.metrics[name] for one in baselines if name in one.entry.metrics]
     return bool(values) if everything else METRICS[name].has_column(values)
 
@@ -112,10 +104,5 @@ def _cell(name: str, entry: Baseline, units: UnitSystem) -> str:
     value = entry.metrics.get(name)
     if value is None:
         return "-"
-    told = shown(name, value, units)
-    if name != "step_time":
-        return told
-    if entry.runs is None:
-        return told
-    runs = len(entry.runs.seconds)
-    return f"{told} ({runs} run{'' if runs == 1 else 's'})"
+    runs = f" ({counted(len(entry.runs.seconds), 'run')})" if name == "step_time" and entry.runs is not None else ""
+    return shown(name, value, units) + runs

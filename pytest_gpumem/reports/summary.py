@@ -1,4 +1,4 @@
-"""The table of measurements at the end of a session: which of them have something to say, and what stands beneath. Pure."""
+"""The table of measurements at the end of a session, and the reasons and notes beneath it. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pytest_gpumem.gate.verdict import Outcome, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
 from pytest_gpumem.reports.values import change, shown
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_FIGURES = 60
-"""So many rows that only have figures are shown where nobody asked for all of them."""
+"""Rows that only have figures, unless all are asked for."""
 LEAST_NAME = 30
-"""A test's id is shortened to no fewer cells than that."""
+"""Cells of the screen that a shortened test id has at least."""
 STYLES: dict[Outcome, Style | None] = {
     Outcome.RECORDED: None,
     Outcome.OK: "good",
@@ -36,23 +37,23 @@ STYLES: dict[Outcome, Style | None] = {
     Outcome.OVER_BUDGET: "bad",
 }
 _WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
-"""What a metric is where there is nothing that its measurement may be compared with."""
+"""Outcomes of a metric whose measurement has no comparable baseline."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
-"""Nothing was found of them; what there is to see is what was measured."""
+"""Outcomes of measurements that were not compared."""
 _FOUND = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
-"""The weight of the column of changes: it gives way when those of metrics have."""
+"""The weight of the column of changes: it is left out after those of metrics."""
 
 
 _NO_TIMES_HELP = "the baseline has no times; --gpumem-update=new adds them when little else is at work"
 
 
 def to_be_shown(measured: Iterable[Measured], *, gating: bool) -> list[Measured]:
-    """Those with something to say: all but the ``ok``, and but the ``recorded`` where a session is ``gating``.
+    """Return the measurements for the table: all but the ``ok``, and in a session that is ``gating`` the ``recorded``.
 
     Elsewhere figures are what a session is for. Of those that have nothing but figures the first `MOST_FIGURES` are shown.
     """
-    told: list[Measured] = []
+    chosen: list[Measured] = []
     figures = 0
     for one in measured:
         outcome = one.verdict.outcome
@@ -60,62 +61,78 @@ def to_be_shown(measured: Iterable[Measured], *, gating: bool) -> list[Measured]
             continue
         figures += outcome in _FIGURES
         if outcome not in _FIGURES or figures <= MOST_FIGURES:
-            told.append(one)
-    return told
+            chosen.append(one)
+    return chosen
 
 
-def not_shown(measured: Sequence[Measured], told: Sequence[Measured]) -> list[str]:
-    """A line that counts those that the table leaves out, if there are any."""
+def not_shown(measured: Sequence[Measured], chosen: Sequence[Measured]) -> list[str]:
+    """Return a line that counts those that the table leaves out, if there are any."""
     left_out = Counter(one.verdict.outcome for one in measured)
-    left_out.subtract(one.verdict.outcome for one in told)
+    left_out.subtract(one.verdict.outcome for one in chosen)
     counts = [f"{left_out[outcome]} {outcome.words}" for outcome in Outcome if left_out[outcome]]
     return [f"... and {', '.join(counts)} (-v shows all)"] if counts else []
 
 
 def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything: bool) -> Table:
-    """A row a measurement, a column a metric that any of them has; counts where they changed, or with ``everything``."""
-    metrics = [name for name in METRICS if _is_told(name, measured, everything=everything)]
-    columns = [_column(name, measured) for name in metrics]
-    changes = any(_change(one, units) for one in measured)
-    if changes:
-        columns.insert(1, Column("change", weight=_CHANGE))
-    return Table(
-        (Column("test", left=True, least=LEAST_NAME), *columns, Column("verdict", left=True)),
-        tuple(_row(one, metrics, units, changes=changes) for one in measured),
-    )
+    """Return a row for each measurement and a column for each metric; counts where they changed, or with ``everything``."""
+    columns = [Column("test", left=True, least=LEAST_NAME)]
+    rows = [[Span(one.title)] for one in measured]
+
+    def add(column: Column, texts: Iterable[str]) -> None:
+        columns.append(column)
+        for row, text in zip(rows, texts, strict=True):
+            row.append(Span(text))
+
+    peaks = [one.verdict.of("peak_allocated") for one in measured]
+    changes = ["" if peak is None else change(peak, units) for peak in peaks]
+    for name, metric in METRICS.items():
+        verdicts = [one.verdict.of(name) for one in measured]
+        known = [one for one in verdicts if one is not None]
+        found = any(one.outcome in _FOUND for one in known)
+        if metric.shown == "if changed":
+            has_column = bool(known) if everything else found
+        else:
+            has_column = metric.has_column([one.value for one in known])
+        if has_column:
+            # What a verdict rests on gives way last.
+            weight = None if metric.weight is None else metric.weight + (_CHANGE + 1 if found else 0)
+            texts = ("-" if one is None else shown(name, one.value, units, one.of) for one in verdicts)
+            add(Column(metric.short or name.replace("_", " "), weight=weight), texts)
+        if len(columns) == 2 and any(changes):
+            add(Column("change", weight=_CHANGE), changes)
+    for row, one in zip(rows, measured, strict=True):
+        row.append(Span(one.verdict.outcome.words, STYLES[one.verdict.outcome]))
+    return Table((*columns, Column("verdict", left=True)), tuple(map(tuple, rows)))
 
 
 def reasons(tests: Iterable[TestVerdict]) -> list[str]:
-    """Why something was not compared, or not measured: each reason once, with how often."""
-    everything = list(tests)
-    verdicts = [one for test in everything if not test.unmeasured for one in test.verdicts]
-    counted = Counter(
-        [reason for test in everything for reason in _test_reasons(test)]
-        + [reason for one in verdicts for reason in _whole_reasons(one)]
-        + [f"{one.outcome.words}: {one.reason}" for verdict in verdicts for one in verdict.metrics if one.reason]
-    )
-    return [f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in counted.items()]
+    """Return why something was not compared, or not measured: each reason once, with how often."""
+    counts: Counter[str] = Counter()
+    whole: Counter[str] = Counter()
+    metrics: Counter[str] = Counter()
+    for test in tests:
+        if test.missing_text is not None:
+            counts[f"{Outcome.MISSING.words}: {test.missing_text}"] += 1
+        elif test.unmeasured:
+            counts[f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] += 1
+        for one in () if test.unmeasured else test.verdicts:
+            if one.reason:
+                whole[f"{_not_compared(one)}: {one.reason}"] += 1
+            metrics.update(f"{metric.outcome.words}: {metric.reason}" for metric in one.metrics if metric.reason)
+    return [
+        f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in (counts + whole + metrics).items()
+    ]
 
 
-def _test_reasons(test: TestVerdict) -> list[str]:
-    """Why something of a whole test was not compared, after the outcome that says so."""
-    if test.missing_text is not None:
-        return [f"{Outcome.MISSING.words}: {test.missing_text}"]
-    return [f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] if test.unmeasured else []
-
-
-def _whole_reasons(verdict: Verdict) -> list[str]:
-    """Why a whole measurement was not compared, after the outcome that says so: a budget may have been broken all the same."""
-    if not verdict.reason:
-        return []
+def _not_compared(verdict: Verdict) -> str:
+    """Return what happened to a measurement that has a reason; its budget may have been exceeded all the same."""
     without = worst(metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE)
     grew = any(metric.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) for metric in verdict.metrics)
-    said = "another workload" if grew else without.words if without in _WITHOUT_BASELINE else "not compared"
-    return [f"{said}: {verdict.reason}"]
+    return "another workload" if grew else without.words if without in _WITHOUT_BASELINE else "not compared"
 
 
 def ungated_times(report: SessionReport) -> list[str]:
-    """Of how many timed steps the time is not gated though it was asked for, as a sentence: their baselines have no times.
+    """Return a sentence on timed steps whose time is not gated though a gate was asked for: their baselines have no times.
 
     A run while too much else is at work is no measure for later ones, so that a store may have none at all.
     """
@@ -127,13 +144,11 @@ def ungated_times(report: SessionReport) -> list[str]:
 
 
 def unstored_times(report: SessionReport) -> list[str]:
-    """Of how many timed steps an update leaves the time out, as a sentence."""
+    """Return a sentence on timed steps whose time an update does not store."""
     timed = _timed(report)
-    wanted = {"new": [one for one in timed if _time_is(one, Outcome.NEW, Outcome.RECORDED)], "all": timed}
-    measures = [
-        one.measurement.times.best for one in wanted.get(report.terms.update or "", []) if one.measurement.times
-    ]
-    left_out = [one for one in measures if not one.is_a_measure]
+    updated = {"new": [one for one in timed if _time_is(one, Outcome.NEW, Outcome.RECORDED)], "all": timed}
+    best = [one.measurement.times.best for one in updated.get(report.terms.update or "", []) if one.measurement.times]
+    left_out = [one for one in best if not one.is_a_measure]
     return [f"{_share(left_out, timed)} not stored: {left_out[0].invalid}"] if left_out else []
 
 
@@ -142,7 +157,7 @@ def _timed(report: SessionReport) -> list[Verdict]:
 
 
 def _share(some: Sequence[object], timed: Sequence[Verdict]) -> str:
-    return f"of {len(timed)} timed step{'' if len(timed) == 1 else 's'}, the time of {len(some)} is"
+    return f"of {counted(len(timed), 'timed step')}, the time of {len(some)} is"
 
 
 def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
@@ -151,43 +166,10 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
 
 
 def notes(measured: Iterable[Measured]) -> list[str]:
-    """What measurements have to say of themselves. A step that had not settled says so where that decides something."""
+    """Return the notes of measurements; those of a step that had not settled are with the verdict that rests on it."""
     return [
         f"note: {one.title}: {note}"
         for one in measured
         if one.verdict.measurement.settled
         for note in one.verdict.measurement.notes
     ]
-
-
-def _column(name: str, measured: Iterable[Measured]) -> Column:
-    row = METRICS[name]
-    title = row.short or name.replace("_", " ")
-    if row.weight is None:
-        return Column(title)
-    found = any(metric.outcome in _FOUND for one in measured if (metric := one.verdict.of(name)) is not None)
-    # What a verdict rests on gives way last.
-    return Column(title, weight=row.weight + (_CHANGE + 1 if found else 0))
-
-
-def _is_told(name: str, measured: Iterable[Measured], *, everything: bool) -> bool:
-    found = [metric for one in measured if (metric := one.verdict.of(name)) is not None]
-    if METRICS[name].shown == "if changed":
-        return bool(found) if everything else any(metric.outcome in _FOUND for metric in found)
-    return METRICS[name].has_column([metric.value for metric in found])
-
-
-def _change(one: Measured, units: UnitSystem) -> str:
-    peak = one.verdict.of("peak_allocated")
-    return change(peak, units) if peak else ""
-
-
-def _row(one: Measured, metrics: Iterable[str], units: UnitSystem, *, changes: bool) -> tuple[Span, ...]:
-    verdict = one.verdict
-    figures = [
-        shown(name, metric.value, units, metric.of) if (metric := verdict.of(name)) is not None else "-"
-        for name in metrics
-    ]
-    if changes:
-        figures.insert(1, _change(one, units))
-    return (Span(one.title), *map(Span, figures), Span(verdict.outcome.words, STYLES[verdict.outcome]))

@@ -1,4 +1,4 @@
-"""Values of metrics as a person reads them."""
+"""Values of metrics as texts, with their units. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WHOLE: dict[Unit, Callable[[str, int, UnitSystem], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class MetricTexts:
-    """A metric against its baseline and its budget, as texts; empty where there is nothing to say."""
+    """A metric, its baseline and its budget as texts, which are empty where there is none."""
 
     title: str
     baseline: str
@@ -44,7 +44,7 @@ class MetricTexts:
 
 
 def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
-    """Return what a table of metrics has of one."""
+    """Return the row of a metric in a table of metrics."""
     return MetricTexts(
         METRICS[verdict.metric].title,
         shown(verdict.metric, verdict.baseline, units, verdict.of),
@@ -57,7 +57,7 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
 
 
 def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = None) -> str:
-    """A value with its unit: ``"8.12 GB"``, ``"12.31 ms"``, ``"1200 samples/s"``; empty for none."""
+    """Return a value with its unit: ``"8.12 GB"``, ``"12.31 ms"``, ``"1200 samples/s"``; empty for none."""
     if value is None:
         return ""
     unit = METRICS[metric].unit
@@ -70,17 +70,17 @@ def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = 
 
 
 def difference(metric: str, change: float, units: UnitSystem) -> str:
-    """A signed difference of two values, of bytes or counts: ``"+1.19 GB"``, ``"+48"``."""
+    """Return a signed difference of two values, of bytes or counts: ``"+1.19 GB"``, ``"+48"``."""
     return ("+" if change >= 0 else "") + shown(metric, change, units)
 
 
 def moved(metric: str, old: float, new: float, units: UnitSystem) -> str:
-    """The change from ``old`` to ``new``: ``"+14.7 %"``, or as it is where the old value is 0."""
+    """Return the change from ``old`` to ``new``: ``"+14.7 %"``, or as it is where the old value is 0."""
     return format_ratio(new / old - 1) if old else difference(metric, new, units)
 
 
 def change(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """The change against the baseline: ``"+14.7 %"``, as it is where the baseline is 0, empty where there is none."""
+    """Return the change against the baseline: ``"+14.7 %"``, as it is where the baseline is 0, empty where there is none."""
     if verdict.baseline is None:
         return ""
     if not verdict.baseline and not verdict.value:
@@ -89,12 +89,12 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
 
 
 def allowance(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """The change that is tolerated of a baseline; empty where there is none."""
+    """Return the tolerated change of the baseline; empty where there is none."""
     return tolerated(verdict.metric, verdict.allowed, verdict.baseline, units)
 
 
 def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:
-    """A change of ``old`` that is tolerated: ``"+0.5 %"``, or as it is where the old value is 0; empty where there is none."""
+    """Return the tolerated change of ``old``: ``"+0.5 %"``, or as it is where the old value is 0; empty where there is none."""
     if allowed is None or old is None:
         return ""
     return format_ratio(allowed / old) if old else difference(metric, allowed, units)

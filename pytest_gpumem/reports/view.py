@@ -1,4 +1,4 @@
-"""What all formats tell of a session's tests, derived once: how each ended, why it failed, what accepts it."""
+"""The rows of every format of reports: how each test ended, why it failed, which command accepts it. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.verdict import FAILING, WHY_FAILED, Outcome
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +40,7 @@ _ALWAYS_FAIL = frozenset({*(outcome.words for outcome in FAILING), BY_ITSELF, NO
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What became of a test: ``words``, a ``mark`` for the eye, and whether it ``fails`` the gate."""
+    """How a test ended: ``words``, a ``mark`` for the eye, and whether it ``fails`` the gate."""
 
     words: str
     fails: bool
@@ -50,14 +51,14 @@ class Status:
 
     @property
     def note(self) -> str:
-        """What to say beside the words, where they alone would be taken for the opposite of what became of the test."""
+        """Whether it failed, where the words suggest the opposite."""
         if self.fails == (self.words in _ALWAYS_FAIL):
             return ""
         return "failed" if self.fails else "not failed"
 
     @property
     def severity(self) -> int:
-        """In ascending order of how much a reader must know of it."""
+        """A rank that is higher the more important it is to a reader."""
         return _SEVERITY.index(self.words)
 
     @property
@@ -79,14 +80,14 @@ class Measured:
 
     @property
     def title(self) -> str:
-        """The test's id, with the measurement's name where there are several, and with the device where there are."""
+        """The test's id, with the names of the measurement and the device where there are several."""
         name = f" ({self.verdict.measurement.name})" if len(self.test.verdicts) > 1 else ""
         return f"{self.test.nodeid}{name}{f' on {self.device}' if self.device else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A test of a session: how it ended, and what else there is to say of it."""
+    """A test of a session: how it ended, and its measurements."""
 
     file: str
     test: str
@@ -96,7 +97,7 @@ class Row:
     accept: str = ""
     """The command that accepts what failed."""
     notes: tuple[str, ...] = ()
-    """Why it was not measured, and what else there is to say of the whole test, as clauses."""
+    """Notes on the whole test, as clauses: why it was not measured, why it did not fail."""
     measured: tuple[Measured, ...] = ()
     result: TestResult | None = None
     """``None`` where it gave none."""
@@ -112,7 +113,7 @@ class Row:
 
 
 def rows_of(report: SessionReport) -> tuple[Row, ...]:
-    """The tests of a session, those that gave no result last."""
+    """Return the tests of a session, those that gave no result last."""
     several = _on_several_devices(report.results)
     return (
         *(_row(result, several, report.terms.update) for result in report.results),
@@ -124,7 +125,7 @@ def rows_of(report: SessionReport) -> tuple[Row, ...]:
 
 
 def measured_in(results: Iterable[TestResult]) -> list[Measured]:
-    """The measurements of all tests that have any."""
+    """Return the measurements of all tests."""
     everything = list(results)
     several = _on_several_devices(everything)
     return [one for result in everything for one in _measured(result.verdict, several)]
@@ -135,11 +136,12 @@ def why_failed(result: TestResult) -> str:
     verdict = result.verdict
     if verdict.failure:
         return verdict.failure
-    return _sentence(WHY_FAILED[result.failed_in or ("call" if verdict.failed_by_itself else None)])
+    clause = WHY_FAILED[result.failed_in or ("call" if verdict.failed_by_itself else None)]
+    return clause[0].upper() + clause[1:]
 
 
 def headline(why: str) -> str:
-    """The first line of a failure's text."""
+    """Return the first line of a failure's text."""
     return next((line for line in why.split("\n") if line.strip()), "The gate failed it" if why else "")
 
 
@@ -186,7 +188,7 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
         else:
             yield "it did not fail for this: it is expected to fail (xfail), or passed when it ran again"
     if verdict.relations:
-        yield f"it asserted {verdict.relations} relation{'' if verdict.relations == 1 else 's'}, which held"
+        yield f"it asserted {counted(verdict.relations, 'relation')}, which held"
 
 
 def _measured(test: TestVerdict, several: frozenset[str]) -> Iterable[Measured]:
@@ -195,12 +197,8 @@ def _measured(test: TestVerdict, several: frozenset[str]) -> Iterable[Measured]:
 
 
 def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:
-    """The ids of the tests that were measured on several devices."""
+    """Return the ids of the tests that were measured on several devices."""
     tests = [result.verdict for result in results if not result.verdict.unmeasured]
     places = {(test.nodeid, one.measurement.environment.device) for test in tests for one in test.verdicts}
     devices = Counter(nodeid for nodeid, _ in places)
     return frozenset(nodeid for nodeid, count in devices.items() if count > 1)
-
-
-def _sentence(clause: str) -> str:
-    return clause[0].upper() + clause[1:]

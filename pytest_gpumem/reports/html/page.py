@@ -14,7 +14,7 @@ from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.html.charts import matrix_chart
 from pytest_gpumem.reports.html.panels import Panel, panel_of
-from pytest_gpumem.reports.matrix import matrices, matrix_cells, said_of
+from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.reports.view import rows_of, state_of
@@ -215,7 +215,7 @@ def _matrix(title: str, rows: list[ConfigRow], units: UnitSystem) -> MatrixView:
         anchor_of(f"matrix of {title}"),
         ("config", *header),
         cells,
-        said_of(rows) or "",
+        legend_of(rows) or "",
         matrix_chart(title, rows, units),
     )
 
