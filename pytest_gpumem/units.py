@@ -13,11 +13,12 @@ from typing import Literal
 
 UnitSystem = Literal["si", "iec"]
 
-_SYSTEMS: dict[UnitSystem, tuple[int, tuple[str, ...]]] = {
+SYSTEMS: dict[UnitSystem, tuple[int, tuple[str, ...]]] = {
     "si": (1000, ("B", "kB", "MB", "GB", "TB")),
     "iec": (1024, ("B", "KiB", "MiB", "GiB", "TiB")),
 }
-SIZES = {name: base**power for base, names in _SYSTEMS.values() for power, name in enumerate(names)}
+"""Base and units of each system."""
+SIZES = {name: base**power for base, names in SYSTEMS.values() for power, name in enumerate(names)}
 """Bytes by unit."""
 _SIZES_BY_LOWER = {name.lower(): size for name, size in SIZES.items()}
 _COUNTS = ("", "k", "M", "G", "T")
@@ -132,7 +133,7 @@ def parse_seconds(text: str) -> float:
 
 def format_bytes(count: int, system: UnitSystem = "si") -> str:
     """Return ``"8.12 GB"``: two decimals in the largest unit that keeps the number at one or more."""
-    return _in_largest_unit(count, *_SYSTEMS[system])
+    return _in_largest_unit(count, *SYSTEMS[system])
 
 
 def _in_largest_unit(count: int, base: int, names: tuple[str, ...]) -> str:

@@ -32,12 +32,12 @@ class Checkout:
 
     @classmethod
     def around(cls, here: Path) -> Checkout:
-        """The checkout that ``here`` is in. Raises `GitError`."""
+        """Return the checkout that ``here`` is in. Raises `GitError`."""
         top = Path(git(here, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
         return cls(top, here.resolve().relative_to(top))
 
     def revision(self, name: str) -> Revision:
-        """The commit that ``name`` means. Raises `GitError`."""
+        """Return the commit that ``name`` means. Raises `GitError`."""
         try:
             commit = git(self.top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         except GitError:
@@ -47,11 +47,11 @@ class Checkout:
         return Revision(name, commit.strip())
 
     def uncommitted(self) -> int:
-        """How many files are changed or new and not committed."""
+        """Return the number of files that are changed or new and not committed."""
         return len(git(self.top, "status", "--porcelain", "--untracked-files=all").splitlines())
 
     def checkouts(self) -> list[Path]:
-        """Every folder in which this repository is checked out."""
+        """Return every folder in which this repository is checked out."""
         lines = git(self.top, "worktree", "list", "--porcelain").splitlines()
         found = [Path(line.removeprefix("worktree ")).resolve() for line in lines if line.startswith("worktree ")]
         return list(dict.fromkeys([self.top, *found]))
@@ -59,7 +59,7 @@ class Checkout:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards, whatever lies in it. While this process lives, it holds the lock in it."""
+    """Make a folder that is removed afterwards with all it has. This process holds the lock in it as long as it lives."""
     from filelock import FileLock
 
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
@@ -72,10 +72,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def clear_leftovers(checkout: Checkout) -> int:
-    """Remove worktrees that comparisons left which were killed; how many there were. Raises `GitError`.
-
-    Those of comparisons that are still running are left alone, and so is every other worktree.
-    """
+    """Remove the worktrees of killed comparisons, none of running ones, and return their number. Raises `GitError`."""
     left = [path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_left(path.parent)]
     for path in left:
         _remove(checkout, path)
@@ -85,7 +82,7 @@ def clear_leftovers(checkout: Checkout) -> int:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether the process that made a temporary folder is gone. A folder that lacks the lock is none of ours."""
+    """Return whether the process that made a temporary folder is gone. A folder without the lock is not ours."""
     from filelock import FileLock, Timeout
 
     if not folder.exists():
@@ -104,7 +101,7 @@ def _is_left(folder: Path) -> bool:
 def worktrees(
     checkout: Checkout, revisions: Mapping[Side, Revision], folder: Path, stop: Stop
 ) -> Iterator[tuple[dict[Side, Path], list[str]]]:
-    """Worktrees of ``revisions``, by their names, within ``folder``; and what is to be said about them.
+    """Make worktrees of ``revisions`` in ``folder``, by side, and notes on them for the user.
 
     They are detached: no branch, index or file of the checkout is touched. Raises `GitError` and `Stopped`.
     """
@@ -125,7 +122,7 @@ def worktrees(
 
 
 def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
-    """Check out submodules; what could not be filled in, as clauses."""
+    """Check out submodules, and return what is missing, as clauses."""
     notes = []
     if (worktree / ".gitmodules").exists():
         # Without --init: those that the checkout has, and no change in the repository's configuration.

@@ -1,4 +1,4 @@
-"""A pytest plugin that writes what the measured tests of a run gave into a file, line by line.
+"""A pytest plugin that writes the results of a run's measured tests into a file, line by line.
 
 It is copied next to each run and imported from there: the code under test may be another version of this package, or
 have none of it. So it needs nothing but pytest.
@@ -19,7 +19,7 @@ VARIABLE = "GPUMEM_AB_RUN"
 (``others``): folders without symbolic links."""
 PROPERTY = "gpumem"
 SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
-"""Options of the plugin that are said to be off: unsaid, what ``[tool.gpumem]`` says of them would hold."""
+"""Options of the plugin that are set to off, since ``[tool.gpumem]`` could switch them on."""
 
 
 class Collector:
@@ -49,7 +49,7 @@ class Collector:
                 "when": report.when,
                 "outcome": report.outcome,
                 "xfail": hasattr(report, "wasxfail"),
-                # What the call has told is the same at teardown.
+                # At teardown it is the same as in the call.
                 "verdict": payload if report.when != "teardown" else "",
             }
         )
@@ -74,8 +74,9 @@ class Collector:
 
 
 def foreign_modules(home: str, others: list[str]) -> dict[str, str]:
-    """Modules that were loaded from ``others`` and not from ``home``, with their files; packages of an environment aside."""
-    installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *_site_folders())]
+    """Return the modules loaded from ``others`` and not from ``home``, with their files, but for installed packages."""
+    site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages())
+    installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]
     # A virtual environment inside of the checkout is no part of it; one that contains the checkout says nothing of it.
     installed = [folder for folder in installed if any(_lies_in(folder, other) for other in others)]
     home_folders = (home, *installed, str(Path(__file__).resolve().parent))
@@ -85,15 +86,11 @@ def foreign_modules(home: str, others: list[str]) -> dict[str, str]:
         if not isinstance(file, str):
             continue
         path = os.path.realpath(file)
-        if any(_lies_in(path, folder) for folder in home_folders):
-            continue
-        if any(_lies_in(path, other) for other in others):
+        if not any(_lies_in(path, folder) for folder in home_folders) and any(
+            _lies_in(path, other) for other in others
+        ):
             found[name] = path
     return found
-
-
-def _site_folders() -> list[str]:
-    return [*getattr(site, "getsitepackages", list)(), site.getusersitepackages()]
 
 
 def _lies_in(path: str, folder: str) -> bool:

@@ -21,6 +21,7 @@ from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
 from pytest_gpumem.timing.comparison import FEWEST_PAIRS
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,48 +39,50 @@ _START_OF_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Writes lines such as ``3/16 base 1f3c9ab  12.3 s, 9 measured`` to ``stream``; ``most`` is how many runs there may be."""
+    """Writes a line for each run to ``stream``: ``3/16 base 1f3c9ab  12.3 s, 9 measured``; on a terminal while it runs, too.
+
+    ``most`` is the largest number of runs.
+    """
 
     def __init__(self, stream: TextIO, most: int) -> None:
         self._stream = stream
         self._most = most
         self._live = stream.isatty()
-        self._what = ""
+        self._run = ""
         self._began = 0.0
         self._shown = ""
 
     def begin(self, number: int, side: Side, revision: Revision) -> None:
-        """A run begins."""
-        self._what = f"{number}/{self._most} {side} {revision.short}"
+        """Begin a run."""
+        self._run = f"{number}/{self._most} {side} {revision.short}"
         self._began = time.monotonic()
         self.tick()
 
     def tick(self) -> None:
-        """Time has passed."""
-        self._show(f"{self._what}  {time.monotonic() - self._began:.0f} s ...")
+        """Update the live line."""
+        text = f"{self._run}  {time.monotonic() - self._began:.0f} s ..."
+        if self._live and text != self._shown:
+            self._write(f"{_START_OF_LINE}{text}")
+            self._shown = text
 
     def end(self, run: Run) -> None:
-        """The run has given its figures."""
-        self.say(f"{self._what}  {time.monotonic() - self._began:.1f} s, {run.measured} measured")
+        """End a run that has given its figures."""
+        self.say(f"{self._run}  {time.monotonic() - self._began:.1f} s, {run.measured} measured")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Write a line that stays."""
         self.clear()
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        self._write(f"{text}\n")
 
     def clear(self) -> None:
-        """Take the live line away."""
+        """Clear the live line."""
         if self._shown:
-            self._stream.write(_START_OF_LINE)
-            self._stream.flush()
+            self._write(_START_OF_LINE)
             self._shown = ""
 
-    def _show(self, text: str) -> None:
-        if self._live and text != self._shown:
-            self._stream.write(f"{_START_OF_LINE}{text}")
-            self._stream.flush()
-            self._shown = text
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
 
 PAIRS_WITHOUT_TIME = 2
@@ -126,7 +129,7 @@ def is_settled(now: Compared, before: Compared | None) -> bool:
 def _is_decided(now: Change, before: Change | None, tolerance: float) -> bool:
     if now.outcome is Outcome.OK:
         return now.interval is not None and now.interval.high <= 1 + tolerance
-    # Looking after every pair gives chance several chances: what ends the runs has to be seen twice.
+    # Judging after every pair gives chance several tries, so that two judgements in a row have to agree.
     return now.outcome is not Outcome.UNCERTAIN and before is not None and now.outcome is before.outcome
 
 
@@ -136,7 +139,7 @@ SIGNALLED = 128
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be compared. ``tolerance`` is the slowdown that is tolerated, as a ratio."""
+    """A comparison that was asked for. ``tolerance`` is the tolerated slowdown, as a ratio."""
 
     checkout: Checkout
     base: Revision
@@ -149,7 +152,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is known at the end. ``why`` says why it ended early, and ``exit_status`` is that of the command."""
+    """The result. ``why`` says why it ended early; ``exit_status`` is the command's."""
 
     report: Compared | None
     units: UnitSystem
@@ -158,7 +161,7 @@ class Ended:
 
 
 def _settings_in(root: Path) -> Settings:
-    """The settings of the project in head, which say how bytes are judged and shown."""
+    """Return the settings of the project in head, by which bytes are judged and shown."""
     try:
         table = read_table(root / "pyproject.toml")
         return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
@@ -168,7 +171,7 @@ def _settings_in(root: Path) -> Settings:
 
 
 def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
-    """Compare until enough has been seen, a run fails, or ``stop`` says so."""
+    """Compare until all tests are decided, a run fails, or a signal is noted in ``stop``."""
     settings = Settings()
     revisions = {BASE: plan.base, HEAD: plan.head}
     report: Compared | None = None
@@ -192,7 +195,7 @@ def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
         with ExitStack() as stack:
             left = clear_leftovers(plan.checkout)
             if left:
-                progress.say(f"removed {left} worktree{'' if left == 1 else 's'} of a comparison that was killed")
+                progress.say(f"removed {counted(left, 'worktree')} of a comparison that was killed")
             others = plan.checkout.checkouts()
             folder = stack.enter_context(temporary_folder())
             made, notes = stack.enter_context(worktrees(plan.checkout, revisions, folder, stop))

@@ -1,7 +1,6 @@
-"""Commands as process groups of their own, which are ended whole when the end is asked for.
+"""Commands in process groups of their own, which end as a whole when a signal asks for it.
 
-Ctrl-C and other signals that ask for it are noted and looked at while a command runs: what runs ends in order, also when
-asked twice.
+Ctrl-C and other signals are noted, and checked while a command runs, so that it ends in order, also when they come twice.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0
-"""How long a process may take to end by itself before it is killed."""
+"""Time for a process to end by itself before it is killed."""
 
 
 class Stopped(Exception):
-    """Somebody asked for the end. ``signum`` is the signal that did."""
+    """A signal asked for the end: ``signum``."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
@@ -34,7 +33,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Tell whether the end was asked for."""
+    """The first signal that asked for the end, if there was one."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -52,7 +51,7 @@ class Stop:
 
 @contextmanager
 def noted_signals() -> Iterator[Stop]:
-    """A stretch in which signals that ask for the end are noted, and interrupt nothing."""
+    """Note signals that ask for the end, so that they interrupt nothing."""
     stop = Stop()
     # Only the main thread gets signals, and what is ignored (nohup) stays so.
     mine = threading.current_thread() is threading.main_thread()
@@ -74,9 +73,9 @@ def run(
     stop: Stop,
     tick: Callable[[], None] = lambda: None,
 ) -> int:
-    """The exit status of ``command`` (a text is for the shell); negative when a signal ended it.
+    """Run ``command`` (a text is for the shell) and return its exit status, negative when a signal ended it.
 
-    What it prints is added to ``output``; ``tick`` is called a few times a second. Raises `Stopped`.
+    Its output is added to ``output``; ``tick`` is called a few times a second. Raises `Stopped`.
     """
     with output.open("ab") as file:
         stop.check()
@@ -109,17 +108,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
         return
-    _signal_group(process.pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
     until = time.monotonic() + GRACE_SECONDS
     while process.poll() is None and time.monotonic() < until:
         time.sleep(POLL_SECONDS / 4)
-    _signal_group(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
-
-
-def _signal_group(group: int, signum: int) -> None:
-    try:
-        os.killpg(group, signum)
-    except ProcessLookupError:
-        pass

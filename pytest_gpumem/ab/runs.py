@@ -34,7 +34,7 @@ Key = tuple[str, str]
 
 
 class RunFailed(Exception):
-    """A run gave nothing that could be compared; the message says why, and what mends it."""
+    """A run has nothing that can be compared; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,20 @@ class Run:
 
     @property
     def measured(self) -> int:
-        """How many tests gave figures."""
+        """The number of tests with figures."""
         return sum(not verdict.unmeasured and bool(verdict.verdicts) for verdict in self.tests.values())
 
 
 def run_of(side: Side, lines: Iterable[str], status: int) -> Run:
-    """The run in ``lines``, which ended with pytest's exit ``status`` (a negative number is the signal that ended it).
+    """Return the run that the collector wrote as ``lines``.
 
-    Raises `RunFailed` when it ended before its tests had run, or ran another code than that of its revision.
+    Args:
+        side: The side that ran.
+        lines: What the collector wrote.
+        status: pytest's exit status; a negative number is the signal that ended it.
+
+    Raises:
+        RunFailed: It ended before its tests had run, or imported code of another revision.
     """
     reports, end = _read(lines)
     if end is None or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -75,7 +81,7 @@ def run_of(side: Side, lines: Iterable[str], status: int) -> Run:
 
 
 def _read(lines: Iterable[str]) -> tuple[list[SimpleNamespace], dict[str, Any] | None]:
-    """The reports that were written, and what was written at the end of the session."""
+    """Return the reports of tests, and the line of the session's end if there is one."""
     reports: list[SimpleNamespace] = []
     for text in lines:
         try:
@@ -108,8 +114,8 @@ _ENDS = {
 def _why_it_ended(status: int) -> str:
     if status < 0:
         return f"pytest was ended by signal {-status}"
-    told = _ENDS.get(cast("pytest.ExitCode", status))
-    return f"{told} (exit status {status})" if told else f"pytest ended with exit status {status} before its end"
+    end = _ENDS.get(cast("pytest.ExitCode", status))
+    return f"{end} (exit status {status})" if end else f"pytest ended with exit status {status} before its end"
 
 
 def _foreign_code(foreign_modules: Mapping[str, str]) -> str:
@@ -125,12 +131,12 @@ def _foreign_code(foreign_modules: Mapping[str, str]) -> str:
 
 ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--gpumem-strict")
 PLUGIN = "gpumem_ab_collector"
-LINES_TOLD = 25
+MOST_LINES = 25
 """How many of its last lines are shown of a run that failed."""
 
 
 def refused(arguments: Sequence[str], checkout: Path) -> str | None:
-    """Why pytest cannot be run with ``arguments`` here, as a sentence; ``None`` when it can."""
+    """Return why pytest cannot be run with ``arguments`` here, as a sentence; ``None`` when it can."""
     for argument in arguments:
         option, _, value = argument.partition("=")
         if option in ABOUT_BASELINES:
@@ -142,10 +148,10 @@ def refused(arguments: Sequence[str], checkout: Path) -> str | None:
 
 
 def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inherited: str | None) -> str:
-    """``PYTHONPATH`` for a worktree: its own code first, then what PYTHONPATH ``inherited``.
+    """Return ``PYTHONPATH`` for a worktree: its own code first, then the ``inherited`` PYTHONPATH.
 
-    ``current`` is the path of this interpreter. What of it lies in the checkout, a ``lib`` that an editable install added,
-    say, is looked for in the worktree.
+    ``current`` is the path of this interpreter. Its entries in the checkout, such as a ``lib`` that an editable install added,
+    are replaced by those of the worktree.
     """
     here = worktree / checkout.folder
     own = [here, here / "src", worktree, worktree / "src"]
@@ -158,7 +164,7 @@ def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inhe
 
 
 def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
-    """Where a path of the checkout is in the worktree; ``None`` for paths elsewhere, and for an environment within it."""
+    """Return where a path of the checkout is in the worktree; ``None`` for other paths, and for an environment in it."""
     path = Path(entry).resolve()
     if not Path(entry).is_absolute() or not path.is_relative_to(checkout.top):
         return None
@@ -183,7 +189,7 @@ class Runner:
     """Other folders in which the repository is checked out."""
 
     def take(self, side: Side, number: int, tick: Callable[[], None]) -> Run:
-        """One run of a side. Raises `RunFailed` and `Stopped`."""
+        """Run a side once. Raises `RunFailed` and `Stopped`."""
         worktree = self.worktrees[side]
         here = worktree / self.checkout.folder
         if not here.is_dir():
@@ -224,4 +230,4 @@ class Runner:
 
 def _last_lines(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() if log.exists() else []
-    return "".join(f"\n  {line}" for line in ["", *lines[-LINES_TOLD:]]) if lines else ""
+    return "".join(f"\n  {line}" for line in ["", *lines[-MOST_LINES:]]) if lines else ""

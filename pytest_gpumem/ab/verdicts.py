@@ -1,4 +1,4 @@
-"""From pairs of runs to a comparison: times by pairs, bytes and counts by the judge. Pure."""
+"""The comparison of pairs of runs: times by pairs, bytes and counts by the judge. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compare_runs(
         bases, heads = ([run.tests.get((file, test)) for run in side] for side in zip(*pairs, strict=True))
         reason = _why_not(bases, heads)
         if reason is not None:
-            broke = _is_measured(bases) and _fails(heads) and not _fails(bases)
+            broke = any(map(_figures, bases)) and _fails(heads) and not _fails(bases)
             left_out.append(LeftOut(f"{file}::{test}", "broken" if broke else "not compared", reason))
             continue
         runs = [(_figures(base), _figures(head)) for base, head in zip(bases, heads, strict=True)]
@@ -55,44 +55,31 @@ def compare_runs(
     return Compared(base, head, tuple(rows), tuple(left_out), pairs=len(pairs), tolerance=tolerance)
 
 
-def _is_measured(verdicts: Sequence[TestVerdict | None]) -> bool:
-    return any(_figures(verdict) for verdict in verdicts)
-
-
 def _figures(verdict: TestVerdict | None) -> dict[str, Measurement]:
-    """The measurements of a test in one run, by name."""
+    """Return the measurements of a test in one run, by name."""
     if verdict is None or verdict.unmeasured:
         return {}
     return {one.measurement.name: one.measurement for one in verdict.verdicts}
 
 
 def _fails(verdicts: Sequence[TestVerdict | None]) -> bool:
-    """Whether the test failed for reasons of its own whenever it ran."""
+    """Return whether the test failed by itself in every run that had it."""
     ran = [verdict for verdict in verdicts if verdict is not None]
     return bool(ran) and all(verdict.failed_by_itself for verdict in ran)
 
 
 def _why_not(bases: Sequence[TestVerdict | None], heads: Sequence[TestVerdict | None]) -> str | None:
-    """Why a test cannot be compared, as a clause; ``None`` when both sides measured it."""
-    if all(verdict is None for verdict in heads):
-        return "it ran in base only"
-    if all(verdict is None for verdict in bases):
-        return "it ran in head only"
-    said = {"base": _unmeasured(bases), "head": _unmeasured(heads)}
-    reasons = {side: reason for side, reason in said.items() if reason is not None}
-    if not reasons:
-        return None
-    if len(set(reasons.values())) == 1 and len(reasons) == 2:
+    """Return why a test cannot be compared, as a clause; ``None`` when both sides measured it."""
+    reasons = {}
+    for side, verdicts, other in (("base", bases, "head"), ("head", heads, "base")):
+        ran = [verdict for verdict in verdicts if verdict is not None]
+        if not ran:
+            return f"it ran in {other} only"
+        if not any(map(_figures, ran)):
+            reasons[side] = ran[-1].unmeasured or "it asserts relations only"
+    if len(reasons) == 2 and reasons["base"] == reasons["head"]:
         return f"{reasons['head']}, in base and in head"
-    return "; ".join(f"{reason}, in {side}" for side, reason in reasons.items())
-
-
-def _unmeasured(verdicts: Sequence[TestVerdict | None]) -> str | None:
-    """Why a side measured nothing in any run; ``None`` when it did."""
-    if _is_measured(verdicts):
-        return None
-    last = next(verdict for verdict in reversed(verdicts) if verdict is not None)
-    return last.unmeasured or "it asserts relations only"
+    return "; ".join(f"{reason}, in {side}" for side, reason in reasons.items()) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +109,14 @@ class _Taken:
 def _compare(
     taken: _Taken, tolerance: float, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[Change, ...], tuple[str, ...]] | str:
-    """The changes of a measurement and notes on it, or why it cannot be compared, as a clause."""
+    """Return the changes of a measurement and notes on it, or why it cannot be compared, as a clause."""
     reason = _not_comparable(taken)
     if reason is not None:
         return reason
     exact = _exact_changes(taken, tolerances)
     differences = taken.heads[-1].workload.differences(taken.bases[-1].workload)
     if differences:
-        # The judge lets nothing in bytes grow with the workload; what else another one does cannot be compared.
+        # Growth in bytes is judged with another workload, too; nothing else can be compared.
         another = f"another workload: {'; '.join(differences)}"
         return (exact, (another, *_notes(taken))) if exact else another
     speed = _speed(taken, tolerance)
@@ -152,7 +139,7 @@ def _not_comparable(taken: _Taken) -> str | None:
 
 
 def _speed(taken: _Taken, tolerance: float) -> Change | None:
-    """The change of the step time; ``None`` where no pair of runs took times on both sides."""
+    """Return the change of the step time; ``None`` where no pair of runs took times on both sides."""
     samples = [(base.times.best, head.times.best) for base, head in taken.pairs if base.times and head.times]
     if not samples:
         return None
@@ -163,10 +150,10 @@ def _speed(taken: _Taken, tolerance: float) -> Change | None:
 
 
 def _exact_changes(taken: _Taken, tolerances: Mapping[str, Tolerance]) -> tuple[Change, ...]:
-    """Bytes and counts that both sides have: of runs of one side that differ, the figures count that are closest."""
+    """Return the changes of bytes and counts that both sides have: of runs of a side that differ, by the closest figures."""
     metrics = [name for name, metric in METRICS.items() if metric.unit in WHOLE]
     values = {name: closest(*sides) for name in metrics if all(sides := taken.values(name).values())}
-    # Times are judged by pairs; whatever else a measurement holds is none of the judge's business here.
+    # Times are judged by pairs.
     base, head = (
         replace(side[-1], metrics={name: pair[which] for name, pair in values.items()}, times=None, explanation=None)
         for which, side in enumerate((taken.bases, taken.heads))
@@ -196,7 +183,7 @@ def _spread(metric: str, values: Sequence[float]) -> str:
 
 
 def closest(base: Sequence[float], head: Sequence[float]) -> tuple[float, float]:
-    """The figures of two sides that are closest to one another; the same one twice where their ranges overlap."""
+    """Return the closest figures of two sides; the same one twice where their ranges overlap."""
     if min(head) > max(base):
         return max(base), min(head)
     if max(head) < min(base):

@@ -93,7 +93,7 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
         os.environ.get("GITHUB_GRAPHQL_URL", "https://api.github.com/graphql"),
     )
     try:
-        done = put_comment(api, PullRequest(repository, number), name, _body(report, name, link))
+        is_new, address = put_comment(api, PullRequest(repository, number), name, _body(report, name, link))
     except NotAllowedError as error:
         _tell(
             "there is no comment, since the token may not write one, as for pull requests from forks; otherwise give the "
@@ -102,7 +102,7 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
     except GitHubError as error:
         raise click.ClickException(f"the comment could not be put: {error}") from None
     else:
-        click.echo(f"{'made' if done.made else 'changed'} {done.address}")
+        click.echo(f"{'made' if is_new else 'changed'} {address}")
 
 
 def _body(file: Path, name: str, link: str) -> str:

@@ -30,7 +30,7 @@ def tag(figure: Figure) -> str:
 
 
 def seconds(figure: Figure) -> int:
-    """When the figure's session ended, in seconds since 1970. Raises `ExportError` for what is no such time."""
+    """Return when the figure's session ended, in seconds since 1970. Raises `ExportError` for another text."""
     try:
         ended = datetime.datetime.strptime(figure.ended, "%Y-%m-%dT%H:%M:%S%z")
     except ValueError:
@@ -39,7 +39,7 @@ def seconds(figure: Figure) -> int:
 
 
 def commits(folder: Path) -> Callable[[Figure], int]:
-    """How many commits lead to a figure's one, by the git repository around ``folder``. It raises `ExportError`."""
+    """Return a function that counts the commits up to a figure's, in the repository around ``folder``; raises `ExportError`."""
     known: dict[str, int] = {}
 
     def count(figure: Figure) -> int:
@@ -73,7 +73,7 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
 
 
 def _commits_to(commit: str, folder: Path) -> int:
-    # What a report says must not become an option of git.
+    # A text of a report must not become an option of git.
     if _HASH.fullmatch(commit) is None:
         raise ExportError(f"a report names the commit {commit!r}, which is no hash")
     try:

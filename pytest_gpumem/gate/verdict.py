@@ -1,4 +1,4 @@
-"""What the gate says of a measurement, metric by metric, and of a test."""
+"""Verdicts of the gate on metrics, measurements and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(str, Enum):
-    """The outcomes of a metric, a measurement and a test, in ascending order of how much a reader must know of them."""
+    """The outcomes of a metric, a measurement and a test, in ascending order of importance."""
 
     RECORDED = "recorded"
     """Measured and shown; there was nothing to judge it by."""
@@ -34,17 +34,18 @@ class Outcome(str, Enum):
 
     @property
     def words(self) -> str:
-        """As a person writes it."""
+        """The outcome as text."""
         return self.value.replace("_", " ")
 
 
 FAILING = frozenset({Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
+CHANGED = COMPARED - {Outcome.OK}
 _ORDER = list(Outcome)
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """The outcome that a reader must know of, out of several; `Outcome.RECORDED` of none."""
+    """Return the most important of several outcomes; `Outcome.RECORDED` of none."""
     return max(outcomes, key=_ORDER.index, default=Outcome.RECORDED)
 
 
@@ -66,7 +67,7 @@ class MetricVerdict:
 
     @property
     def gated(self) -> bool:
-        """Whether the value was held against anything: a budget, or a baseline that it may be compared with."""
+        """Whether the value was compared with anything: a budget, or a comparable baseline."""
         return self.budget is not None or self.outcome in COMPARED
 
 
@@ -84,7 +85,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate says of one measurement. ``reason`` is a sentence where it could not be compared."""
+    """The verdict on one measurement. ``reason`` is a sentence where it could not be compared."""
 
     measurement: Measurement
     metrics: tuple[MetricVerdict, ...]
@@ -95,7 +96,7 @@ class Verdict:
     growth: Difference | None = None
     """What changed in the composition of the peak, where both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
-    """By which operators a count is more, for each that is, where both sides know what it is made of."""
+    """The operators of which each count that grew has more, where both sides know its operators."""
 
     @property
     def outcome(self) -> Outcome:
@@ -106,7 +107,7 @@ class Verdict:
         return any(metric.gated for metric in self.metrics)
 
     def of(self, name: str) -> MetricVerdict | None:
-        """The verdict on the metric called ``name``, or ``None`` if it was not measured."""
+        """Return the verdict on the metric called ``name``, or ``None`` if it was not measured."""
         return next((metric for metric in self.metrics if metric.metric == name), None)
 
 
@@ -148,7 +149,7 @@ WHY_FAILED: Mapping[FailedIn | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TestVerdict:
-    """What the gate says of a test: the verdicts on its measurements, or why there are none."""
+    """The verdict on a test: those on its measurements, or why there are none."""
 
     __test__ = False
 
@@ -164,13 +165,13 @@ class TestVerdict:
     cell: Cell | None = None
     """Its place in a matrix of step configs."""
     location: Location | None = None
-    """Where it is written; ``None`` where pytest does not know."""
+    """Where its function is; ``None`` where pytest does not know."""
     failure: str | None = None
-    """What the gate failed it with, as it was told; ``None`` when the gate let it pass."""
+    """The text with which the gate failed it; ``None`` when it passed the gate."""
     missing: tuple[str, ...] = ()
     """The names of the measurements that it has baselines of on this device, and did not take."""
     accept: str | None = None
-    """The command that makes what the gate failed it for its baseline; ``None`` where there is none."""
+    """The command that accepts the change for which the gate failed it; ``None`` where there is none."""
 
     @property
     def nodeid(self) -> str:
@@ -202,5 +203,5 @@ class TestVerdict:
 
     @property
     def compared(self) -> bool:
-        """Whether anything was held against a baseline, and not only against a budget."""
+        """Whether anything was compared with a baseline, and not only with a budget."""
         return any(metric.allowed is not None for verdict in self.verdicts for metric in verdict.metrics)

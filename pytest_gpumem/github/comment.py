@@ -27,7 +27,7 @@ _VERSION = "2022-11-28"
 
 
 class GitHubError(Exception):
-    """GitHub refused what it was asked for, in a sentence that says what."""
+    """GitHub refused a request; the message says which."""
 
 
 class NotAllowedError(GitHubError):
@@ -35,20 +35,12 @@ class NotAllowedError(GitHubError):
 
 
 class UnavailableError(GitHubError):
-    """It may work if it is tried again: GitHub is down, cannot be reached, or wants to be asked less often."""
+    """GitHub is down, cannot be reached, or limits the rate of requests: it may work later."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
         self.after = after
         """How many seconds to wait, where GitHub said so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a request gave: the JSON, and the address of the list's next page."""
-
-    plain: Any
-    next_page: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +51,36 @@ class Api:
     url: str = "https://api.github.com"
     graphql_url: str = "https://api.github.com/graphql"
 
-    def request(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> Answer:
-        """``path`` begins with a slash, or is the address of a next page. Raises `GitHubError`."""
+    def request(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> tuple[Any, str | None]:
+        """Return the JSON of an answer, and the address of a list's next page. Raises `GitHubError`.
+
+        ``path`` begins with a slash, or is the address of a next page.
+        """
         return self._send(method, path if "://" in path else self.url.rstrip("/") + path, content)
 
     def pages(self, path: str) -> Iterator[Any]:
-        """The elements of a list, on all its pages. Raises `GitHubError`."""
+        """Yield the elements of a list, on all its pages. Raises `GitHubError`."""
         following: str | None = path
         while following is not None:
-            answer = self.request("GET", following)
-            if not isinstance(answer.plain, list):
-                raise GitHubError(f"GET {following}: expected a list, got {type(answer.plain).__name__}")
-            yield from answer.plain
-            following = answer.next_page
+            plain, next_page = self.request("GET", following)
+            if not isinstance(plain, list):
+                raise GitHubError(f"GET {following}: expected a list, got {type(plain).__name__}")
+            yield from plain
+            following = next_page
 
     def login(self) -> str:
         """Who the token belongs to: ``github-actions[bot]``. Raises `GitHubError`.
 
         ``GET /user`` is not for the token of a job, and this is.
         """
-        plain = self._send("POST", self.graphql_url, {"query": "query { viewer { login } }"}).plain
+        plain, _ = self._send("POST", self.graphql_url, {"query": "query { viewer { login } }"})
         try:
             login = plain["data"]["viewer"]["login"]
         except (KeyError, TypeError):
             raise GitHubError(f"GitHub does not say whose token it is: {_shortened(plain)}") from None
         return str(login)
 
-    def _send(self, method: str, address: str, content: Mapping[str, Any] | None) -> Answer:
+    def _send(self, method: str, address: str, content: Mapping[str, Any] | None) -> tuple[Any, str | None]:
         # The token goes where the job's GitHub is, and nowhere else.
         homes = {urlsplit(self.url)[:2], urlsplit(self.graphql_url)[:2]}
         if urlsplit(address)[:2] not in homes or urlsplit(address).scheme not in ("https", "http"):
@@ -111,7 +106,7 @@ class Api:
         except (OSError, HTTPException) as error:
             raise UnavailableError(f"{method} {address}: {getattr(error, 'reason', error)}") from None
         try:
-            return Answer(json.loads(text), _next_page(headers.get("Link", "")))
+            return json.loads(text), _next_page(headers.get("Link", ""))
         except ValueError:
             raise UnavailableError(f"{method} {address}: the answer is not JSON") from None
 
@@ -138,7 +133,7 @@ def _refused(what: str, error: HTTPError) -> GitHubError:
 
 
 def _said(error: HTTPError) -> str:
-    """What GitHub says of a refusal, on one line."""
+    """Return GitHub's message on a refusal, on one line."""
     try:
         plain = json.loads(error.read())
         return _shortened(plain["message"])
@@ -174,27 +169,18 @@ class PullRequest:
         return f"/repos/{self.repository}/issues/{self.number}/comments"
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What became of the comment, and its address."""
-
-    made: bool
-    """Whether it is new; otherwise it was there, and has been changed."""
-    address: str
-
-
 def marker(name: str) -> str:
-    """The first line of the comment called ``name``, which is not shown. Whatever the name is, it cannot end early."""
+    """Return the hidden first line of the comment called ``name``, which no name can end early."""
     return f"<!-- pytest-gpumem: {quote(name, safe=' ', errors='backslashreplace').replace('--', '-%2D')} -->"
 
 
 def room(name: str) -> int:
-    """How many characters the comment called ``name`` may have beneath its marker."""
+    """Return how many characters the comment called ``name`` may have beneath its marker."""
     return MOST_OF_A_COMMENT - len(marker(name)) - 1
 
 
 def pull_request_of_event(file: Path) -> int | None:
-    """The number of the pull request that a job runs for, from the file ``GITHUB_EVENT_PATH``; ``None`` when it is for none.
+    """Return the number of a job's pull request, from the file ``GITHUB_EVENT_PATH``; ``None`` when it has none.
 
     Raises ``ValueError`` when the file is not an event, and ``OSError``.
     """
@@ -214,11 +200,17 @@ def pull_request_of_event(file: Path) -> int | None:
 
 def put_comment(
     api: Api, where: PullRequest, name: str, body: str, *, sleep: Callable[[float], None] = time.sleep
-) -> Done:
-    """Change the comment called ``name``, or make it where there is none; ``body`` has `room`. Raises `GitHubError`.
+) -> tuple[bool, str]:
+    """Change the comment called ``name``, or make it where there is none; ``body`` has `room`.
 
     Tried four times while GitHub is unavailable. Each time it is looked for anew: a comment may have been made although the
     answer was lost.
+
+    Returns:
+        Whether it is new, and its address.
+
+    Raises:
+        GitHubError: GitHub refused it, or is not available.
     """
     # Half of a surrogate pair is no text, and GitHub would refuse all of it.
     text = f"{marker(name)}\n{body}".encode(errors="backslashreplace").decode()
@@ -230,20 +222,20 @@ def put_comment(
     return _put(api, where, marker(name), text)
 
 
-def _put(api: Api, where: PullRequest, first_line: str, text: str) -> Done:
+def _put(api: Api, where: PullRequest, first_line: str, text: str) -> tuple[bool, str]:
     mine = _find(api, where, first_line)
     if mine is None:
-        answer = api.request("POST", where.comments, {"body": text})
+        answer, _ = api.request("POST", where.comments, {"body": text})
     else:
-        answer = api.request("PATCH", f"/repos/{where.repository}/issues/comments/{mine}", {"body": text})
+        answer, _ = api.request("PATCH", f"/repos/{where.repository}/issues/comments/{mine}", {"body": text})
     try:
-        return Done(mine is None, str(answer.plain["html_url"]))
+        return mine is None, str(answer["html_url"])
     except (KeyError, TypeError):
         raise GitHubError("GitHub took the comment, and does not say where it is") from None
 
 
 def _find(api: Api, where: PullRequest, first_line: str) -> int | None:
-    """The oldest comment of the token's owner that begins with the marker. Others may quote it."""
+    """Return the oldest comment of the token's owner that begins with the marker. Others may quote it."""
     login: str | None = None
     for comment in api.pages(f"{where.comments}?per_page=100"):
         if not str(comment.get("body", "")).startswith(first_line):

@@ -28,7 +28,7 @@ NOTHING_COMPARED = 2
 Place = tuple[Key, str]
 """A measurement's key, and the slug of the device that it was taken on."""
 Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
-"""What is said of what is not compared."""
+"""Why something is not compared."""
 _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
 
 
@@ -47,7 +47,7 @@ class Change:
 
     @property
     def word(self) -> str:
-        """The verdict as a person reads it; empty where there is none."""
+        """The verdict in words; empty where there is none."""
         if self.interval is not None:
             return _SPEEDS[self.outcome]
         return "" if self.outcome is Outcome.RECORDED else self.outcome.words
@@ -61,7 +61,7 @@ class Change:
 
     @property
     def is_news(self) -> bool:
-        """Whether a reader wants to know: bytes and counts that are others, and times beyond what they vary by."""
+        """Whether it is shown: bytes and counts that differ, and times that differ by more than the tolerance."""
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
         if METRICS[self.metric].unit in WHOLE:
@@ -97,7 +97,7 @@ class Row:
 
     @property
     def news(self) -> tuple[Change, ...]:
-        """The changes that a reader wants to know of."""
+        """The changes that are shown."""
         return tuple(change for change in self.changes if change.is_news)
 
 
@@ -124,7 +124,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A test that failed, or did not run to its end, and why, as a clause. ``slugs`` are the devices it has figures of."""
+    """A test that failed or did not finish, and why, as a clause. ``slugs`` are the devices that it has figures of."""
 
     file: str
     test: str
@@ -132,7 +132,7 @@ class Failure:
     slugs: frozenset[str] = frozenset()
 
     def is_that_of(self, other: Failure) -> bool:
-        """Whether ``other`` is of the same test and, where both are known, of the same device."""
+        """Return whether ``other`` is of the same test and, where both are known, of the same device."""
         if (self.file, self.test) != (other.file, other.test):
             return False
         return not self.slugs or not other.slugs or not self.slugs.isdisjoint(other.slugs)
@@ -140,9 +140,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Two sides, what was compared and what was not; each sorted by test.
+    """The comparison of two sides, sorted by test.
 
-    ``failed`` are all tests that failed on the new side and not on the old one, those that a row tells of included.
+    ``failed`` are all tests that failed on the new side and not on the old one, also those with a row.
     """
 
     old: str | Revision
@@ -153,16 +153,16 @@ class Compared:
     pairs: int | None = None
     """The number of pairs of runs, of revisions that ran in turns; ``None`` where figures of two sides were read."""
     tolerance: float = 0.0
-    """The slowdown that is tolerated of revisions that ran in turns, as a ratio."""
+    """The tolerated slowdown of revisions that ran in turns, as a ratio."""
 
     @property
     def speeds(self) -> dict[Key, Change]:
-        """What was said of the step times that were taken in turns."""
+        """The changes of step times that were taken in turns."""
         return {row.key: change for row in self.rows for change in row.changes if change.interval is not None}
 
     @property
     def exit_status(self) -> int:
-        """The command's: 0 where nothing is worse, or else `WORSE`, or `NOTHING_COMPARED`."""
+        """The exit status of the command: 0 where nothing is worse, or else `WORSE`, or `NOTHING_COMPARED`."""
         worse = any(row.outcome is Outcome.REGRESSED for row in self.rows) or any(one.is_worse for one in self.left_out)
         anything = any(row.compared for row in self.rows)
         # A test that runs in turns and breaks is a comparison; one that failed in a report has no figures to compare.
@@ -173,10 +173,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two, which a person calls ``name``.
+    """One of the two sides.
 
-    ``unmeasured`` says of its tests without figures, by file and test, whether they failed and why they have none. ``failures``
-    are those of its tests, with figures or without; ``not_collected`` the files that could not be collected.
+    ``unmeasured`` says, by file and test, why tests have no figures. ``failures`` are those of its tests, with figures or
+    without; ``not_collected`` the files that could not be collected.
     """
 
     name: str
@@ -186,20 +186,20 @@ class Side:
     not_collected: frozenset[str] = frozenset()
 
     def peak(self, place: Place) -> float | None:
-        """The peak of a measurement that it has, in bytes."""
+        """Return the peak of one of its measurements, in bytes."""
         return self.figures[place].metrics.get("peak_allocated")
 
     def why_gone(self, key: Key) -> tuple[Word, str | None]:
-        """What to call a measurement that it lacks, and why it does if that is known."""
+        """Return why it lacks a measurement, in a word, and as a clause if more is known."""
         if key.file in self.not_collected:
             return "failed", "its file could not be collected"
         return self.unmeasured.get((key.file, key.test), ("gone", None))
 
 
 def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compared:
-    """``new`` judged as the gate judges a session, with ``old`` for its baselines.
+    """Judge ``new`` as the gate judges a session, with ``old`` for its baselines.
 
-    What one side has of an emulated GPU and the other of a real one is a pair, too.
+    A measurement on an emulated GPU and one on a real GPU are a pair, too.
     """
     pairs = _pairs(old.figures.keys(), new.figures.keys())
     added = sorted(new.figures.keys() - {place for _, place in pairs})
@@ -209,19 +209,25 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
     def title(place: Place) -> str:
         return f"{place[0]} on {place[1]}" if several else str(place[0])
 
-    rows = tuple(_row(earlier, place, title(place), old, new, tolerances) for earlier, place in pairs)
+    rows = []
+    for earlier, place in pairs:
+        old_slug = earlier[1] if earlier != place else None
+        allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
+        changes, reason = changes_of(old.figures[earlier], new.figures[place], allowed)
+        rows.append(Row(*place, title(place), changes, reason, old_slug=old_slug))
     failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
     left_out = [LeftOut(title(place), "new", None, place, new.peak(place)) for place in added]
     left_out += [LeftOut(title(place), *new.why_gone(place[0]), place, old.peak(place)) for place in gone]
-    told = [row.key for row in rows if row.outcome is Outcome.REGRESSED]
-    told += [one.place[0] for one in left_out if one.place is not None and one.word == "failed"]
-    untold = [one for one in failed if all((one.file, one.test) != (key.file, key.test) for key in told)]
-    left_out += [LeftOut(f"{one.file}::{one.test}", "failed", one.why) for one in untold]
-    return Compared(old.name, new.name, rows, tuple(left_out), failed)
+    listed = {(row.key.file, row.key.test) for row in rows if row.outcome is Outcome.REGRESSED}
+    listed |= {(one.place[0].file, one.place[0].test) for one in left_out if one.place and one.word == "failed"}
+    left_out += [
+        LeftOut(f"{one.file}::{one.test}", "failed", one.why) for one in failed if (one.file, one.test) not in listed
+    ]
+    return Compared(old.name, new.name, tuple(rows), tuple(left_out), failed)
 
 
 def _pairs(old: Collection[Place], new: Collection[Place]) -> list[tuple[Place, Place]]:
-    """The places that are held against each other, sorted: of the same device, or the only ones left, one of them emulated."""
+    """Return the places to compare, sorted: of the same device, or the only ones left if one of them is emulated."""
     pairs = [(place, place) for place in old if place in new]
     left = [{place for place in side if (place, place) not in pairs} for side in (old, new)]
     for key in {key for key, _ in left[0]}:
@@ -236,7 +242,7 @@ def _is_emulated(place: Place) -> bool:
 
 
 def side_of_report(name: str, report: SessionReport) -> Side:
-    """What a session measured."""
+    """Return the side of a session's report."""
     figures: dict[Place, Measurement | Baseline] = {}
     unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
     failures: list[Failure] = []
@@ -258,25 +264,16 @@ def side_of_report(name: str, report: SessionReport) -> Side:
 
 
 def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Side:
-    """The baselines of a store, as (slug, key, entry)."""
+    """Return the side of a store's baselines, given as (slug, key, entry)."""
     return Side(name, {(key, slug): entry for slug, key, entry in entries})
-
-
-def _row(
-    earlier: Place, place: Place, title: str, old_side: Side, new_side: Side, tolerances: Mapping[str, Tolerance]
-) -> Row:
-    old_slug = earlier[1] if earlier != place else None
-    allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
-    changes, reason = changes_of(old_side.figures[earlier], new_side.figures[place], allowed)
-    return Row(*place, title, changes, reason, old_slug=old_slug)
 
 
 def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[Change, ...], str | None]:
-    """Judge ``new`` with ``old`` for its baseline: each metric that either has; and why they cannot be compared, if so."""
+    """Judge each metric of ``new`` with ``old`` for its baseline, and return the changes and why they cannot be compared."""
     baseline = old if isinstance(old, Baseline) else baseline_of(old, "", None)
-    # A baseline has medians of runs and no rounds, so that its times are not judged but told.
+    # A baseline has medians of runs and no rounds, so that its times are shown and not judged.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
     verdict = judge(measurement, Budget(), baseline, tolerances)
     judged = {one.metric: one for one in verdict.metrics}
@@ -284,6 +281,6 @@ def changes_of(
     for name, metric in METRICS.items():
         if name in old.metrics or name in new.metrics:
             then, now = (one.metrics.get(name, metric.where_absent) for one in (old, new))
-            said = judged.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
-            changes.append(Change(name, then, now, said.outcome, said.allowed, said.reason))
+            one = judged.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
+            changes.append(Change(name, then, now, one.outcome, one.allowed, one.reason))
     return tuple(changes), verdict.reason

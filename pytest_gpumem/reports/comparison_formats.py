@@ -42,7 +42,7 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a command has in its table's header, and the keys of its JSON in their order."""
+    """The header of a command's table, and the keys of its JSON in their order."""
 
     command: str
     header: Cells
@@ -73,7 +73,7 @@ def _form(report: Compared) -> _Form:
 
 
 def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | str]:
-    """What a terminal shows: the table, what is to be said about single tests, and a last line that counts."""
+    """Return the table, remarks on single tests, and a last line that counts, for a terminal."""
     form = _form(report)
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
     name, metric, *figures, last, verdict = form.header
@@ -87,7 +87,7 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
 
 
 def remarks(report: Compared) -> list[str]:
-    """What is to be said about single tests, each as a sentence."""
+    """Return sentences on single tests."""
     pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
     return [
         *(f"devices: {old} and {new}, of which one is emulated" for old, new in pairs),
@@ -104,7 +104,7 @@ def remarks(report: Compared) -> list[str]:
 
 
 def accounting(report: Compared) -> str:
-    """The line that counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
+    """Return the line that counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
     form = _form(report)
     counts = Counter(row.outcome.words for row in report.rows if row.outcome in _OUTCOMES)
     counts.update(one.word for one in report.left_out)
@@ -116,14 +116,14 @@ def accounting(report: Compared) -> str:
     if form is _COMPARE:
         return f"{counted}; {sides}"
     speeds = Counter(speed.word for speed in report.speeds.values())
-    said = ", ".join(f"{speeds[word]} {word}" for word in _SPEEDS if speeds[word])
-    times = f" step times: {said};" if said else ""
-    runs = f"{report.pairs} pair{'' if report.pairs == 1 else 's'} of runs"
-    return f"{counted};{times} {runs}, {sides}, slowdown tolerated {format_ratio(report.tolerance).lstrip('+')}"
+    words = ", ".join(f"{speeds[word]} {word}" for word in _SPEEDS if speeds[word])
+    times = f" step times: {words};" if words else ""
+    pairs = f"{report.pairs} pair{'' if report.pairs == 1 else 's'} of runs"
+    return f"{counted};{times} {pairs}, {sides}, slowdown tolerated {format_ratio(report.tolerance).lstrip('+')}"
 
 
 def markdown(report: Compared, units: UnitSystem, *, finished: bool = True) -> str:
-    """A section in GitHub's Markdown, for a comment or a job's summary."""
+    """Return a section in GitHub's Markdown, for a comment or a job's summary."""
     form = _form(report)
     title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
     text = [title, "", *([] if finished else ["Not finished: this is what was known when it ended.", ""])]
@@ -136,10 +136,10 @@ def markdown(report: Compared, units: UnitSystem, *, finished: bool = True) -> s
 
 
 def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
-    """The table's rows: what changed and, of what ran in turns, also a first metric of each test that did not change."""
-    told = [(row, row.news or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows]
-    rows = [(row.title, *_changed(change, report, units)) for row, changes in told for change in changes]
-    # What could not be compared in turns is not told here, but in a remark.
+    """Return the rows: what changed and, of runs in turns, also a first metric of each test that did not change."""
+    shown_changes = [(row, row.news or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows]
+    rows = [(row.title, *_changed(change, report, units)) for row, changes in shown_changes for change in changes]
+    # Of what could not be compared in turns there is a remark instead.
     return rows + [_on_one_side(one, units) for one in report.left_out if one.word not in ("broken", "not compared")]
 
 
@@ -165,7 +165,7 @@ def _on_one_side(one: LeftOut, units: UnitSystem) -> Cells:
 
 
 def to_json(report: Compared, *, finished: bool = True) -> str:
-    """The comparison for programs; values are in bytes, counts, seconds and items a second.
+    """Return the comparison as JSON; values are in bytes, counts, seconds and items a second.
 
     A number that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``, as in a report.
     """

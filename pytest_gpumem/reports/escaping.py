@@ -1,4 +1,4 @@
-"""Texts of tests in GitHub's Markdown and in the log: whatever is in them is shown, and nothing of it takes effect. Pure."""
+"""Escaping of texts for GitHub's Markdown and logs: all of a text is shown, and no part of it takes effect. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""``text`` with what cannot be seen as Python writes it: ``\n``, ``\x1b``, ``\u202e``, ``\ud800``; but for ``keep``."""
+    r"""Return ``text`` with invisible characters but those in ``keep`` as Python writes them: ``\n``, ``\x1b``, ``\ud800``."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -30,12 +30,12 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` with each run of white space as one space."""
+    """Return ``text`` with each run of white space as one space."""
     return " ".join(text.split())
 
 
 def code(text: str) -> str:
-    """``text`` as a code span, character by character. Not for a cell of a table: see `code_in_table`."""
+    """Return ``text`` as a code span. Not for a cell of a table: see `code_in_table`."""
     text = visible(text)
     if not text:
         return ""
@@ -47,17 +47,17 @@ def code(text: str) -> str:
 
 
 def code_in_table(text: str) -> str:
-    """``text`` as a code span in a cell, where alone a backslash before a pipe is not part of the code."""
+    """Return ``text`` as a code span in a cell of a table, where pipes have a backslash that is not part of the code."""
     return code(text).replace("|", "\\|")
 
 
 def html_code(text: str) -> str:
-    """``text`` as code within HTML, as in the summary of a ``<details>``."""
+    """Return ``text`` as code within HTML, as in the summary of a ``<details>``."""
     return f"<code>{html.escape(visible(text), quote=False)}</code>"
 
 
 def plain(text: str) -> str:
-    """``text`` on one line, without any markup, mention or address in it taking effect."""
+    """Return ``text`` on one line, without any markup, mention or address in it taking effect."""
     escaped = _MARKUP.sub(r"\\\1", html.escape(visible(one_line(text)), quote=False))
     escaped = _ADDRESS.sub(lambda found: f"\\{found.group()}", escaped)
     # The entities that `html.escape` made have no "#" in them.
@@ -65,7 +65,7 @@ def plain(text: str) -> str:
 
 
 def block(text: str) -> str:
-    """``text`` as a block of code, line by line."""
+    """Return ``text`` as a block of code, line by line."""
     lines = [visible(line, keep="\t") for line in text.replace("\r\n", "\n").split("\n")]
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -73,11 +73,11 @@ def block(text: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    """A table in Markdown of cells that are escaped already; numbers are aligned right, the columns in ``left`` left."""
+    """Return a table in Markdown of escaped cells; numbers are aligned right, the columns in ``left`` left."""
     rule = ["---" if number in left else "---:" for number in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
 def details(summary: str, body: str) -> str:
-    """``body`` folded away under ``summary``, which is HTML."""
+    """Return ``body`` folded away under ``summary``, which is HTML."""
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"

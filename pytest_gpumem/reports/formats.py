@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of reports, which is told by a file's suffix."""
+    """A format of reports, by the suffix of a file."""
 
     suffix: str
     title: str
-    """What it is for, in the help of the option."""
+    """Its purpose, in the help of the option."""
     renderer: str
     """``"module:function"``: from a `SessionReport` to the text of the file."""
     needs: tuple[str, ...] = ()
@@ -80,12 +80,12 @@ class ReportFiles:
         self._begun = False
 
     def begin(self) -> None:
-        """The session has something to report. Calling twice does nothing."""
+        """Remove earlier files, since the session has something to report. A second call does nothing."""
         if self._begun:
             return
         self._begun = True
         for path in self._paths:
-            # Whatever stands in the way is told when it cannot be written.
+            # Errors are ignored here; `write` returns them.
             with suppress(OSError):
                 path.unlink()
 
@@ -95,7 +95,7 @@ class ReportFiles:
         return self._begun and bool(self._paths)
 
     def write(self, report: SessionReport) -> list[str]:
-        """Write them all; what went wrong, each as a sentence. Those that come after a failed one tell of it, too."""
+        """Write all files and return errors as sentences, which reports that are written later have, too."""
         errors: list[str] = []
         for path in self._paths if self._begun else ():
             try:

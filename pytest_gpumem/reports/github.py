@@ -1,4 +1,4 @@
-"""What a session tells GitHub Actions, without a token or an action: annotations on the tests, and the step's summary."""
+"""Output for GitHub Actions, without a token or an action: annotations on tests, and the step's summary."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _ORDER = list(Outcome)
 
 
 def is_github(environment: Mapping[str, str]) -> bool:
-    """Whether this is a job of GitHub Actions."""
+    """Return whether this is a job of GitHub Actions."""
     return environment.get("GITHUB_ACTIONS") == "true"
 
 
 def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
-    """Lines that the runner turns into annotations, errors before warnings, the most serious first.
+    """Return lines that the runner turns into annotations, errors before warnings, the most serious first.
 
-    ``folder`` is the root directory as seen from the repository's root. An error for whatever makes the session red, a
-    warning for what is uncertain or has no effect. Of more than `MOST_ANNOTATIONS` of a kind, the last tells how many more.
+    Errors are what makes the session red, warnings what is uncertain or has no effect. Of more than `MOST_ANNOTATIONS` of a
+    kind, the last counts the others. ``folder`` is the root directory as seen from the repository's root.
     """
     failed = sorted((row for row in rows_of(report) if row.status.fails), key=_seriousness, reverse=True)
     errors = [
@@ -56,7 +56,7 @@ def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
 
 
 def notice_line(message: str) -> str:
-    """A notice of the run that is about no file."""
+    """Return a notice of the run that is about no file."""
     return _line("notice", "gpumem", message)
 
 
@@ -73,13 +73,13 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
 
 
 def _why_uncertain(row: Row) -> str:
-    told = [
+    reasons = [
         f"{one.metric} is uncertain: {one.reason or 'its interval reaches beyond what is allowed'}"
         for each in row.measured
         for one in each.verdict.metrics
         if one.outcome is Outcome.UNCERTAIN
     ]
-    return "\n".join(told)
+    return "\n".join(reasons)
 
 
 def _of_a_test(kind: str, row: Row, message: str, folder: str) -> str:
@@ -96,7 +96,7 @@ def _at(file: str, line: int | None = None) -> dict[str, str]:
 
 
 def _line(kind: str, title: str, message: str, where: Mapping[str, str] | None = None) -> str:
-    """One command of the runner's: its data and properties escaped as it reads them (``ActionCommand`` of the runner)."""
+    """Return a command of the runner, escaped as its ``ActionCommand`` reads it."""
     properties = {**(where or {}), "title": _cut(visible(title), MOST_OF_A_TITLE)}
     said = ",".join(f"{name}={_property(visible(value))}" for name, value in properties.items())
     lines = [visible(one) for one in message.split("\n")]
@@ -116,7 +116,7 @@ def _property(text: str) -> str:
 
 
 def folder_within(root: Path, workspace: str | None) -> str:
-    """The root directory as seen from the repository's, with a slash at its end; empty where they are the same, or apart."""
+    """Return the root directory as seen from the repository's, with a slash; empty where they are the same, or apart."""
     if not workspace:
         return ""
     try:
@@ -145,9 +145,9 @@ def add_to_summary(file: str, report: SessionReport) -> None:
 
 
 def told_to_github(report: SessionReport, root: Path, environment: Mapping[str, str]) -> Sequence[str]:
-    """Add to the step's summary, and give the lines to print at the very end, each at the start of a line.
+    """Add to the step's summary, and return the lines to print at the very end, each at the start of a line.
 
-    Nothing where this is no job of GitHub Actions, or the session measured nothing.
+    None where this is no job of GitHub Actions, or the session measured nothing.
     """
     if not is_github(environment) or not (report.results or report.not_run or report.problems):
         return []

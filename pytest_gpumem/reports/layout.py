@@ -1,4 +1,4 @@
-"""Tables of styled cells, made to fit what a stream can show: its width and its characters. Pure."""
+"""Tables of styled cells that fit the width and the characters of a stream. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 _HARMLESS = frozenset({"Zs"})
-"""Of what Python calls unprintable, only blanks may be written as they are."""
+"""Categories that Python calls unprintable and that may be written: blanks."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
 _BEGINNING = 1 / 3
-"""Of a text that is shortened. The end of a test's id tells more than its beginning."""
+"""The share of the beginning in a shortened text: the end of a test's id has more information."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Screen:
     encoding: str = "utf-8"
 
     def legible(self, text: str) -> str:
-        """``text`` as this stream can show it, in one line.
+        """Return ``text`` as this stream can show it, in one line.
 
         What would move the cursor, recolour or reorder (control characters, newlines, right-to-left marks) or cannot be
         seen is escaped as in Python. What the stream cannot encode is replaced by its ASCII equivalent, or else escaped.
@@ -40,7 +40,7 @@ class Screen:
         )
 
     def shortened(self, text: str, width: int) -> str:
-        """``text`` in at most ``width`` cells: what does not fit is left out of its middle."""
+        """Return ``text`` in at most ``width`` cells; characters in its middle are left out."""
         if cells(text) <= width:
             return text
         left_out = self.legible("…")
@@ -57,7 +57,7 @@ class Screen:
 
 
 def cells(text: str) -> int:
-    """How many cells of a terminal ``text`` takes: two for an East Asian character, none for a combining one."""
+    """Return how many cells of a terminal ``text`` takes: two for an East Asian character, none for a combining one."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -76,7 +76,7 @@ def _escaped(character: str) -> str:
 
 
 def _first(text: str, width: int) -> str:
-    """As much of the beginning as fits."""
+    """Return as much of the beginning as fits."""
     beginning = text[:width]
     while cells(beginning) > width:
         beginning = beginning[:-1]
@@ -84,7 +84,7 @@ def _first(text: str, width: int) -> str:
 
 
 def _last(text: str, width: int) -> str:
-    """As much of the end as fits, and no mark without the character that it belongs to."""
+    """Return as much of the end as fits, without a combining mark at its start."""
     end = text[len(text) - width :] if width else ""
     while end and (cells(end) > width or not cells(end[0])):
         end = end[1:]
@@ -92,7 +92,7 @@ def _last(text: str, width: int) -> str:
 
 
 Style = Literal["good", "bad", "doubtful", "heading", "aside"]
-"""What a text means. It says so in words, too: where there are no colours, nothing is lost."""
+"""The meaning of a text, which its words have, too: without colours nothing is lost."""
 
 _GAP = 2
 _HANGING = 4
@@ -112,7 +112,7 @@ Line = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How a column gives way where there is no room for the whole table.
+    """A column, and how it shrinks where there is no room for the whole table.
 
     Cells of one with ``least`` are shortened to that many cells of the screen; one with a ``weight`` is left out, the
     lightest first. One with neither keeps its width. With ``left``, its cells are aligned left.
@@ -143,7 +143,7 @@ class _Plan:
 
 
 def laid_out(table: Table, screen: Screen) -> list[Line]:
-    """The lines of a table, with its header, and one that names the columns for which there was no room.
+    """Return the lines of a table, with its header, and one that names the columns for which there was no room.
 
     Where the name of a row and its figures do not fit side by side, it stands above them.
     """
@@ -153,13 +153,13 @@ def laid_out(table: Table, screen: Screen) -> list[Line]:
     lines = [line for row in rows for line in _lines_of(row, table, plan, screen)]
     left_out = [column.title for number, column in enumerate(table.columns) if number not in plan.kept]
     if left_out:
-        said = f"not shown, for want of width: {', '.join(title for title in left_out if title)}"
-        lines.append((Span(" " * table.indent + said, "aside"),))
+        note = f"not shown, for want of width: {', '.join(title for title in left_out if title)}"
+        lines.append((Span(" " * table.indent + note, "aside"),))
     return lines
 
 
 def text_of(line: Line) -> str:
-    """A line without its styles."""
+    """Return a line without its styles."""
     return "".join(span.text for span in line)
 
 
@@ -170,14 +170,13 @@ def _plan(table: Table, rows: Sequence[Line], screen: Screen) -> _Plan:
         return _Plan(everything, tuple(natural))
     room = screen.width - table.indent
     weighed = [(column.weight, number) for number, column in enumerate(table.columns) if column.weight is not None]
-    giving_way = [number for _, number in sorted(weighed)]
+    droppable = [number for _, number in sorted(weighed)]
     offers = [
-        tuple(number for number in everything if number not in giving_way[:count])
-        for count in range(len(giving_way) + 1)
+        tuple(number for number in everything if number not in droppable[:count]) for count in range(len(droppable) + 1)
     ]
     for kept in offers:
         widths = _fitted(table.columns, natural, kept, room)
-        if widths is not None and _told_apart(rows, widths[0], screen):
+        if widths is not None and _differ(rows, widths[0], screen):
             return _Plan(kept, widths)
     for kept in offers:
         widths = _fitted(table.columns, natural, kept[1:], room - _HANGING)
@@ -191,21 +190,21 @@ def _plan(table: Table, rows: Sequence[Line], screen: Screen) -> _Plan:
 def _fitted(
     columns: Sequence[Column], natural: Sequence[int], kept: Sequence[int], room: int
 ) -> tuple[int, ...] | None:
-    """The widths of the columns in ``kept``, if they fit: those that can be shortened share what is left."""
+    """Return the widths of the columns in ``kept``, if they fit; those that can be shortened share the spare cells."""
     widths = {number: min(natural[number], columns[number].least or natural[number]) for number in kept}
     spare = room - sum(widths.values()) - _GAP * (len(kept) - 1)
     if spare < 0:
         return None
-    wanting = sorted((natural[number] - widths[number], number) for number in kept)
-    for place, (wanted, number) in enumerate(wanting):
-        share = min(wanted, spare // (len(wanting) - place))
+    by_need = sorted((natural[number] - widths[number], number) for number in kept)
+    for place, (need, number) in enumerate(by_need):
+        share = min(need, spare // (len(by_need) - place))
         widths[number] += share
         spare -= share
     return tuple(widths[number] for number in kept)
 
 
-def _told_apart(rows: Sequence[Line], width: int, screen: Screen) -> bool:
-    """Whether names that differ still do once they are shortened."""
+def _differ(rows: Sequence[Line], width: int, screen: Screen) -> bool:
+    """Return whether different names still differ when shortened."""
     names = {row[0].text for row in rows}
     return len({screen.shortened(name, width) for name in names}) == len(names)
 
@@ -224,14 +223,14 @@ def _lines_of(row: Line, table: Table, plan: _Plan, screen: Screen) -> Iterable[
 
 
 def _aligned(cell: Span, column: Column, width: int, screen: Screen) -> tuple[str, Span, str]:
-    """The cell, and the blanks before and after it."""
+    """Return the cell, and the blanks before and after it."""
     text = cell.text if column.least is None else screen.shortened(cell.text, width)
     blank = " " * (width - cells(text))
     return ("", Span(text, cell.style), blank) if column.left else (blank, Span(text, cell.style), "")
 
 
 def _joined(fitted: Sequence[tuple[str, Span, str]], indent: int) -> Line:
-    """One line, without blanks at its end."""
+    """Return one line, without blanks at its end."""
     line: list[Span] = []
     blank = " " * indent
     for before, span, after in fitted:
@@ -254,11 +253,11 @@ def without_empty(
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Lines of a table without borders; numbers are aligned right, the columns in ``left`` left. Nothing is cut off."""
+    """Return lines of a table without limits of width; numbers are aligned right, the columns in ``left`` left."""
     titles = tuple(Column(title, left=number in left) for number, title in enumerate(header))
     return plain_lines(Table(titles, tuple(tuple(map(Span, row)) for row in rows)))
 
 
 def plain_lines(table: Table) -> list[str]:
-    """Lines of a table without styles, as wide as they are."""
+    """Return lines of a table without styles, as wide as they are."""
     return [text_of(line).rstrip() for line in laid_out(table, Screen())]

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.selecting import unused_line
-from pytest_gpumem.gate.verdict import FAILING, Outcome
+from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.escaping import block, code, code_in_table, details, html_code, plain, table
 from pytest_gpumem.reports.explanation import explained, grown_counts
@@ -58,7 +58,6 @@ _MANY = {
     _MATRIX: "tables of configs",
 }
 _METRICS = ("metric", "baseline", "now", "change", "allowed", "budget", "verdict")
-_NEWS = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 _VERDICTS = {"passed": "✅ gpumem passed", "failed": "❌ gpumem failed", "idle": "⚪ gpumem gated nothing"}
 
 
@@ -221,7 +220,7 @@ def _changed_table(measured: Iterable[Measured], units: UnitSystem) -> str:
         [code_in_table(each.title), *map(plain, astuple(texts_of(one, units))[:4]), _loud(one.outcome)]
         for each in measured
         for one in each.verdict.metrics
-        if one.outcome in _NEWS
+        if one.outcome in CHANGED
     ]
     return table(["test", "metric", "baseline", "now", "change", "verdict"], rows, (0, 1, 5)) if rows else ""
 

@@ -1,8 +1,9 @@
-"""Several shards of a session made into one report. Pure: the same whole in whatever order, also of what was merged before."""
+"""Several shards of a session merged into one report, in any order, also of merged ones. Pure."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -21,18 +22,22 @@ _ORDER = list(Outcome)
 
 
 class MergeError(ValueError):
-    """Reports that are not of one session; the message says which differ in what, and what would be right."""
+    """Reports are not of one session; the message says which differ in what, and what would be right."""
 
 
 def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
-    """The report of the whole that ``reports`` are shards of, or merged shards.
+    """Return the report of the whole run of which ``reports`` are shards, or merged shards.
 
     A test that ran in one shard is not missing because it did not in another. Of a test that ran in several on the same
-    device, the result is kept that speaks most against it: one that failed, or else one that was measured, or else the more
-    serious outcome. On several devices it keeps a result for each.
+    device, the worst result is kept: one that failed, or else one that was measured, or else the more serious outcome. On
+    several devices it keeps a result for each.
 
-    Raises `MergeError` when they are of different commits or versions, or were held to different terms. ``names`` are what
-    that calls them.
+    Args:
+        reports: The shards.
+        names: What messages call them.
+
+    Raises:
+        MergeError: They are of different commits or versions, or were run with different options.
     """
     if not reports:
         raise MergeError("there is nothing to merge: name the JSON reports of the shards")
@@ -70,26 +75,20 @@ def _unmeasured_shards(report: SessionReport) -> tuple[tuple[tuple[str, str], ..
 
 
 def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
-    """The tests, as (file, test), that have a result in more than one of ``reports``, sorted."""
-    seen: set[tuple[str, str]] = set()
-    again: set[tuple[str, str]] = set()
-    for report in reports:
-        tests = {(result.verdict.file, result.verdict.test) for result in report.results}
-        again |= tests & seen
-        seen |= tests
-    return sorted(again)
+    """Return the tests, as (file, test), that have a result in more than one of ``reports``, sorted."""
+    ran = Counter(
+        test for report in reports for test in {(result.verdict.file, result.verdict.test) for result in report.results}
+    )
+    return sorted(test for test, times in ran.items() if times > 1)
 
 
 def in_no_shard(whole: SessionReport) -> list[tuple[str, str]]:
-    """The measured tests, as (file, test), that were collected and that no shard selected, sorted."""
+    """Return the measured tests, as (file, test), that were collected and that no shard selected, sorted."""
     return sorted(whole.selection.collected - whole.selection.measured)
 
 
 def run_twice(reports: Sequence[SessionReport]) -> tuple[int, int] | None:
-    """Two of ``reports``, by their places, that seem to be the same shard: the same tests, in the same environments.
-
-    ``None`` where there are none.
-    """
+    """Return the numbers of two ``reports`` with the same tests in the same environments; ``None`` where there are none."""
     seen: dict[tuple[object, ...], int] = {}
     for number, report in enumerate(reports):
         if not report.selection.measured:
@@ -115,8 +114,9 @@ def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
         here, there = asdict(first.terms), asdict(report.terms)
         for term, value in here.items():
             if there[term] != value:
+                old, new = ("none" if one is None else str(one).lower() for one in (value, there[term]))
                 raise MergeError(
-                    f"{names[0]} was run with {_told(term, value)}, {name} with {_told(term, there[term])}: "
+                    f"{names[0]} was run with {term} = {old}, {name} with {term} = {new}: "
                     "run all shards with the same options"
                 )
     known = [(name, report.commit) for name, report in zip(names, reports, strict=True) if report.commit]
@@ -128,10 +128,6 @@ def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
             )
 
 
-def _told(term: str, value: object) -> str:
-    return f"{term} = {'none' if value is None else str(value).lower()}"
-
-
 def _results(results: Iterable[TestResult]) -> tuple[TestResult, ...]:
     kept: dict[tuple[str, str, tuple[str, ...]], TestResult] = {}
     for result in results:
@@ -141,20 +137,20 @@ def _results(results: Iterable[TestResult]) -> tuple[TestResult, ...]:
     return tuple(
         result
         for (file, test, devices), result in sorted(kept.items(), key=lambda entry: entry[0])
-        # Not measured by one shard, and by another: what it was skipped for there is settled.
+        # A test that one shard could not measure counts only where no other did.
         if devices or result.failed or (file, test) not in measured
     )
 
 
 def _devices(result: TestResult) -> tuple[str, ...]:
-    """The slugs of the devices on which a test was measured; none of one that was not."""
+    """Return the slugs of the devices on which a test was measured."""
     if result.verdict.unmeasured:
         return ()
     return tuple(sorted({one.measurement.environment.slug for one in result.verdict.verdicts}))
 
 
 def _weight(result: TestResult) -> tuple[bool, bool, int, bool, str]:
-    """How much a result speaks against its test; the text decides between equals, so that the order never does."""
+    """Return a rank that is higher the worse a result is; the text decides between equals, so that order never does."""
     verdict = result.verdict
     text = json.dumps(to_plain(result), sort_keys=True)
     return result.failed, not verdict.unmeasured, _ORDER.index(verdict.outcome), not result.passed, text
@@ -179,6 +175,6 @@ def _stored(stores: Sequence[Stored]) -> Stored:
 
 
 def _clauses(texts: Iterable[str | None]) -> str | None:
-    """Each of ``texts`` once, as one text. Taken apart where they were put together before."""
+    """Return each of ``texts`` once, as one text. Those that were merged before are split."""
     clauses = {clause for text in texts if text is not None for clause in text.split(_AND)}
     return _AND.join(sorted(clauses)) if clauses else None

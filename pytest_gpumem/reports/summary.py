@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.verdict import Outcome, worst
+from pytest_gpumem.gate.verdict import CHANGED, Outcome, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
 from pytest_gpumem.reports.values import change, shown
@@ -24,23 +24,15 @@ MOST_FIGURES = 60
 LEAST_NAME = 30
 """Cells of the screen that a shortened test id has at least."""
 STYLES: dict[Outcome, Style | None] = {
-    Outcome.RECORDED: None,
-    Outcome.OK: "good",
-    Outcome.IMPROVED: "good",
-    Outcome.NEW: None,
-    Outcome.FOREIGN: "doubtful",
-    Outcome.STALE: "doubtful",
-    Outcome.UNMEASURED: "doubtful",
-    Outcome.UNCERTAIN: "doubtful",
-    Outcome.MISSING: "bad",
-    Outcome.REGRESSED: "bad",
-    Outcome.OVER_BUDGET: "bad",
+    **dict.fromkeys((Outcome.RECORDED, Outcome.NEW)),
+    **dict.fromkeys((Outcome.OK, Outcome.IMPROVED), "good"),
+    **dict.fromkeys((Outcome.FOREIGN, Outcome.STALE, Outcome.UNMEASURED, Outcome.UNCERTAIN), "doubtful"),
+    **dict.fromkeys((Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET), "bad"),
 }
 _WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
 """Outcomes of a metric whose measurement has no comparable baseline."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
 """Outcomes of measurements that were not compared."""
-_FOUND = (Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
 """The weight of the column of changes: it is left out after those of metrics."""
 
@@ -88,7 +80,7 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
     for name, metric in METRICS.items():
         verdicts = [one.verdict.of(name) for one in measured]
         known = [one for one in verdicts if one is not None]
-        found = any(one.outcome in _FOUND for one in known)
+        found = any(one.outcome in CHANGED for one in known)
         if metric.shown == "if changed":
             has_column = bool(known) if everything else found
         else:

@@ -1,17 +1,17 @@
-"""The end of a session's output in a terminal. A pure function of its report."""
+"""The end of a session's output in a terminal, and details of measurements. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.verdict import FAILING, Outcome
-from pytest_gpumem.reports.details import NOTHING, Piece, compositions, details
+from pytest_gpumem.reports.explanation import composition_table, part_layout
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.summary import (
     LEAST_NAME,
+    STYLES,
     not_shown,
     notes,
     reasons,
@@ -20,15 +20,100 @@ from pytest_gpumem.reports.summary import (
     ungated_times,
     unstored_times,
 )
+from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.reports.view import measured_in, rows_of
+from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from pytest_gpumem.gate.verdict import MetricVerdict
     from pytest_gpumem.reports.layout import Screen
     from pytest_gpumem.reports.matrix import Row
     from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.view import Measured
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.composition import Explanation
+
+
+Piece = Table | Line
+
+MOST_COMPOSITIONS = 10
+MOST_ROWS = 5
+MOST_ROWS_OF_ALL = 15
+PHASES = ("forward", "backward", "optimizer")
+NOTHING: Line = ()
+_UNEXPLAINED = "what other peaks are made of was not recorded; --gpumem-explain=always records it"
+
+
+def compositions(measured: Iterable[Measured], units: UnitSystem, *, everything: bool) -> list[Piece]:
+    """Return the compositions of explained peaks: of the first `MOST_COMPOSITIONS`, or of all with ``everything``."""
+    explained = [
+        (one, explanation) for one in measured if (explanation := one.verdict.measurement.explanation) is not None
+    ]
+    pieces: list[Piece] = []
+    for one, explanation in explained[: None if everything else MOST_COMPOSITIONS]:
+        total = format_bytes(explanation.peak.total, units)
+        pieces.append((Span(one.title, "heading"), Span(f": {total} at the peak")))
+        pieces += [*_composition(explanation, units, MOST_ROWS), NOTHING]
+    more = len(explained) - MOST_COMPOSITIONS
+    if more > 0 and not everything:
+        pieces += [(Span(f"... and {more} more; -v shows them all"),), NOTHING]
+    return pieces
+
+
+def details(measured: Iterable[Measured], units: UnitSystem) -> list[Piece]:
+    """Return the phases of each measurement, and the composition of its peak where that was recorded."""
+    pieces: list[Piece] = []
+    unexplained = False
+    for one in measured:
+        phases = phase_table(one, units)
+        explanation = one.verdict.measurement.explanation
+        unexplained |= explanation is None and phases is not None
+        if phases is None and explanation is None:
+            continue
+        pieces.append((Span(one.title, "heading"),))
+        if phases is not None:
+            pieces.append(phases)
+        if explanation is not None:
+            pieces.append((Span(f"  {format_bytes(explanation.peak.total, units)} at the peak"),))
+            pieces += _composition(explanation, units, MOST_ROWS_OF_ALL)
+            pieces += [(Span(f"  note: {note}"),) for note in explanation.peak.notes]
+        pieces.append(NOTHING)
+    if unexplained:
+        pieces += [(Span(_UNEXPLAINED, "aside"),), NOTHING]
+    return pieces
+
+
+def phase_table(one: Measured, units: UnitSystem) -> Table | None:
+    """Return the peak and time of each phase, with their changes; ``None`` where the step has no phases."""
+    found = {
+        phase: (one.verdict.of(f"peak_{phase}"), one.verdict.of(f"{phase}_time"))
+        for phase in PHASES
+        if one.verdict.of(f"peak_{phase}") is not None
+    }
+    if not found:
+        return None
+    timed = any(time is not None for _, time in found.values())
+    times = (Column("time", weight=2), Column("change", weight=0)) if timed else ()
+    columns = (Column("phase", left=True), Column("peak"), Column("change", weight=1), *times)
+    rows = []
+    for phase, (peak, time) in found.items():
+        figures = [*_figure(peak, units), *(_figure(time, units) if timed else ())]
+        rows.append((Span(phase), *map(Span, figures)))
+    return Table(columns, tuple(rows), indent=2)
+
+
+def _figure(metric: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
+    if metric is None:
+        return "-", ""
+    return shown(metric.metric, metric.value, units), change(metric, units)
+
+
+def _composition(explanation: Explanation, units: UnitSystem, most: int) -> list[Piece]:
+    table = composition_table("", explanation.peak, units, most)
+    return [part_layout(table, indent=2), *([(Span(f"  {table.rest_line}"),)] if table.others else [])]
+
 
 MARKUP: dict[Style | None, dict[str, bool]] = {
     None: {},
@@ -41,7 +126,6 @@ MARKUP: dict[Style | None, dict[str, bool]] = {
 """Styles as arguments of pytest's terminal writer."""
 _WEIGHTS = {"ROI": 0, "cost": 1, "step time": 2, "saving": 3}
 """The columns of a matrix that a narrow terminal leaves out, the lightest first."""
-_DOUBTFUL = frozenset({Outcome.FOREIGN, Outcome.STALE, Outcome.UNMEASURED, Outcome.UNCERTAIN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +214,11 @@ def _ending(report: SessionReport) -> list[Line]:
 
 def _style_of(report: SessionReport) -> Style | None:
     """Return the style of the line that counts: of its worst outcome, and good only where something was gated."""
-    outcomes = {result.verdict.outcome for result in report.results}
+    styles = {STYLES[result.verdict.outcome] for result in report.results}
     # The line does not count tests that are not measured.
-    if not replace(report, others_failed=0).passed or not outcomes.isdisjoint(FAILING):
+    if "bad" in styles or not replace(report, others_failed=0).passed:
         return "bad"
-    if not outcomes.isdisjoint(_DOUBTFUL):
+    if "doubtful" in styles:
         return "doubtful"
     return "good" if any(result.verdict.gated for result in report.results) else None
 

@@ -60,8 +60,8 @@ def put(github: FakeGitHub, body: str = "now", name: str = "gpumem", token: str 
 def test_the_first_run_makes_a_comment_and_the_next_one_changes_it(github):
     made, _ = put(github, "red")
     changed, _ = put(github, "green")
-    assert (made.made, changed.made) == (True, False)
-    assert made.address == changed.address == github.comments[0]["html_url"]
+    assert (made[0], changed[0]) == (True, False)
+    assert made[1] == changed[1] == github.comments[0]["html_url"]
     assert [comment["body"] for comment in github.comments] == [f"{MINE}\ngreen"]
 
 
@@ -69,7 +69,7 @@ def test_the_comment_is_found_on_the_last_page(github):
     for number in range(6):
         github.add(f"comment {number}")
     github.add(f"{MINE}\nold")
-    assert not put(github)[0].made
+    assert not put(github)[0][0]
     assert github.comments[-1]["body"] == f"{MINE}\nnow"
 
 
@@ -83,13 +83,13 @@ def test_the_comment_is_found_on_the_last_page(github):
 )
 def test_a_comment_is_left_alone(github, body, login):
     github.add(body, login)
-    assert put(github)[0].made
+    assert put(github)[0][0]
     assert [comment["body"] for comment in github.comments] == [body, f"{MINE}\nnow"]
 
 
 def test_a_comment_without_an_author_or_text_is_passed_over(github):
     github.comments += [{"id": 1, "body": None, "user": None}, {"id": 2, "body": f"{MINE}\nold", "user": None}]
-    assert put(github)[0].made
+    assert put(github)[0][0]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PATCH"])

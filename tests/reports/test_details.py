@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from pytest_gpumem.reports.details import MOST_TOLD, compositions, details, phase_table
 from pytest_gpumem.reports.layout import Table, plain_lines, text_of
+from pytest_gpumem.reports.terminal import MOST_COMPOSITIONS, compositions, details, phase_table
 from pytest_gpumem.reports.view import Measured, measured_in
 from pytest_gpumem.values.composition import Composition, Explanation
 from tests.reports.made_up import GB, MB, explained, recorded, result, verdict_on
@@ -91,11 +91,14 @@ def test_every_measurement_that_was_explained_is_told_with_its_peak():
 
 
 def test_of_very_many_the_first_are_told_unless_all_are_asked_for():
-    measured = measured_in([explained(f"test_{number}") for number in range(MOST_TOLD + 2)])
+    measured = measured_in([explained(f"test_{number}") for number in range(MOST_COMPOSITIONS + 2)])
     short = lines(compositions(measured, "si", everything=False))
-    assert sum("at the peak" in line for line in short) == MOST_TOLD
+    assert sum("at the peak" in line for line in short) == MOST_COMPOSITIONS
     assert short[-2] == "... and 2 more; -v shows them all"
-    assert sum("at the peak" in line for line in lines(compositions(measured, "si", everything=True))) == MOST_TOLD + 2
+    assert (
+        sum("at the peak" in line for line in lines(compositions(measured, "si", everything=True)))
+        == MOST_COMPOSITIONS + 2
+    )
 
 
 def test_what_was_not_explained_is_not_told():

@@ -1,4 +1,4 @@
-"""What the charts of a page draw, as plain values in the units that a person reads. Pure."""
+"""Data of a page's charts, as plain values in readable units. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.matrix import efficient
-from pytest_gpumem.units import format_bytes, format_seconds
+from pytest_gpumem.units import SIZES, SYSTEMS, format_bytes, format_seconds
 from pytest_gpumem.values.composition import CATEGORIES
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.timeline import OverTime
     from pytest_gpumem.values.times import Sample
 
-_BYTES = {"si": (1000, ("B", "kB", "MB", "GB", "TB")), "iec": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _DIGITS = 5
 """Of a figure in a chart: more than a screen has pixels."""
@@ -31,7 +30,7 @@ _FURTHEST = 2
 
 
 def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: UnitSystem) -> dict[str, Any]:
-    """What a step held at each moment, as areas that lie on each other, with its phases and its peak.
+    """Return the memory of a step over time as stacked areas, with its phases and its peak.
 
     Lines show the baseline and the budget by which that peak was ``judged``.
     """
@@ -74,7 +73,7 @@ def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: Un
 
 
 def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
-    """The rounds of each sample of a step's time, with their median and its interval, and the baseline's median."""
+    """Return the rounds of each sample of a step's time, with their median, its interval and the baseline's median."""
     times = verdict.measurement.times
     if times is None:
         return None
@@ -108,7 +107,7 @@ def _sample(sample: Sample, clock: float) -> dict[str, Any]:
 
 
 def matrix_chart(title: str, rows: Sequence[Row], units: UnitSystem) -> dict[str, Any] | None:
-    """Saving against cost of each config that has both, and which of them no other one beats; ``None`` with none to compare."""
+    """Return saving and cost of the configs, and which are efficient; ``None`` unless two have both."""
     first = next((row for row in rows if row.peak is not None), None)
     if first is None or not first.peak or not first.time:
         return None
@@ -136,11 +135,8 @@ def matrix_chart(title: str, rows: Sequence[Row], units: UnitSystem) -> dict[str
 
 
 def _unit_of_bytes(most: int, units: UnitSystem) -> tuple[int, str]:
-    base, names = _BYTES[units]
-    power = 0
-    while power < len(names) - 1 and most >= base ** (power + 1):
-        power += 1
-    return base**power, names[power]
+    name = next((name for name in reversed(SYSTEMS[units][1]) if most >= SIZES[name]), "B")
+    return SIZES[name], name
 
 
 def _unit_of_seconds(most: float) -> tuple[float, str]:
