@@ -253,7 +253,7 @@ def test_step_times_are_judged_where_the_new_side_has_rounds_and_told_where_it_h
     medians = stored(test_a=entry(device=machine, metrics={"step_time": 0.02}, runs=Runs((0.02,), (2e7,))))
     (row,) = judged(old, medians).rows
     (time,) = (change for change in row.changes if change.metric == "step_time")
-    assert (row.outcome, time.outcome, time.is_news) == (Outcome.OK, Outcome.RECORDED, True)
+    assert (row.outcome, time.outcome, time.is_shown) == (Outcome.OK, Outcome.RECORDED, True)
 
 
 @pytest.mark.parametrize("text", [*TEXTS.values(), "a|<b>x</b>|`@bob"], ids=[*TEXTS, "all at once"])

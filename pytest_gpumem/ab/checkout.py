@@ -59,7 +59,7 @@ class Checkout:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is removed afterwards with all it has. This process holds the lock in it as long as it lives."""
+    """Make a folder that is removed afterwards with all it has. This process holds the lock in it until it ends."""
     from filelock import FileLock
 
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()

@@ -12,7 +12,7 @@ from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_revisions import Ended, Plan, Progress, compare_revisions
 from pytest_gpumem.ab.processes import noted_signals
 from pytest_gpumem.ab.runs import refused
-from pytest_gpumem.cli.streams import InputError, parsed, screen, tell
+from pytest_gpumem.cli.streams import InputError, parsed, screen, write_lines
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.units import counted, parse_ratio
@@ -126,10 +126,9 @@ def ab(
 
 
 def _tell(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
-
-    assert ended.report is not None, "there is something to tell"
+    assert ended.report is not None, "there is a result"
     finished = ended.why is None
-    tell(lines(ended.report, ended.units, screen()))
+    write_lines(lines(ended.report, ended.units, screen()))
     try:
         if json_file is not None:
             json_file.write_text(to_json(ended.report, finished=finished), encoding="utf-8")

@@ -14,7 +14,7 @@ from pytest_gpumem.advice.search_order import Tried, every_config, next_config, 
 from pytest_gpumem.advice.snippet import code_snippet
 from pytest_gpumem.advice.trial import Subject, SubjectError, subject_of, try_config
 from pytest_gpumem.cli.project import devices_of_plugins
-from pytest_gpumem.cli.streams import parsed
+from pytest_gpumem.cli.streams import INTERRUPTED, parsed
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
 from pytest_gpumem.emulation.before_torch import install
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from pytest_gpumem.steps.config import StepConfig
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 @click.command()
@@ -120,7 +117,6 @@ def _climbed(tried: Sequence[Tried], fits: int | None, samples: int | None, bloc
 
 
 def _try(device: Device, subject: Subject, config: StepConfig, number: int) -> Tried:
-
     click.echo(f"[{number}] {config} ... ", nl=False, err=True)
     try:
         tried = try_config(device, subject, config)
@@ -145,7 +141,6 @@ def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, 
 
 
 def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject) -> None:
-
     within = "" if fits is None else f" of {format_bytes(fits)}"
     time = "" if chosen.time is None else f", {format_seconds(chosen.time)} a step"
     click.echo(f"recommended: {chosen.config}: {format_bytes(chosen.peak or 0)}{within}{time}")
@@ -162,7 +157,6 @@ def _device(name: str) -> Device:
             raise click.ClickException(str(error)) from None
         install(name)
         return make_cuda()
-
     known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
     if name not in (*known, AUTO):
         raise click.UsageError(f"--device {name}: no such device; {nearest_device(name, [*known, AUTO])}")

@@ -9,7 +9,7 @@ import click
 
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli.project import committed, place_of_store, project_settings, read_baselines
-from pytest_gpumem.cli.streams import InputError, read_report, screen, tell
+from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lines
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compared, side_of_report, side_of_store
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings
@@ -50,7 +50,7 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
     elif form == "markdown":
         click.echo(markdown(found, settings.units), nl=False)
     else:
-        tell(lines(found, settings.units, screen()))
+        write_lines(lines(found, settings.units, screen()))
     if found.exit_status == NOTHING_COMPARED:
         click.echo("Error: nothing could be compared", err=True)
     sys.exit(found.exit_status)

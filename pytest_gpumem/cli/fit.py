@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import InputError, input_errors, screen, tell
+from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, screen, write_lines
 from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
 from pytest_gpumem.emulation.torch_build import EmulationError
@@ -22,10 +22,6 @@ from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -125,12 +121,11 @@ def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], ste
 
 
 def _say(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
-
     if as_json:
         click.echo(to_json(found, command, status), nl=False)
         return
     click.echo(err=True)
-    tell([*laid_out(table(found, CONTEXT_BYTES), screen()), ""])
+    write_lines([*laid_out(table(found, CONTEXT_BYTES), screen()), ""])
     more = details(found, str(Path.cwd()))
-    tell([*more, ""] if more else [])
-    tell([conclusion(found)])
+    write_lines([*more, ""] if more else [])
+    write_lines([conclusion(found)])

@@ -11,7 +11,7 @@ from pytest_gpumem.baselines.history import Event, events_of, file_changes, name
 from pytest_gpumem.baselines.selecting import nearest_tests, selected
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli.project import checkout_of, committed, place_of_store, project_settings, read_baselines
-from pytest_gpumem.cli.streams import InputError, input_errors, screen, tell
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.git import GitError, is_shallow
 from pytest_gpumem.metrics import METRICS
@@ -82,7 +82,7 @@ def history(*, test: str, metric: str, device: str | None, store: str | None) ->
         raise InputError(f"no baseline of {test!r} ever had {metric}; `gpumem show -v` tells what they have")
     for slug, key, events in histories:
         title = f"{key} on {slug}: {METRICS[metric].title}"
-        tell([title, "", *history_lines(events, metric, settings.units, screen()), ""])
+        write_lines([title, "", *history_lines(events, metric, settings.units, screen()), ""])
     if shallow:
         click.echo(_SHALLOW, err=True)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.baselines.selecting import unused_line
-from pytest_gpumem.cli.streams import InputError, files_of, input_errors, read_report, screen, tell
+from pytest_gpumem.cli.streams import InputError, files_of, input_errors, read_report, screen, write_lines
 from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes, write_report
-from pytest_gpumem.reports.github import told_to_github
+from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.merging import MergeError, in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.terminal import failure_lines, terminal_text
 from pytest_gpumem.units import counted
@@ -88,7 +88,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
             write_report(path, whole)
         except OSError as error:
             raise InputError(f"{path}: the report cannot be written: {error}") from None
-    tell(told_to_github(whole, Path.cwd(), os.environ))
+    write_lines(report_to_github(whole, Path.cwd(), os.environ))
     sys.exit(0 if whole.passed else 1)
 
 
@@ -118,12 +118,12 @@ def _tell(whole: SessionReport, parts: list[SessionReport], verbose: int) -> Non
     if whole.unused:
         lines.append(unused_line(whole.unused))
     text = terminal_text(replace(whole, said=tuple(lines)), screen(), verbose)
-    tell(text.tables)
-    tell(failure_lines(whole, screen()))
+    write_lines(text.tables)
+    write_lines(failure_lines(whole, screen()))
     # terminal_text has the others, which pytest does not say by itself at the end of a session.
     there = {*whole.errors, whole.nothing_gated}
-    tell(f"gpumem: {problem}" for problem in whole.problems if problem not in there)
-    tell(text.lines)
+    write_lines(f"gpumem: {problem}" for problem in whole.problems if problem not in there)
+    write_lines(text.lines)
 
 
 def _named(tests: list[tuple[str, str]]) -> str:

@@ -11,7 +11,7 @@ from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.selecting import of_absent_devices, unused
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.cli.project import QUIET
-from pytest_gpumem.cli.streams import tell
+from pytest_gpumem.cli.streams import write_lines
 from pytest_gpumem.session.options import SESSION
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     except (StoreError, BackendError) as error:
         raise click.ClickException(str(error)) from None
     for slug, key in gone:
-        tell([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
+        write_lines([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
     click.echo(f"{len(gone)} of {len(stored)} baselines {'are' if dry_run else 'were'} unused")
     if left:
         click.echo(_left_alone(left))

@@ -7,7 +7,7 @@ import click
 from pytest_gpumem.baselines.selecting import matches, nearest_tests
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli.project import place_of_store, project_settings, read_baselines
-from pytest_gpumem.cli.streams import InputError, screen, tell
+from pytest_gpumem.cli.streams import InputError, screen, write_lines
 from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.reports.stored import accounting, table, to_json
 
@@ -46,5 +46,5 @@ def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as
         click.echo(to_json(kept, where), nl=False)
         return
     found = table(kept, settings.units, everything=verbose)
-    tell([*laid_out(found, screen()), ""] if found is not None else [])
-    tell([f"gpumem: {accounting(kept, len(baselines), where)}"])
+    write_lines([*laid_out(found, screen()), ""] if found is not None else [])
+    write_lines([f"gpumem: {accounting(kept, len(baselines), where)}"])

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.reports.layout import Line, Style
     from pytest_gpumem.reports.session_report import SessionReport
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 
 class InputError(click.ClickException):
@@ -65,7 +67,7 @@ def screen() -> Screen:
     return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
-def tell(lines: Iterable[Line | str]) -> None:
+def write_lines(lines: Iterable[Line | str]) -> None:
     """Write lines to standard output; texts among them are sanitized first."""
     shows = screen()
     for line in lines:

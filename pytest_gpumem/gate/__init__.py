@@ -1,1 +1,1 @@
-"""The gate: what is said of a measurement, and why."""
+"""The gate: the verdict on a measurement, and why."""

@@ -65,7 +65,7 @@ class Baseline:
     runs: Runs | None = None
     """The step's times in the last accepted runs; ``None`` where none was valid."""
     reason: str | None = None
-    """Why it was accepted, in one line; ``None`` where nobody said."""
+    """Why it was accepted, in one line; ``None`` where no reason was given."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     """The operators of its counts, by metric; baselines of older versions have none."""
 
@@ -92,7 +92,7 @@ class Baseline:
         return (
             self.takes_the_same(other)
             and _decisive(self, self.metrics) == _decisive(other, self.metrics)
-            # Lines move without any byte moving; a composition, or what counts are made of, is news only where there is none.
+            # Lines move without a change of bytes: compositions and operators of counts matter only where the other has none.
             and (self.composition is None or other.composition is not None)
             and self.by_operator.keys() <= other.by_operator.keys()
             and (other.tells_lines or not self.tells_lines)

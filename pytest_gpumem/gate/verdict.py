@@ -80,7 +80,7 @@ class Origin:
     torch: str
     commit: str | None = None
     reason: str | None = None
-    """Why it was accepted, in one line; ``None`` where nobody said."""
+    """Why it was accepted, in one line; ``None`` where no reason was given."""
 
 
 @dataclass(frozen=True, slots=True)

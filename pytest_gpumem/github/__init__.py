@@ -1,1 +1,1 @@
-"""What is told to GitHub over its REST API. What needs no API is in `reports.github`."""
+"""Comments over GitHub's API. Output that needs no API is in `reports.github`."""

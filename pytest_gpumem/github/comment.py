@@ -40,7 +40,7 @@ class UnavailableError(GitHubError):
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
         self.after = after
-        """How many seconds to wait, where GitHub said so."""
+        """Seconds to wait, where GitHub names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +121,18 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _refused(what: str, error: HTTPError) -> GitHubError:
-    said = f"{what}: {error.code} {_said(error)}"
+    message = f"{what}: {error.code} {_reason(error)}"
     after = error.headers.get("Retry-After", "")
     if error.code >= 500 or error.code == 429 or (error.code == 403 and after):
-        return UnavailableError(said, float(after) if after.isdecimal() else None)
+        return UnavailableError(message, float(after) if after.isdecimal() else None)
     if error.code == 403:
-        return NotAllowedError(said)
+        return NotAllowedError(message)
     if error.code in (301, 302, 307, 308):
-        return GitHubError(f"{said}; it has moved to {error.headers.get('Location')}")
-    return GitHubError(said)
+        return GitHubError(f"{message}; it has moved to {error.headers.get('Location')}")
+    return GitHubError(message)
 
 
-def _said(error: HTTPError) -> str:
+def _reason(error: HTTPError) -> str:
     """Return GitHub's message on a refusal, on one line."""
     try:
         plain = json.loads(error.read())

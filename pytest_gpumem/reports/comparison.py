@@ -60,7 +60,7 @@ class Change:
         return self.new / self.old if self.old and self.new is not None else None
 
     @property
-    def is_news(self) -> bool:
+    def is_shown(self) -> bool:
         """Whether it is shown: bytes and counts that differ, and times that differ by more than the tolerance."""
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
@@ -96,9 +96,9 @@ class Row:
         return any(change.outcome in COMPARED for change in self.changes)
 
     @property
-    def news(self) -> tuple[Change, ...]:
+    def shown_changes(self) -> tuple[Change, ...]:
         """The changes that are shown."""
-        return tuple(change for change in self.changes if change.is_news)
+        return tuple(change for change in self.changes if change.is_shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def remarks(report: Compared) -> list[str]:
         *(
             f"{change.outcome.words}: {row.title}: {METRICS[change.metric].title}: {change.reason}"
             for row in report.rows
-            for change in row.news
+            for change in row.shown_changes
             if change.reason
         ),
         *(f"note: {row.title}: {note}" for row in report.rows for note in row.notes),
@@ -110,7 +110,7 @@ def accounting(report: Compared) -> str:
     counts.update(one.word for one in report.left_out)
     counts["compared"] = sum(row.compared for row in report.rows)
     if form is _COMPARE:
-        counts["unchanged"] = sum(row.compared and not row.news for row in report.rows)
+        counts["unchanged"] = sum(row.compared and not row.shown_changes for row in report.rows)
     counted = ", ".join(f"{counts[word]} {word}" for word in _COUNTED if counts[word] or word == "compared")
     sides = f"{form.sides[0]} {report.old}, {form.sides[1]} {report.new}"
     if form is _COMPARE:
@@ -131,13 +131,15 @@ def markdown(report: Compared, units: UnitSystem, *, finished: bool = True) -> s
     rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in _cells(report, units)]
     if rows:
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
-    text += [f"- {escaping.plain(said)}" for said in remarks(report)]
+    text += [f"- {escaping.plain(remark)}" for remark in remarks(report)]
     return "\n".join(text).rstrip() + "\n"
 
 
 def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
     """Return the rows: what changed and, of runs in turns, also a first metric of each test that did not change."""
-    shown_changes = [(row, row.news or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows]
+    shown_changes = [
+        (row, row.shown_changes or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows
+    ]
     rows = [(row.title, *_changed(change, report, units)) for row, changes in shown_changes for change in changes]
     # Of what could not be compared in turns there is a remark instead.
     return rows + [_on_one_side(one, units) for one in report.left_out if one.word not in ("broken", "not compared")]

@@ -98,9 +98,9 @@ def _at(file: str, line: int | None = None) -> dict[str, str]:
 def _line(kind: str, title: str, message: str, where: Mapping[str, str] | None = None) -> str:
     """Return a command of the runner, escaped as its ``ActionCommand`` reads it."""
     properties = {**(where or {}), "title": _cut(visible(title), MOST_OF_A_TITLE)}
-    said = ",".join(f"{name}={_property(visible(value))}" for name, value in properties.items())
+    written = ",".join(f"{name}={_property(visible(value))}" for name, value in properties.items())
     lines = [visible(one) for one in message.split("\n")]
-    return f"::{kind} {said}::{_data(_cut(chr(10).join(lines), MOST_OF_A_MESSAGE))}"
+    return f"::{kind} {written}::{_data(_cut(chr(10).join(lines), MOST_OF_A_MESSAGE))}"
 
 
 def _cut(text: str, most: int) -> str:
@@ -144,18 +144,18 @@ def add_to_summary(file: str, report: SessionReport) -> None:
         summary.write(text)
 
 
-def told_to_github(report: SessionReport, root: Path, environment: Mapping[str, str]) -> Sequence[str]:
+def report_to_github(report: SessionReport, root: Path, environment: Mapping[str, str]) -> Sequence[str]:
     """Add to the step's summary, and return the lines to print at the very end, each at the start of a line.
 
     None where this is no job of GitHub Actions, or the session measured nothing.
     """
     if not is_github(environment) or not (report.results or report.not_run or report.problems):
         return []
-    said = []
+    errors = []
     summary = environment.get("GITHUB_STEP_SUMMARY")
     if summary:
         try:
             add_to_summary(summary, report)
         except (OSError, ValueError) as error:
-            said.append(f"gpumem: the step's summary was not written: {visible(str(error))}")
-    return [*said, *annotation_lines(report, folder_within(root, environment.get("GITHUB_WORKSPACE")))]
+            errors.append(f"gpumem: the step's summary was not written: {visible(str(error))}")
+    return [*errors, *annotation_lines(report, folder_within(root, environment.get("GITHUB_WORKSPACE")))]

@@ -49,7 +49,7 @@ class _Part:
     text: str
 
 
-_HEAD, _PROBLEM, _FAILED, _NOT_RUN, _DETAILS, _CHANGED, _NOT_COMPARED, _SAID, _ENVIRONMENT, _MATRIX, _ALL = range(11)
+_HEAD, _PROBLEM, _FAILED, _NOT_RUN, _DETAILS, _CHANGED, _NOT_COMPARED, _STORE, _ENVIRONMENT, _MATRIX, _ALL = range(11)
 _MANY = {
     _PROBLEM: "problems",
     _FAILED: "tests that failed",
@@ -115,9 +115,9 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     if why_not:
         yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in why_not))
     unused = [unused_line(report.unused)] if report.unused and report.passed else []
-    said = [*report.said, *report.selection.idle_budgets, *unused]
-    if said:
-        yield _Part(_SAID, "what became of the store", "\n".join(f"- {plain(one)}" for one in said))
+    store = [*report.said, *report.selection.idle_budgets, *unused]
+    if store:
+        yield _Part(_STORE, "what became of the store", "\n".join(f"- {plain(one)}" for one in store))
     every = _all_tests(rows, units)
     if every:
         yield _Part(_ALL, "the table of all tests", details("All measured tests", every))
@@ -256,8 +256,8 @@ def _matrix_table(rows: Sequence[ConfigRow], units: UnitSystem) -> str:
     header, cells = matrix_cells(rows, units)
     lines = [[code_in_table(config), *map(plain, others)] for config, *others in cells]
     found = table(["config", *header], lines, (0, len(header)))
-    said = legend_of(rows)
-    return f"{found}\n\n{plain(said)}" if said else found
+    legend = legend_of(rows)
+    return f"{found}\n\n{plain(legend)}" if legend else found
 
 
 def _environment(report: SessionReport) -> str:

@@ -21,7 +21,7 @@ from pytest_gpumem.baselines.update import entries_to_write, times_left_out
 from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.formats import ReportFiles
-from pytest_gpumem.reports.github import told_to_github
+from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
@@ -301,7 +301,7 @@ class Controller:
             for span in line:
                 terminalreporter.write(span.text, **MARKUP[span.style])
             terminalreporter.write("\n")
-        for text in told_to_github(report, self._config.rootpath, os.environ):
+        for text in report_to_github(report, self._config.rootpath, os.environ):
             terminalreporter.write_line(text)
 
 

@@ -10,7 +10,7 @@ import pytest
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict
 from pytest_gpumem.reports import github
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.github import annotation_lines, folder_within, told_to_github
+from pytest_gpumem.reports.github import annotation_lines, folder_within, report_to_github
 from pytest_gpumem.reports.markdown import markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
@@ -146,8 +146,8 @@ def environment(tmp_path, **more) -> dict[str, str]:
 def test_the_report_is_added_to_what_the_summary_has(tmp_path):
     summary = tmp_path / "summary.md"
     summary.write_text("no line end", encoding="utf-8")
-    assert told_to_github(session(OK), tmp_path, environment(tmp_path)) == []
-    told_to_github(session(REGRESSED), tmp_path, environment(tmp_path))
+    assert report_to_github(session(OK), tmp_path, environment(tmp_path)) == []
+    report_to_github(session(REGRESSED), tmp_path, environment(tmp_path))
     first, second = markdown(session(OK)), markdown(session(REGRESSED))
     assert summary.read_text(encoding="utf-8") == f"no line end\n{first}\n{second}"
 
@@ -156,7 +156,7 @@ def test_several_runs_of_a_step_stay_within_the_limit_together(tmp_path, monkeyp
     most = 2 * len(markdown(session(OK)).encode()) - 50
     monkeypatch.setattr(github, "MOST_OF_A_SUMMARY", most)
     summary = tmp_path / "summary.md"
-    said = [told_to_github(session(OK), tmp_path, environment(tmp_path)) for _ in range(9)]
+    said = [report_to_github(session(OK), tmp_path, environment(tmp_path)) for _ in range(9)]
     assert summary.stat().st_size <= most
     assert "Left out for want of room" in summary.read_text(encoding="utf-8")
     assert said[0] == []
@@ -170,7 +170,7 @@ def test_several_runs_of_a_step_stay_within_the_limit_together(tmp_path, monkeyp
 
 def test_a_summary_that_cannot_be_written_is_told_beside_the_annotations(tmp_path):
     (tmp_path / "summary.md").mkdir()
-    first, second = told_to_github(session(REGRESSED), tmp_path, environment(tmp_path))
+    first, second = report_to_github(session(REGRESSED), tmp_path, environment(tmp_path))
     assert first.startswith("gpumem: the step's summary was not written: ")
     assert "summary.md" in first
     assert second.startswith("::error ")
@@ -178,9 +178,9 @@ def test_a_summary_that_cannot_be_written_is_told_beside_the_annotations(tmp_pat
 
 def test_nothing_is_told_outside_of_github_nor_of_a_session_that_measured_nothing(tmp_path):
     outside = {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
-    assert told_to_github(session(REGRESSED), tmp_path, outside) == []
-    assert told_to_github(session(terms=Terms()), tmp_path, environment(tmp_path)) == []
+    assert report_to_github(session(REGRESSED), tmp_path, outside) == []
+    assert report_to_github(session(terms=Terms()), tmp_path, environment(tmp_path)) == []
     assert not (tmp_path / "summary.md").exists()
     unmeasured = TestResult(TestVerdict("a.py", "test_z", unmeasured="no CUDA device"), passed=True)
-    told_to_github(session(unmeasured, terms=Terms()), tmp_path, environment(tmp_path))
+    report_to_github(session(unmeasured, terms=Terms()), tmp_path, environment(tmp_path))
     assert (tmp_path / "summary.md").exists()
