@@ -15,9 +15,6 @@ from pytest_gpumem.cli.streams import write_lines
 from pytest_gpumem.session.options import SESSION
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pytest_gpumem.gate.baseline import Key
     from pytest_gpumem.session.process import GpumemSession
 
 
@@ -55,7 +52,12 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         stored = store.keys()
         files = {key.file for _, key in stored}
         if files and not any(map(exists, files)):
-            raise click.ClickException(_another_project(len(files), root))
+            these = "its only test file is not" if len(files) == 1 else f"none of its {len(files)} test files is"
+            raise click.ClickException(
+                f"the store seems to belong to another project: {these} below {root}; nothing was removed. Run gpumem prune "
+                "in the root directory of the tests, or name it with --rootdir; if all of them are gone, remove the store's "
+                "files by hand"
+            )
         selection = session.selection
         found = unused(stored, measured=selection.measured, whole_files=selection.files, exists=exists)
         # Which devices there are is known by loading torch, and only asked where it decides.
@@ -69,28 +71,18 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         write_lines([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
     click.echo(f"{len(gone)} of {len(stored)} baselines {'are' if dry_run else 'were'} unused")
     if left:
-        click.echo(_left_alone(left))
+        devices = ", ".join(sorted({slug for slug, _ in left}))
+        have = (
+            "1 baseline has no test here and was"
+            if len(left) == 1
+            else f"{len(left)} baselines have no test here and were"
+        )
+        click.echo(
+            f"{have} left alone: this machine does not have the device ({devices}), and where it is, the tests may be "
+            "collected; run gpumem prune there"
+        )
     if unguarded is not None:
         click.echo(f"warning: {unguarded}", err=True)
-
-
-def _left_alone(left: list[tuple[str, Key]]) -> str:
-    devices = ", ".join(sorted({slug for slug, _ in left}))
-    baselines = (
-        "1 baseline has no test here and was" if len(left) == 1 else f"{len(left)} baselines have no test here and were"
-    )
-    return (
-        f"{baselines} left alone: this machine does not have the device ({devices}), and where it is, the tests may be "
-        "collected; run gpumem prune there"
-    )
-
-
-def _another_project(files: int, root: Path) -> str:
-    these = "its only test file is not" if files == 1 else f"none of its {files} test files is"
-    return (
-        f"the store seems to belong to another project: {these} below {root}; nothing was removed. Run gpumem prune in the "
-        "root directory of the tests, or name it with --rootdir; if all of them are gone, remove the store's files by hand"
-    )
 
 
 class _Collected:

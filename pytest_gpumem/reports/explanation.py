@@ -5,7 +5,7 @@ Each format lays out the same `PartTable`; here it becomes lines of text. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.difference import REST
@@ -237,7 +237,7 @@ class Explained:
 
     table: PartTable
     lines: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[Explained]:
