@@ -5,9 +5,11 @@ Imports nothing of this package until torch is imported: it is run at the start 
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import sys
+import time
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,8 @@ USAGE = "GPUMEM_EMULATED_USAGE"
 """The folder to which each process writes its usage, if it does."""
 STEPS = "GPUMEM_EMULATED_STEPS"
 """With `USAGE`: the number of an optimizer's steps after which a process ends, if it does."""
+_MOST_SECONDS = 10.0
+"""How long the end of a process waits for autograd's threads, as long as torch itself does."""
 
 
 class _BeforeTorch(MetaPathFinder):
@@ -49,6 +53,8 @@ class _BeforeTorch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
+                # The first that is registered is the last that is called.
+                atexit.register(_wait_for_autograd)
                 from pytest_gpumem.emulation import values
 
                 values.begin()
@@ -71,3 +77,29 @@ def install(word: str) -> None:
     # By its name: a process that was started within such a session has it from a module of another name.
     if not any(type(finder).__name__ == _BeforeTorch.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorch(word))
+
+
+def _wait_for_autograd() -> None:
+    """Wait until autograd's threads have let go of what they ran.
+
+    ``backward`` returns before, and what a thread lets go of may be Python's. Where no kernel takes time, the interpreter may
+    be ending by then: it ends a thread that asks for its lock, and C++ aborts the process, as this leaves a destructor.
+    """
+    until = time.monotonic() + _MOST_SECONDS
+    before, now = None, _threads_of_autograd()
+    while now and not (now == before and all(asleep for asleep, _ in now.values())) and time.monotonic() < until:
+        time.sleep(0.002)  # without the interpreter's lock: a thread that waits for it wakes up
+        before, now = now, _threads_of_autograd()
+
+
+def _threads_of_autograd() -> dict[str, tuple[bool, str]]:
+    """Return, for each thread of autograd by its id, whether it sleeps, and how often it has gone to sleep."""
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            status = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines())
+        except OSError:
+            continue  # it has ended
+        if status["Name"].startswith("pt_autograd"):
+            found[thread.name] = status["State"].startswith("S"), status.get("voluntary_ctxt_switches", "")
+    return found

@@ -6,7 +6,6 @@ The mode (`HostValues`) is entered once for good in the thread that imports torc
 from __future__ import annotations
 
 import atexit
-import time
 from contextlib import ExitStack, contextmanager
 from threading import local
 from typing import TYPE_CHECKING
@@ -25,9 +24,6 @@ from pytest_gpumem.torch_support.private_api import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_SECONDS_TO_LET_GO = 0.1
-"""Time for autograd's thread to release what it ran: without kernels that take time, a process may end before, and abort."""
-
 _mode: HostValues | None = None
 
 
@@ -42,8 +38,6 @@ def begin() -> HostValues:
         _watch_integers(_mode)
         print_by_way_of_the_host()
         _away_in_backward(_mode)
-        # The first that is registered is the last that is called.
-        atexit.register(time.sleep, _SECONDS_TO_LET_GO)
     return _mode
 
 

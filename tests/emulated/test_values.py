@@ -49,6 +49,32 @@ print(torch.cuda.memory_stats()["requested_bytes.all.peak"] // 10**6)
     assert on_gpu(source) == on_gpu(source, before=WITHOUT_VALUES)
 
 
+def test_a_process_ends_when_autograds_thread_has_let_go_of_what_it_ran(on_gpu):
+    # Were it ending while the thread asks for Python's lock, it would abort. The callback goes with the thread's last hold on it.
+    before = (
+        "import atexit\ngone = []\natexit.register(lambda: print(gone))  # after all that torch and gpumem registered\n"
+    )
+    source = """
+import hashlib, threading, time
+going = threading.Event()
+class Callback:
+    def __call__(self):
+        pass
+    def __del__(self):
+        if threading.current_thread() is not threading.main_thread():
+            going.set()
+            until = time.monotonic() + 2
+            while time.monotonic() < until:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 10_000)  # a hundredth of a second without the lock
+            gone.append(True)
+weight = torch.ones(4, device="cuda", requires_grad=True)
+weight.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(Callback()))
+while not going.wait(0.01):
+    (2 * weight).sum().backward()
+"""
+    assert on_gpu(source, before=before) == "[True]\n"
+
+
 def test_an_initialisation_that_draws_again_ends_and_is_no_read(on_gpu):
     source = "torch.nn.init.trunc_normal_(torch.empty(1000, 1000, device='cuda'))\nprint(seen())"
     assert on_gpu(SEEN + source) == "None\n"
