@@ -93,7 +93,9 @@ typedef struct {
     int kind; /* 0 unregistered, 1 host, 2 device */
     int device;
     void *on_device, *on_host;
+#if CUDA_MAJOR >= 13
     long reserved[8];
+#endif
 } PointerAttributes;
 
 typedef struct {
