@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.option_words import NO_CUDNN
 
 if TYPE_CHECKING:
-    import ctypes
-
     from pytest_gpumem.emulation.torch_build import TorchBuild
 
 _OLDEST = (9, 8)
@@ -42,8 +42,15 @@ class Cudnn:
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
     def lacking(self) -> str | None:
-        """Return why peaks of this process may be too low, as a clause; ``None`` if no convolution ran, or cuDNN plans them."""
-        return self.why_zero() if self.convolutions() and self.release() == NO_CUDNN else None
+        """Return why peaks of this process may be too low, as a clause; ``None`` if no convolution ran, or cuDNN plans them.
+
+        A workspace is freed after its convolution, so a peak is too low by one of them at most.
+        """
+        if not self.convolutions() or self.release() != NO_CUDNN:
+            return None
+        most = ctypes.c_int64()
+        self._stand_in.gpumem_tell_most_workspace(ctypes.byref(most))
+        return f"{self.why_zero()}; the largest is estimated at {format_bytes(most.value)} at most"
 
     def why_zero(self) -> str:
         """Return why convolutions' workspaces are taken as 0 without cuDNN, and what to do, as a clause."""

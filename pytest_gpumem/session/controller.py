@@ -259,7 +259,7 @@ class Controller:
         if emulation is not None:
             self._closing.append(
                 f"convolutions: the peaks of {without} measurement{'' if without == 1 else 's'} may be too low: "
-                f"{emulation.cudnn.why_zero()}"
+                f"{emulation.cudnn.lacking() or emulation.cudnn.why_zero()}"
             )
 
     def _tell_unused(self, results: list[TestResult]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_gpumem.emulation.cudnn import installed_cudnn
 from pytest_gpumem.emulation.torch_build import installed_torch
+from pytest_gpumem.units import format_bytes
 from tests.emulated.conftest import REPOSITORY
 
 HERE = Path(__file__).parent
@@ -192,6 +193,53 @@ def test_attention_is_planned_as_it_was_whatever_is_installed(on_gpu):
     assert told.endswith(" 0 2\n")
 
 
+SHAPES = {
+    "ResNet's stem": ((32, 3, 224, 224), (64, 3, 7, 7), 2, 3, 1, 1),
+    "the same without a stride": ((32, 3, 224, 224), (64, 3, 7, 7), 1, 3, 1, 1),
+    "ResNet's blocks": ((32, 128, 56, 56), (128, 128, 3, 3), 2, 1, 1, 1),
+    "ResNet's shortcuts": ((32, 256, 56, 56), (512, 256, 1, 1), 2, 0, 1, 1),
+    "UNet": ((4, 64, 256, 256), (128, 64, 3, 3), 1, 1, 1, 1),
+    "ConvNeXt, one channel a group": ((32, 96, 56, 56), (96, 1, 7, 7), 1, 3, 1, 96),
+    "dilated": ((8, 256, 64, 64), (256, 256, 3, 3), 1, 4, 4, 1),
+    "groups": ((32, 128, 56, 56), (128, 4, 3, 3), 1, 1, 1, 32),
+    "ViT's patches": ((32, 3, 224, 224), (768, 3, 16, 16), 16, 0, 1, 1),
+    "three dimensions": ((2, 16, 32, 64, 64), (32, 16, 3, 3, 3), 1, 1, 1, 1),
+    "one image": ((1, 64, 56, 56), (64, 64, 3, 3), 1, 1, 1, 1),
+    "a small one": ((2, 8, 9, 9), (8, 8, 3, 3), 1, 0, 1, 1),
+    "many channels": ((2, 2048, 7, 7), (2048, 2048, 3, 3), 1, 1, 1, 1),
+}
+"""Input, weight, stride, padding, dilation and groups."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_no_plan_takes_more_than_the_estimate_without_cudnn(on_gpu, dtype):
+    real_cudnn()
+    source = f"""
+import ctypes
+most = ctypes.c_int64.in_dll(cudnn._stand_in, "gpumem_most_workspace")
+for name, (given, filters, *how, groups) in {SHAPES!r}.items():
+    sides = len(given) - 2
+    stride, padding, dilation = ([one] * sides for one in how)
+    how = stride, padding, dilation, False, [0] * sides, groups
+    for last in (False, True):
+        memory_format = [torch.contiguous_format, torch.channels_last if sides == 2 else torch.channels_last_3d][last]
+        x, w = (torch.empty(s, dtype=torch.{dtype}, device="cuda").to(memory_format=memory_format) for s in (given, filters))
+        y = torch.ops.aten.convolution(x, w, None, *how)
+        def backward(of_x, of_w):
+            made = torch.ops.aten.convolution_backward(y, x, w, None, *how, [of_x, of_w, False])
+            return [one for one in made if one is not None]
+        for run in (
+            lambda: [torch.ops.aten.convolution(x, w, None, *how)], lambda: backward(True, False), lambda: backward(False, True)
+        ):
+            most.value, before = 0, cudnn.convolutions()
+            taken = beside(run)
+            if cudnn.convolutions() > before and not 0 <= taken <= most.value:
+                print(name, memory_format, taken, most.value)
+print(cudnn.convolutions() > 50)
+"""
+    assert on_gpu(CONVOLUTIONS + source) == "True\n"
+
+
 # A library that is made for the test
 
 
@@ -223,6 +271,8 @@ RUN = (
     CONVOLUTIONS
     + "x, w = operands(torch.float32, torch.contiguous_format)\nprint(beside(lambda: [conv2d(x, w, padding=1)]))\n"
 )
+# Elements of input and output, of the weight, and of the input at the nine places of the weight; and 16 MiB.
+AT_MOST = f"the largest is estimated at {format_bytes(4 * (11 * 32 * 64 * 56 * 56 + 64 * 64 * 9) + 2**24)} at most"
 
 
 def test_without_it_workspaces_are_taken_as_0_and_that_is_said(on_gpu):
@@ -233,8 +283,9 @@ def test_without_it_workspaces_are_taken_as_0_and_that_is_said(on_gpu):
     ).splitlines()
     assert (none, zero) == ("None", "0")
     assert said.startswith("workspaces of convolutions are taken as 0, since ")
+    assert said.endswith(f"; {AT_MOST}")
     if torch.cudnn >= (9, 8):
-        assert said.endswith(f"no cuDNN is installed (pip install {torch.cudnn_wheel})")
+        assert said.endswith(f"no cuDNN is installed (pip install {torch.cudnn_wheel}); {AT_MOST}")
 
 
 def test_one_that_cannot_be_told_of_a_gpu_is_none(on_gpu, tmp_path):
@@ -242,7 +293,7 @@ def test_one_that_cannot_be_told_of_a_gpu_is_none(on_gpu, tmp_path):
     zero, said = on_gpu(RUN + "print(cudnn.lacking())\n", before=too_old).splitlines()
     assert (zero, said) == (
         "0",
-        f"workspaces of convolutions are taken as 0, since the cuDNN in {tmp_path / 'fake.so'} cannot be used",
+        f"workspaces of convolutions are taken as 0, since the cuDNN in {tmp_path / 'fake.so'} cannot be used; {AT_MOST}",
     )
 
 
@@ -340,6 +391,7 @@ def test_a_session_says_how_many_peaks_lack_them(session):
     assert (
         "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions are" in told.stdout
     )
+    assert "; the largest is estimated at 16.82 MB at most" in told.stdout
 
 
 def test_only_a_measurement_in_which_convolutions_ran_depends_on_cudnn(session, tmp_path):

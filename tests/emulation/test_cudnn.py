@@ -67,6 +67,9 @@ class StandIn:
     def gpumem_cudnn_release(self) -> int:
         return self.planned_by
 
+    def gpumem_tell_most_workspace(self, most) -> None:
+        most._obj.value = 12_000_000
+
 
 def test_the_release_that_plans_is_told_as_people_write_it(tmp_path):
     library = install(tmp_path, "cudnn/lib/libcudnn.so.9", "cu13/lib/libcublasLt.so.13")
@@ -81,12 +84,13 @@ def test_nothing_is_lacking_where_there_are_no_convolutions(tmp_path):
 
 
 ZERO = "workspaces of convolutions are taken as 0, since "
+AT_MOST = "; the largest is estimated at 12.00 MB at most"
 
 
 def test_where_none_is_installed_it_says_how_to_install_the_one_that_torch_requires(tmp_path):
     cudnn = Cudnn(StandIn(), torch_in(tmp_path))
     assert cudnn.release() == "none"
-    assert cudnn.lacking() == ZERO + "no cuDNN is installed (pip install nvidia-cudnn-cu13==9.20.0.48)"
+    assert cudnn.lacking() == ZERO + "no cuDNN is installed (pip install nvidia-cudnn-cu13==9.20.0.48)" + AT_MOST
 
 
 def test_one_that_is_too_old_is_not_tried(tmp_path):
@@ -94,9 +98,9 @@ def test_one_that_is_too_old_is_not_tried(tmp_path):
     stand_in = StandIn()
     cudnn = Cudnn(stand_in, torch_in(tmp_path, cudnn=(9, 7, 1)))
     assert stand_in.used is None
-    assert cudnn.lacking() == ZERO + "torch 2.13.0 has cuDNN 9.7.1, and only 9.8 and newer plan without a GPU"
+    assert cudnn.lacking() == ZERO + "torch 2.13.0 has cuDNN 9.7.1, and only 9.8 and newer plan without a GPU" + AT_MOST
 
 
 def test_one_that_fails_is_named(tmp_path):
     library = install(tmp_path, "cudnn/lib/libcudnn.so.9", "cu13/lib/libcublasLt.so.13")
-    assert Cudnn(StandIn(), torch_in(tmp_path)).lacking() == ZERO + f"the cuDNN in {library} cannot be used"
+    assert Cudnn(StandIn(), torch_in(tmp_path)).lacking() == ZERO + f"the cuDNN in {library} cannot be used" + AT_MOST

@@ -21,6 +21,9 @@ static size_t width(int type) {
 static long convolutions;
 /* How many convolutions were run, or captured in a graph. */
 long gpumem_convolutions(void) { return __atomic_load_n(&convolutions, __ATOMIC_RELAXED); }
+/* The largest estimate of the workspaces of those. */
+int64_t gpumem_most_workspace;
+void gpumem_tell_most_workspace(int64_t *bytes) { *bytes = gpumem_most_workspace; }
 
 static Attribute *attribute_of(const Descriptor *descriptor, int name) {
     Attribute *one = descriptor->attributes;
@@ -55,13 +58,47 @@ int cudnnBackendDestroyDescriptor(Descriptor *descriptor) {
     return 0;
 }
 int cudnnBackendInitialize(Descriptor *descriptor) { return 0; }
+
+/* Estimates the most that a workspace takes: weight, input and output in another layout, and the input unfolded for a product
+   of matrices, with 4 bytes an element and channels in eights; and 16 MiB for parts of sums. No document bounds it, but no plan
+   that was tried takes more (tests/emulated/test_convolutions.py). */
+static int64_t most_workspace(const Descriptor *operation) {
+    int first = operation->type == FIRST_CONVOLUTION ? 703 : operation->type == LAST_CONVOLUTION ? 709 : 715;
+    int64_t elements = 0, unfolded = 1, width = 4;
+    for (int i = 0; i < 3; i++) { /* weight, input, output */
+        const Attribute *operand = attribute_of(operation, first + i);
+        const Descriptor *tensor = operand ? *(Descriptor **)operand->values : NULL;
+        const Attribute *sizes = tensor ? attribute_of(tensor, TENSOR_SIZES) : NULL;
+        const Attribute *type = tensor ? attribute_of(tensor, TENSOR_TYPE) : NULL;
+        if (!sizes) return 0;
+        if (type && *(int *)type->values == 1) width = 8; /* double */
+        int64_t product = 1;
+        for (int64_t at = 0; at < sizes->count; at++) {
+            int64_t size = ((int64_t *)sizes->values)[at];
+            if (at == 1) size = (size + 7) / 8 * 8;
+            product *= size;
+            /* Each place of the output has all channels of the input, as often as the weight has places. */
+            if (at == 1 ? i == 1 : at == 0 ? i == 2 : i != 1) unfolded *= size;
+        }
+        elements += product;
+    }
+    return width * (elements + unfolded) + 16 * (int64_t)MIB;
+}
 int cudnnBackendFinalize(Descriptor *descriptor) {
+    int is = descriptor->type;
+    if (is >= FIRST_CONVOLUTION && is <= LAST_CONVOLUTION) descriptor->most = most_workspace(descriptor);
     return descriptor->convolution && gpumem_cudnn_release() ? gpumem_really_finalize(descriptor) : 0;
 }
 int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *pack) {
     if (plan->convolution) __atomic_add_fetch(&convolutions, 1, __ATOMIC_RELAXED);
+    if (plan->most > gpumem_most_workspace) gpumem_most_workspace = plan->most;
     gpumem_launched("cudnnBackendExecute");
     return 0;
+}
+
+static void made_of(Descriptor *descriptor, const Descriptor *part) {
+    descriptor->convolution |= part->convolution;
+    if (part->most > descriptor->most) descriptor->most = part->most;
 }
 
 /* The attribute is kept for as long as the descriptor, and so is what it refers to. */
@@ -78,7 +115,7 @@ int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, int64_t
             Descriptor *one = ((Descriptor *const *)values)[i];
             if (!one) continue;
             __atomic_add_fetch(&one->holders, 1, __ATOMIC_RELAXED);
-            descriptor->convolution |= one->convolution;
+            made_of(descriptor, one);
         }
     forget_values(kept);
     *kept = (Attribute){name, type, count, malloc(bytes + 1), kept->next};
@@ -87,7 +124,7 @@ int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, int64_t
 }
 int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values) {
     if (type == DESCRIPTOR && values)
-        for (int64_t i = 0; i < wanted; i++) ((Descriptor **)values)[i]->convolution |= descriptor->convolution;
+        for (int64_t i = 0; i < wanted; i++) made_of(((Descriptor **)values)[i], descriptor);
     if (descriptor->real) return gpumem_really_get(descriptor, name, type, wanted, found, values);
     int64_t unasked;
     if (!found) found = &unasked;

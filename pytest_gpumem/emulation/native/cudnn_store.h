@@ -16,6 +16,7 @@ enum {
     CONFIG_ENGINE = 300, CONFIG_WORKSPACE = 303, CONFIG_SHARED_MEMORY = 304,
     PLAN_WORKSPACE = 402, PLAN_JSON = 405, PLAN_DEVICE = 407,
     GRAPH_ENGINE_COUNT = 802,
+    TENSOR_TYPE = 901, TENSOR_SIZES = 902,
     DEVICE_JSON = 2702,
 };
 /* cudnnBackendAttributeType_t */
@@ -31,6 +32,7 @@ typedef struct {
     int type;
     int holders;           /* the caller, and each attribute that refers to it */
     int convolution;       /* whether it is a convolution, or made of one: a graph, its heuristics, its plans */
+    int64_t most;          /* of a convolution and what is made of it: the most that its workspace is estimated at */
     void *real;            /* the real library's descriptor of the same, where there is one */
     Attribute *attributes; /* in the order in which they were set */
 } Descriptor;
