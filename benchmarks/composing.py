@@ -20,7 +20,6 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.measured import Explaining, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 LIMIT = 3.0
@@ -47,7 +46,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     device = CpuDevice()
     device.open()
     explaining = Explaining(Sites(Path(__file__).parent), Artifacts(None, "", device))
-    bench = MeasuringContext(device, Windows(device), time_budget=None, explaining=explaining)
+    bench = MeasuringContext(device, time_budget=None, explaining=explaining)
     tokens = torch.randint(50257, (SAMPLES, LENGTH))
     runs: list[Run] = []
     batch = {"input_ids": tokens, "labels": tokens}

@@ -14,7 +14,6 @@ from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.difference import Difference, difference
 from pytest_gpumem.steps.measured import Explaining, MeasuringContext
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.values.composition import Composition, Row
 from pytest_gpumem.values.plain import from_plain, to_plain
 
@@ -147,7 +146,7 @@ def recorded(
     project.write(edits)
     explaining = Explaining(Sites(project.root), Artifacts(None, "", device))
     device.quiesce()
-    explanation = recipe(MeasuringContext(device, Windows(device), time_budget=None, explaining=explaining), project)
+    explanation = recipe(MeasuringContext(device, time_budget=None, explaining=explaining), project)
     return explanation, explanation.peak.notes
 
 

@@ -14,7 +14,6 @@ from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
 from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
 
@@ -79,7 +78,7 @@ def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]
     device.quiesce()
     torch.manual_seed(SEED)
     before = counters.current()
-    bench = MeasuringContext(device, Windows(device), TimeBudget())
+    bench = MeasuringContext(device, TimeBudget())
     with (
         _collections_made_short(),
         prepared_train_step(bench, case.subject.build, case.subject.batch, config=case.config) as prepared,

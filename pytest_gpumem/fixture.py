@@ -226,7 +226,7 @@ class Gpumem:
         Raises ``AssertionError`` with the bytes that a step keeps, and the tensors that are kept. Give more ``steps`` where a
         cache fills more slowly.
         """
-        assert_no_growth(self._run.device, self._run.windows, step, steps)
+        assert_no_growth(self._run.device, step, steps)
         self._run.relations += 1
 
     @contextmanager

@@ -18,7 +18,6 @@ from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.model_step import NotAStep, built_on
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ _SECONDS = 0.5
 
 
 def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
-    context = MeasuringContext(device, Windows(device), TimeBudget(_SECONDS) if device.tells_time else None)
+    context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
         device.open()
         # In this order, since a device that has failed may not settle any more.

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.devices import proc
@@ -56,12 +56,16 @@ class Peak:
 
 def highest(first: Peak, second: Peak) -> Peak:
     """Return the larger of two peaks, field by field; ``None`` where one of them has ``None``."""
-    names = [field.name for field in fields(Peak)]
-    return Peak(**{name: _larger(getattr(first, name), getattr(second, name)) for name in names})
+    pairs = zip(astuple(first), astuple(second), strict=True)
+    larger: list[Any] = [None if None in pair else max(pair) for pair in pairs]
+    return Peak(*larger)
 
 
-def _larger(one: Any, other: Any) -> Any:
-    return None if None in (one, other) else max(one, other)
+@dataclass(slots=True)
+class Window:
+    """A stretch of time between `Device.open_window` and `Device.close_window`, and the highest peak in it so far."""
+
+    peak: Peak | None = None
 
 
 class Device(ABC):
@@ -89,6 +93,8 @@ class Device(ABC):
     """Ends what `open` began; ``None`` while closed."""
     _kept: Peak | None = None
     """The peak before the device's own was last reset, where that was not by `pop_peak`."""
+    _windows: tuple[Window, ...] = ()
+    """Those that are open."""
 
     @property
     @abstractmethod
@@ -173,6 +179,7 @@ class Device(ABC):
             self.close()
             raise
         self._kept = None
+        self._windows = ()
 
     def start(self, undo: ExitStack) -> None:
         """What `open` does once the device is shared; what it pushes on ``undo`` is done at `close`.
@@ -208,11 +215,16 @@ class Device(ABC):
         return 0
 
     def pop_peak(self) -> Peak:
-        """The peak since the last call of this (or `open`), and start the next one from what is live now."""
+        """Return the peak since the last call of this (or `open`), and start the next one from what is live now.
+
+        Every open window has seen the peak that is returned.
+        """
         peak = self.keep_peak()
         # In this order: a reset of our own is seen by `before_each_reset`, too.
         self.reset_peak()
         self._kept = None
+        for window in self._windows:
+            window.peak = peak if window.peak is None else highest(window.peak, peak)
         return peak
 
     def keep_peak(self) -> Peak:
@@ -220,6 +232,35 @@ class Device(ABC):
         peak = self.peak()
         self._kept = peak if self._kept is None else highest(self._kept, peak)
         return self._kept
+
+    def open_window(self) -> Window:
+        """Return a window that sees every peak from now on until `close_window`. Windows may overlap."""
+        self.pop_peak()
+        if not self._windows:
+            self.forget_libraries()
+        window = Window()
+        self._windows = (*self._windows, window)
+        return window
+
+    def close_window(self, window: Window) -> Peak:
+        """Return the highest peak since ``window`` was opened."""
+        self.pop_peak()
+        self._windows = tuple(other for other in self._windows if other is not window)
+        assert window.peak is not None, "every open window has just seen a peak"
+        return window.peak
+
+    @contextmanager
+    def peak_ignored(self) -> Iterator[None]:
+        """A stretch whose peak no window sees."""
+        self.keep_peak()
+        kept = self._kept
+        try:
+            yield
+        finally:
+            # A device that counts events has to read those of the stretch before it can reset its peak.
+            self.peak()
+            self.reset_peak()
+            self._kept = kept
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
@@ -250,19 +291,12 @@ class Device(ABC):
     def keep_snapshot(self, path: Path) -> None:
         """Write what the allocator itself recorded in the latest `recorded` stretch, where it does. Raises ``OSError``."""
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """A stretch in which nothing is recorded or slowed down, for taking times. Its peak is nobody's.
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """A stretch in which nothing is recorded or slowed down, for taking times. No window sees its peak.
 
         Allocations and frees may go unnoticed in it; `reconcile` sets that right.
         """
-        self.keep_peak()
-        kept = self._kept
-        try:
-            yield
-        finally:
-            self.reset_peak()
-            self._kept = kept
+        return self.peak_ignored()
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
         """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.steps.readings import Windows
 
 MOST_KINDS = 3
 
 
-def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object], steps: int = 20) -> None:
+def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
     """Call ``step`` ``steps`` times. Raises ``AssertionError`` when memory still grows in the second half of them.
 
     Raises `MeasuringError` when the steps held nothing on the device.
@@ -35,7 +34,7 @@ def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object
         raise ValueError(f"steps={steps}: growth is seen over two steps or more")
     half = steps // 2
     with cyclic_collector_off():
-        window = windows.open()
+        window = device.open_window()
         began = device.live()
         for _ in range(half):
             step()
@@ -47,7 +46,7 @@ def assert_no_growth(device: Device, windows: Windows, step: Callable[[], object
             step()
             device.quiesce()
             live.append(device.live())
-        if windows.close(window).allocated <= began and {*live} == {began}:
+        if device.close_window(window).allocated <= began and {*live} == {began}:
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: it runs elsewhere, or not at all")
         if not grows(live):
             return

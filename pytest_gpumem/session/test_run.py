@@ -12,7 +12,7 @@ from pytest_gpumem.measurement import Measurement, MeasuringError
 from pytest_gpumem.session.explaining import call_again
 from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.readings import Figures, Windows
+from pytest_gpumem.steps.readings import Figures
 from pytest_gpumem.steps.runner import live_at_rest, released_workspaces
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.static_access import instance_dict
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement import Environment, Workload
     from pytest_gpumem.session.explaining import ExplainingTest
     from pytest_gpumem.session.judging import Judged, Judging
-    from pytest_gpumem.session.ownership import OwnBytes, Residency
+    from pytest_gpumem.session.ownership import Residency
     from pytest_gpumem.steps.measured import MeasuredStep, PreparedStep
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
@@ -53,8 +53,7 @@ class TestRun:
         self.item = judging.item
         self.judging = judging
         self.device = device
-        self.windows = Windows(device)
-        self.context = MeasuringContext(device, self.windows, time_budget, explaining.means)
+        self.context = MeasuringContext(device, time_budget, explaining.means)
         self.judged: list[Judged] = []
         """What was measured, with the verdicts."""
         self.measures_itself = judging.measured.has_fixture
@@ -67,7 +66,8 @@ class TestRun:
         self._residency = residency
         self._environment = environment
         self._failure: BaseException | None = None
-        self._at_call: tuple[OwnBytes, int] | None = None
+        self._at_call: tuple[int, int] | None = None
+        """Its own bytes, and all that were live, when the call began."""
         self._random: RandomNumbers | None = None
         """The random numbers as the call began with them."""
         self._known_at_call: BlockIds = frozenset()
@@ -95,7 +95,7 @@ class TestRun:
         """The call is about to begin: from here on, what is allocated is the test's."""
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
-        own = self._residency.own(self.item)
+        own = self._residency.own(self.item).total
         self.device.register_existing(self._residency.storages(self.item))
         self._at_call = own, self.device.live()
         self._known_at_call = self.device.known()
@@ -109,25 +109,25 @@ class TestRun:
         """
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
-        at_call, live_at_call = self._at_call
+        held_before, live_before = self._at_call
+        foreign = live_before - held_before
         device = self.device
-        live_before, held_before = live_at_call, at_call.total
         if not whole_call:
             device.quiesce()
             live_before, held_before = device.live(), self._residency.own(self.item).total
         reserved_before = device.reserved()
         ended: list[Figures] = []
         turnover = device.turnover()
-        window = self.windows.open()
+        window = device.open_window()
         with cyclic_collector_off():
             try:
                 yield lambda: ended[0]
             except BaseException:
                 # What went wrong in the test matters more than what then could not be measured.
                 with suppress(MeasuringError):
-                    self.windows.close(window)
+                    device.close_window(window)
                 raise
-            peak = self.windows.close(window)
+            peak = device.close_window(window)
             turnover = device.turnover() - turnover
             workspaces = released_workspaces(device)
             live_run = device.live()
@@ -135,7 +135,7 @@ class TestRun:
             live_after = live_at_rest(device, live_before + held_change)
         ended.append(
             Figures(
-                own=at_call.total + live_before - live_at_call,
+                foreign=foreign,
                 live_before=live_before,
                 reserved_before=reserved_before,
                 peak=peak,
@@ -256,11 +256,11 @@ class TestRun:
                 dict.pop(attributes, name)
 
         assert self._at_call is not None, "the call has begun"
-        at_call, live_at_call = self._at_call
+        own_at_call, live_at_call = self._at_call
 
         def left() -> Left:
-            own_now = self._residency.own(self.item).total
-            gained = self.device.live() - live_at_call - (own_now - at_call.total)
+            own_gained = self._residency.own(self.item).total - own_at_call
+            gained = self.device.live() - live_at_call - own_gained
             blocks = self.device.known() - self._known_at_call
             return Left(max(0, gained), frozenset(address for address, _ in blocks))
 

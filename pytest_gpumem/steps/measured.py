@@ -32,18 +32,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
-    from pytest_gpumem.steps.readings import Windows
     from pytest_gpumem.steps.runner import Phase, StepFigures
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What was live before a step's model was built, and how much of that is the step's own. In bytes."""
-
-    own: int
-    live: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +63,19 @@ class MeasuringContext:
     """``time_budget`` is ``None`` where no step is timed, ``explaining`` where nothing is ever explained."""
 
     device: Device
-    windows: Windows
     time_budget: TimeBudget | None
     explaining: Explaining | None = None
 
-    def begin(self, held: object) -> Start:
-        """Come to rest, before anything of a step is made. ``held`` is what there is of it already."""
+    def begin(self, held: object) -> int:
+        """Bring memory to rest before anything of a step is made, and return the bytes that are live and not the step's own.
+
+        Args:
+            held: What there is of the step already.
+        """
         self.device.quiesce()
         self.device.register_existing(self.storages(held))
         blocks = blocks_of(reachable_tensors([held]), self.device.torch_device)
-        return Start(sum(blocks.values()), self.device.live())
+        return self.device.live() - sum(blocks.values())
 
     def storages(self, held: object) -> Iterator[torch.UntypedStorage]:
         """The storages on the device that can be reached from ``held``."""
@@ -149,7 +143,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """A step that is ready to run; ``start`` is what was live before its model was built.
+    """A step that is ready to run.
 
     ``model`` is ``None`` for a function of the test's own. A step that changes ``state()`` is not like the next one.
     """
@@ -157,7 +151,8 @@ class PreparedStep:
     context: MeasuringContext
     name: str
     phases: Sequence[Phase]
-    start: Start
+    foreign: int
+    """Bytes that were live before its model was built, and are not its own."""
     held: object
     """What leads to everything that the step holds between steps."""
     model: torch.nn.Module | None = None
@@ -177,10 +172,8 @@ class PreparedStep:
         figures = measure_step(
             self.phases,
             self.context.device,
-            self.context.windows,
             own=self._storages,
-            own_before=self.start.own,
-            live_before=self.start.live,
+            foreign=self.foreign,
             time_budget=self.context.time_budget,
             state=self.state,
             compiled=self._compiled,
@@ -192,9 +185,7 @@ class PreparedStep:
         times, time_budget = step.figures.times, self.context.time_budget
         assert times is not None, "only a step that was timed is timed again"
         assert time_budget is not None, "same"
-        sample = sample_again(
-            self.phases, self.context.device, self.context.windows, self._storages, time_budget.second_look
-        )
+        sample = sample_again(self.phases, self.context.device, self._storages, time_budget.second_look)
         time_budget.look(SECONDS_BETWEEN_SAMPLES + sample.spent)
         times = replace(times, samples=(*times.samples, sample))
         return replace(step, figures=replace(step.figures, times=times))
@@ -206,11 +197,9 @@ class PreparedStep:
         if not any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs")):
             return step
         assert context.explaining is not None, "only asked for where something is explained"
-        context.windows.border()
         places = Places(context.explaining.sites, context.device.torch_device)
-        with cyclic_collector_off(), random_numbers_given_back(context.device):
+        with cyclic_collector_off(), random_numbers_given_back(context.device), context.device.peak_ignored():
             counted = located(lambda: [phase.run() for phase in self.phases], context.device, counted, places)
-        context.device.pop_peak()
         return replace(step, figures=replace(step.figures, counted=counted))
 
     def explain(self, step: MeasuredStep) -> Explanation | str:
@@ -235,7 +224,7 @@ class PreparedStep:
         return Subject(
             run,
             own=lambda: list(self._storages()),
-            own_bytes=lambda: self.start.own + self.context.device.live() - self.start.live,
+            own_bytes=lambda: self.context.device.live() - self.foreign,
             register=self._register,
             creation_sites=self.creation_sites,
             compiled=self._compiled,

@@ -87,9 +87,9 @@ def prepared_function(
 ) -> Iterator[PreparedStep]:
     """Within, ``fn()`` stands ready as a step that repeats. What it holds belongs to the step."""
     with random_numbers_given_back(context.device):
-        start = context.begin(fn)
+        foreign = context.begin(fn)
         yield PreparedStep(
-            context=context, name="measure", phases=[Phase("step", fn)], start=start, held=fn, items=items
+            context=context, name="measure", phases=[Phase("step", fn)], foreign=foreign, held=fn, items=items
         )
 
 
@@ -125,7 +125,7 @@ def prepared_train_step(
         given.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
-        start = context.begin((given, batch, optimizer))
+        foreign = context.begin((given, batch, optimizer))
         creation_sites: dict[int, Site] = {}
         with context.born(creation_sites):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
@@ -152,7 +152,7 @@ def prepared_train_step(
             context=context,
             name="train_step",
             phases=phases,
-            start=start,
+            foreign=foreign,
             held=(model, batch, made, training.scaler),
             model=model,
             optimizer=made,
@@ -188,7 +188,7 @@ def prepared_infer_step(
     given = given_model(model_or_factory)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
-        start = context.begin((given, batch))
+        foreign = context.begin((given, batch))
         creation_sites: dict[int, Site] = {}
         with context.born(creation_sites):
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
@@ -204,7 +204,7 @@ def prepared_infer_step(
             context=context,
             name="infer_step",
             phases=phases,
-            start=start,
+            foreign=foreign,
             held=(model, batch),
             model=model,
             batch=batch,

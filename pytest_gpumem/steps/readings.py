@@ -5,65 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.contract import Device, Peak, highest
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Peak
 
 
-class Window:
-    """A stretch of time and the highest peak seen in it so far."""
-
-    __slots__ = ("peak",)
-
-    def __init__(self) -> None:
-        self.peak: Peak | None = None
-
-    def see(self, peak: Peak) -> None:
-        self.peak = peak if self.peak is None else highest(self.peak, peak)
-
-
-class Windows:
-    """The open windows of a device. Whoever takes the device's peak takes it for all of them."""
-
-    __slots__ = ("_device", "_open")
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._open: list[Window] = []
-
-    def open(self) -> Window:
-        self.border()
-        if not self._open:
-            self._device.forget_libraries()
-        window = Window()
-        self._open.append(window)
-        return window
-
-    def border(self) -> None:
-        """End of a phase: what was the peak until now is told to every open window."""
-        peak = self._device.pop_peak()
-        for window in self._open:
-            window.see(peak)
-
-    def close(self, window: Window) -> Peak:
-        self.border()
-        self._open.remove(window)
-        assert window.peak is not None, "border() has just been seen by every open window"
-        return window.peak
-
-
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Readings around a stretch. ``live_*`` and peaks count from the same zero.
+    """Readings around a stretch. Live bytes and peaks count from the same zero.
 
-    ``live_before`` is read when only the stretch's own bytes (``own``) and foreign ones are live; ``live_run`` right after
-    it ran; ``live_after`` when garbage has been collected.
+    ``foreign`` bytes are live all the time and are not the stretch's own. ``live_before`` is read before it ran; ``live_run``
+    right after it ran; ``live_after`` when garbage has been collected.
     """
 
-    own: int
+    foreign: int
     live_before: int
     reserved_before: int | None
     peak: Peak
@@ -78,16 +34,19 @@ class Figures:
     """Bytes that the backend's libraries still held for themselves when the stretch ended; the peak has them, too."""
 
     @property
+    def own(self) -> int:
+        """The stretch's own bytes when it began."""
+        return self.live_before - self.foreign
+
+    @property
     def peak_allocated(self) -> int:
         """The peak of the stretch's own bytes."""
-        return self.peak.allocated + self.own - self.live_before
+        return self.peak.allocated - self.foreign
 
     def memory_metrics(self) -> dict[str, int]:
         """The memory metrics of the stretch, in bytes."""
-        # Everything else that was live before is foreign, and does not change meanwhile.
-        offset = self.own - self.live_before
         metrics = {"peak_allocated": self.peak_allocated}
-        metrics |= {f"peak_{name}": peak.allocated + offset for name, peak in self.phases.items()}
+        metrics |= {f"peak_{name}": peak.allocated - self.foreign for name, peak in self.phases.items()}
         if self.peak.reserved is not None and self.reserved_before is not None:
             # Room that was left in segments reserved before is not in the difference, but tensors were put there.
             reserved = self.peak.reserved - self.reserved_before + self.own

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device, Peak
-    from pytest_gpumem.steps.readings import Windows
     from pytest_gpumem.timing.sampling import TimeBudget
 
 MOST_WARM_UPS = 6
@@ -88,11 +87,9 @@ class StepFigures:
 def measure_step(
     phases: Sequence[Phase],
     device: Device,
-    windows: Windows,
     *,
     own: Callable[[], Iterable[torch.UntypedStorage]],
-    own_before: int,
-    live_before: int,
+    foreign: int,
     time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
@@ -100,12 +97,12 @@ def measure_step(
     """Measure the step that ``phases`` make.
 
     Warms up until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
-    optimizer state and autotuning are behind, then measures one more. ``own_before`` bytes of those ``live_before`` are the
-    step's own; ``own`` gives the storages that are at any moment. A step that changes ``state()`` (graphs that were compiled,
+    optimizer state and autotuning are behind, then measures one more. ``foreign`` bytes are live that are not the step's own;
+    ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
     the gradient scale) is not like the next one, and up to `MOST_RESTLESS_WARM_UPS` are run until it stays. Without an
     ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted.
     """
-    one_step = functools.partial(_one_step, phases, device, windows, own_before, live_before)
+    one_step = functools.partial(_one_step, phases, device, foreign)
     since = device.known()
     device.quiesce()
     with cyclic_collector_off():
@@ -122,7 +119,8 @@ def measure_step(
         growth = _growth(one_step, device) if keeps else 0
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
-        counted = _counted(phases, device, windows, compiled=compiled)
+        with device.peak_ignored():
+            counted = count_step(_whole(phases), device, compiled=compiled)
         if time_budget is not None:
             try:
                 with device.unrecorded():
@@ -156,18 +154,9 @@ def _growth_of(steps: Sequence[Figures]) -> int:
     return growth_per_step([window[0].live_before, *(figures.live_after for figures in window)])
 
 
-def _counted(phases: Sequence[Phase], device: Device, windows: Windows, *, compiled: bool) -> Counted:
-    """The counts of one more step, whose peak is no window's."""
-    windows.border()
-    counted = count_step(_whole(phases), device, compiled=compiled)
-    device.pop_peak()
-    return counted
-
-
 def sample_again(
     phases: Sequence[Phase],
     device: Device,
-    windows: Windows,
     own: Callable[[], Iterable[torch.UntypedStorage]],
     seconds: float,
 ) -> Sample:
@@ -186,7 +175,7 @@ def sample_again(
                 # Settling has emptied the caches, and of few rounds none may be one that fills them again.
                 _whole(phases)()
                 sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
-            _one_step(phases, device, windows, 0, 0)
+            _one_step(phases, device, 0)
         finally:
             device.reconcile(since, own())
     return _unless(crowded, sample, device)
@@ -244,34 +233,30 @@ def released_workspaces(device: Device) -> int:
 def _one_step(
     phases: Sequence[Phase],
     device: Device,
-    windows: Windows,
-    own_before: int,
-    live_before: int,
+    foreign: int,
     rest: Callable[[Device, int], int] = live_at_rest,
 ) -> Figures:
     started = device.live()
     reserved = device.reserved()
     turnover = device.turnover()
-    whole = windows.open()
+    whole = device.open_window()
     peaks: dict[str, Peak] = {}
     try:
         for phase in phases:
-            window = windows.open()
+            window = device.open_window()
             try:
                 phase.run()
             finally:
-                peak = windows.close(window)
+                peak = device.close_window(window)
                 peaks[phase.name] = highest(peaks.get(phase.name, peak), peak)
     finally:
-        peak = windows.close(whole)
+        peak = device.close_window(whole)
     turnover = device.turnover() - turnover
     workspaces = released_workspaces(device)
     live_run = device.live()
     live_after = rest(device, started)
-    # What the step began with (parameters, optimizer state) has become its own since measuring began.
-    own = own_before + started - live_before
     named = peaks if len(peaks) > 1 else {}
-    return Figures(own, started, reserved, peak, live_run, live_after, named, turnover, workspaces=workspaces)
+    return Figures(foreign, started, reserved, peak, live_run, live_after, named, turnover, workspaces=workspaces)
 
 
 def _same_peaks(first: Figures, second: Figures) -> bool:

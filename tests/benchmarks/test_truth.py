@@ -18,7 +18,6 @@ from truth_models import Subject, subjects
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.measured import MeasuringContext
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.runner import Phase
 from tests.benchmarks.host_as_cuda import TIMES, HostAsCuda
 from tests.measuring import measure_train_step
@@ -164,7 +163,7 @@ def test_on_cuda_four_counters_are_read_at_every_border_of_a_phase(cuda: tuple[C
     for reading in result["peaks"].values():
         assert sorted(reading) == COUNTERS
         assert reading == {name: times * reading["requested"] for name, times in TIMES.items()}
-    bench = MeasuringContext(device, Windows(device), time_budget=None)
+    bench = MeasuringContext(device, time_budget=None)
     measured = measure_train_step(bench, case.subject.build, case.subject.batch, config=case.config).metrics()
     for phase in ("forward", "backward", "optimizer"):
         assert result["peaks"][phase]["requested"] == measured[f"peak_{phase}"]

@@ -12,7 +12,6 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import Stretch
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.runner import Phase, measure_step
 from pytest_gpumem.values.events import AllocationEvent
 from tests.gpu.recording import (
@@ -238,10 +237,8 @@ def measured_step(recording: Recording) -> dict[str, int]:
         figures = measure_step(
             [Phase(name, playing(runtime, name)) for name in STEP],
             device,
-            Windows(device),
             own=dict,
-            own_before=PARAMETERS,
-            live_before=device.live(),
+            foreign=device.live() - PARAMETERS,
             time_budget=None,
         )
         metrics = figures.memory.memory_metrics()

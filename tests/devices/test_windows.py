@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.contract import Peak
-from pytest_gpumem.steps.readings import Windows, highest
+from pytest_gpumem.devices.contract import Device, Peak, highest
+
+if TYPE_CHECKING:
+    from pytest_gpumem.measurement import Environment
 
 unhurried = settings(deadline=None)
 
 
-class Memory:
+class Memory(Device):
     """A device of which only the peak is asked."""
 
+    name = "memory"
+    torch_device = None
+
     def __init__(self):
-        self.live = 0
+        self._live = 0
         self._peak = 0
 
-    def forget_libraries(self) -> None:
-        pass
+    def environment(self) -> Environment:
+        raise NotImplementedError
+
+    def live(self) -> int:
+        return self._live
+
+    def peak(self) -> Peak:
+        return Peak(self._peak, 2 * self._peak)
+
+    def reset_peak(self) -> None:
+        self._peak = self._live
 
     def change(self, nbytes: int) -> None:
-        self.live += nbytes
-        self._peak = max(self._peak, self.live)
+        self._live += nbytes
+        self._peak = max(self._peak, self._live)
 
     def spike(self, nbytes: int) -> None:
         self.change(nbytes)
         self.change(-nbytes)
-
-    def pop_peak(self) -> Peak:
-        peak, self._peak = self._peak, self.live
-        return Peak(peak, 2 * peak)
 
 
 @pytest.fixture
@@ -40,68 +52,72 @@ def memory() -> Memory:
     return Memory()
 
 
-@pytest.fixture
-def windows(memory) -> Windows:
-    return Windows(memory)
-
-
-def test_a_window_sees_the_highest_peak_while_it_is_open(memory, windows):
+def test_a_window_sees_the_highest_peak_while_it_is_open(memory):
     memory.spike(100)
-    window = windows.open()
+    window = memory.open_window()
     memory.spike(30)
     memory.spike(20)
-    assert windows.close(window) == Peak(30, 60)
+    assert memory.close_window(window) == Peak(30, 60)
 
 
-def test_a_window_in_which_nothing_happens_sees_what_is_live(memory, windows):
+def test_a_window_in_which_nothing_happens_sees_what_is_live(memory):
     memory.change(10)
-    assert windows.close(windows.open()) == Peak(10, 20)
+    assert memory.close_window(memory.open_window()) == Peak(10, 20)
 
 
-def test_a_window_sees_the_peak_of_a_window_within_it(memory, windows):
-    outer = windows.open()
+def test_a_window_sees_the_peak_of_a_window_within_it(memory):
+    outer = memory.open_window()
     memory.spike(10)
-    inner = windows.open()
+    inner = memory.open_window()
     memory.spike(30)
-    assert windows.close(inner) == Peak(30, 60)
+    assert memory.close_window(inner) == Peak(30, 60)
     memory.spike(20)
-    assert windows.close(outer) == Peak(30, 60)
+    assert memory.close_window(outer) == Peak(30, 60)
 
 
-def test_a_window_does_not_see_what_was_before_a_window_within_it(memory, windows):
-    outer = windows.open()
+def test_a_window_does_not_see_what_was_before_a_window_within_it(memory):
+    outer = memory.open_window()
     memory.spike(50)
-    inner = windows.open()
+    inner = memory.open_window()
     memory.spike(30)
-    assert windows.close(inner) == Peak(30, 60)
-    assert windows.close(outer) == Peak(50, 100)
+    assert memory.close_window(inner) == Peak(30, 60)
+    assert memory.close_window(outer) == Peak(50, 100)
 
 
-def test_windows_may_overlap(memory, windows):
-    first = windows.open()
+def test_windows_may_overlap(memory):
+    first = memory.open_window()
     memory.spike(10)
-    second = windows.open()
+    second = memory.open_window()
     memory.spike(20)
-    assert windows.close(first) == Peak(20, 40)
+    assert memory.close_window(first) == Peak(20, 40)
     memory.spike(30)
-    assert windows.close(second) == Peak(30, 60)
+    assert memory.close_window(second) == Peak(30, 60)
 
 
-def test_a_closed_window_is_told_nothing_more(memory, windows):
-    window = windows.open()
+def test_a_closed_window_is_told_nothing_more(memory):
+    window = memory.open_window()
     memory.spike(10)
-    assert windows.close(window) == Peak(10, 20)
+    assert memory.close_window(window) == Peak(10, 20)
     memory.spike(50)
-    windows.close(windows.open())
+    memory.close_window(memory.open_window())
     assert window.peak == Peak(10, 20)
 
 
-def test_a_border_hides_no_peak(memory, windows):
-    window = windows.open()
+def test_popping_the_peak_hides_it_from_no_window(memory):
+    window = memory.open_window()
     memory.spike(30)
-    windows.border()
+    memory.pop_peak()
     memory.spike(20)
-    assert windows.close(window) == Peak(30, 60)
+    assert memory.close_window(window) == Peak(30, 60)
+
+
+def test_no_window_sees_the_peak_of_an_ignored_stretch(memory):
+    window = memory.open_window()
+    memory.spike(30)
+    with memory.peak_ignored():
+        memory.spike(50)
+    memory.spike(20)
+    assert memory.close_window(window) == Peak(30, 60)
 
 
 def test_the_higher_of_two_peaks_is_so_field_by_field():
@@ -117,18 +133,17 @@ def test_without_reserved_bytes_there_are_none_in_the_higher_peak():
 @given(st.lists(st.sampled_from(["open", "close"]) | st.integers(-50, 50), max_size=30))
 def test_every_window_sees_what_one_would_see_who_watched_all_the_time(actions):
     memory = Memory()
-    windows = Windows(memory)
     watched: list[tuple[object, list[int]]] = []
     for action in actions:
         if action == "open":
-            watched.append((windows.open(), [memory.live]))
+            watched.append((memory.open_window(), [memory.live()]))
         elif action == "close":
             if watched:
                 window, seen = watched.pop()
-                assert windows.close(window).allocated == max(seen)
+                assert memory.close_window(window).allocated == max(seen)
         else:
-            memory.change(max(action, -memory.live))
+            memory.change(max(action, -memory.live()))
             for _, seen in watched:
-                seen.append(memory.live)
+                seen.append(memory.live())
     for window, seen in reversed(watched):
-        assert windows.close(window).allocated == max(seen)
+        assert memory.close_window(window).allocated == max(seen)

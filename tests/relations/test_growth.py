@@ -10,7 +10,6 @@ import torch
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.relations import growth
 from pytest_gpumem.relations.growth import assert_no_growth, growth_text
-from pytest_gpumem.steps.readings import Windows
 
 KB = 1000
 
@@ -21,7 +20,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 def grows(device, step, steps: int) -> str:
     with pytest.raises(AssertionError) as caught:
-        assert_no_growth(device, Windows(device), step, steps)
+        assert_no_growth(device, step, steps)
     return str(caught.value)
 
 
@@ -40,7 +39,7 @@ def test_a_training_loop_keeps_nothing_more(device):
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    assert assert_no_growth(device, Windows(device), step) is None
+    assert assert_no_growth(device, step) is None
     assert len(losses) == 20
 
 
@@ -52,7 +51,7 @@ def test_a_cache_that_fills_in_the_first_half_is_fine(device):
         key = next(numbers) % 5
         cache.setdefault(key, tensor(KB))
 
-    assert assert_no_growth(device, Windows(device), step, steps=10) is None
+    assert assert_no_growth(device, step, steps=10) is None
     assert len(cache) == 5
 
 
@@ -62,7 +61,7 @@ def test_a_tensor_that_is_replaced_is_no_growth(device):
     def step():
         kept[0] = tensor(KB)
 
-    assert assert_no_growth(device, Windows(device), step) is None
+    assert assert_no_growth(device, step) is None
 
 
 def test_garbage_that_the_collector_frees_is_no_growth(device):
@@ -70,7 +69,7 @@ def test_garbage_that_the_collector_frees_is_no_growth(device):
         cycle: list = [tensor(KB)]
         cycle.append(cycle)
 
-    assert assert_no_growth(device, Windows(device), step) is None
+    assert assert_no_growth(device, step) is None
 
 
 def test_a_step_that_frees_more_than_it_keeps_is_no_growth(device):
@@ -79,26 +78,26 @@ def test_a_step_that_frees_more_than_it_keeps_is_no_growth(device):
     def step():
         kept.pop()
 
-    assert assert_no_growth(device, Windows(device), step) is None
+    assert assert_no_growth(device, step) is None
     assert kept == []
 
 
 @pytest.mark.parametrize("steps", [2, 3, 20])
 def test_the_step_is_called_as_often_as_said(device, steps):
     calls: list[int] = []
-    assert_no_growth(device, Windows(device), lambda: calls.append(tensor(KB).numel()), steps)
+    assert_no_growth(device, lambda: calls.append(tensor(KB).numel()), steps)
     assert len(calls) == steps
 
 
 @pytest.mark.parametrize("steps", [1, 0, -5])
 def test_growth_is_not_seen_in_a_single_step(device, steps):
     with pytest.raises(ValueError, match=re.escape(f"steps={steps}: growth is seen over two steps or more")):
-        assert_no_growth(device, Windows(device), lambda: None, steps)
+        assert_no_growth(device, lambda: None, steps)
 
 
 def test_steps_that_hold_nothing_on_the_device_prove_nothing(device):
     with pytest.raises(MeasuringError, match="the step held no tensor on cpu: it runs elsewhere, or not at all"):
-        assert_no_growth(device, Windows(device), lambda: None)
+        assert_no_growth(device, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_objects_that_answer_for_others_are_not_asked(device):
 
 def test_an_error_of_the_step_goes_up(device):
     with pytest.raises(ZeroDivisionError):
-        assert_no_growth(device, Windows(device), lambda: 1 / 0)
+        assert_no_growth(device, lambda: 1 / 0)
 
 
 # What is said

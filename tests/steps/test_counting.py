@@ -17,7 +17,6 @@ from pytest_gpumem.steps.host_tensors import HostTensors
 from pytest_gpumem.steps.inference import quantized
 from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.values.operator_counts import Tally, without_places
 from tests.measuring import measure_infer_step
 
@@ -43,7 +42,7 @@ def counted(step, device=CPU) -> Counts:
 
 @pytest.fixture
 def bench(device):
-    return MeasuringContext(device, Windows(device), None)
+    return MeasuringContext(device, None)
 
 
 def trained(bench, model, batch, config: str, loss=None, optimizer=None) -> Counts:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps.readings import SETTLING_STEPS, WINDOW, Windows, growth_per_step
+from pytest_gpumem.steps.readings import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.steps.runner import MOST_WARM_UPS, Phase, measure_step
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.torch_support.reachability import storages_of
@@ -59,10 +59,8 @@ def measured(device, run):
     return measure_step(
         [Phase("step", run)],
         device,
-        Windows(device),
         own=lambda: storages_of([], device.torch_device),
-        own_before=0,
-        live_before=device.live(),
+        foreign=device.live(),
         time_budget=None,
     )
 

@@ -10,7 +10,6 @@ from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.prepared import is_uninitialised, prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.torch_support.static_access import elements_of
 from tests.measuring import measure_infer_step, measure_train_step
@@ -49,7 +48,7 @@ class PartlyUsed(Lazy):
 def bench():
     device = CpuDevice()
     device.open()
-    yield MeasuringContext(device, Windows(device), time_budget=None)
+    yield MeasuringContext(device, time_budget=None)
     device.close()
 
 

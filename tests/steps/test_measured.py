@@ -12,7 +12,6 @@ from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.measured import MOST_SAMPLES, MeasuredStep, MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.timing.sampling import TimeBudget
 from tests.measuring import measure_function, measure_infer_step, measure_train_step
 
@@ -39,7 +38,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture(params=[False])
 def bench(request, device):
-    return MeasuringContext(device, Windows(device), TimeBudget(0.1) if request.param else None)
+    return MeasuringContext(device, TimeBudget(0.1) if request.param else None)
 
 
 timed = pytest.mark.parametrize("bench", [True], indirect=True)

@@ -10,7 +10,6 @@ import torch
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.measured import MeasuringContext
-from pytest_gpumem.steps.readings import Windows
 from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 8
@@ -56,7 +55,7 @@ class NotCompiled(Model):
 def bench():
     device = CpuDevice()
     device.open()
-    yield MeasuringContext(device, Windows(device), time_budget=None)
+    yield MeasuringContext(device, time_budget=None)
     device.close()
 
 

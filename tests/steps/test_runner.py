@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pytest_gpumem.devices.contract import Peak
+from pytest_gpumem.devices.contract import Device, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.steps.inference import infer_phases
-from pytest_gpumem.steps.readings import Figures, Windows
+from pytest_gpumem.steps.readings import Figures
 from pytest_gpumem.steps.runner import (
     MOST_RESTLESS_WARM_UPS,
     MOST_WARM_UPS,
@@ -71,10 +71,8 @@ def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigu
     return measure_step(
         phases,
         device,
-        Windows(device),
         own=own,
-        own_before=sum(blocks.values()),
-        live_before=device.live(),
+        foreign=device.live() - sum(blocks.values()),
         time_budget=TimeBudget() if timed else None,
         state=state,
     )
@@ -258,12 +256,9 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
         tensor(100 * KB)
         raise ZeroDivisionError
 
-    windows = Windows(device)
     with pytest.raises(ZeroDivisionError):
-        measure_step(
-            [Phase("fail", fail)], device, windows, own=dict, own_before=0, live_before=device.live(), time_budget=None
-        )
-    assert windows._open == []
+        measure_step([Phase("fail", fail)], device, own=dict, foreign=device.live(), time_budget=None)
+    assert device._windows == ()
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
 
 
@@ -481,7 +476,7 @@ def test_the_collector_is_left_as_it_was(on):
 def test_figures_are_differences_and_need_no_zero():
     for zero in (0, 10**6):
         figures = Figures(
-            own=100,
+            foreign=zero + 50,
             live_before=zero + 150,
             reserved_before=zero + 400,
             peak=Peak(zero + 250, zero + 600),
@@ -501,26 +496,27 @@ def test_figures_are_differences_and_need_no_zero():
 
 
 def test_a_step_that_frees_more_than_it_makes_retains_nothing():
-    metrics = Figures(100, 150, None, Peak(150), 50, 50).memory_metrics()
+    metrics = Figures(50, 150, None, Peak(150), 50, 50).memory_metrics()
     assert metrics == {"peak_allocated": 100, "retained": 0, "cyclic_garbage": 0}
 
 
 # Order of readings
 
 
-class Scripted:
+class Scripted(Device):
     """A device that only tells what it was asked, in order."""
 
+    name = "scripted"
     torch_device = torch.device("cpu")
 
     def __init__(self):
         self.asked: list[str] = []
 
+    def environment(self):
+        raise NotImplementedError
+
     def quiesce(self):
         self.asked.append("settle")
-
-    def forget_libraries(self):
-        pass  # it uses none
 
     def release_workspaces(self):
         self.asked.append("release")
@@ -528,17 +524,14 @@ class Scripted:
     def live(self):
         return 0
 
-    def reserved(self):
-        return None
-
     def known(self):
         return frozenset({(5, 1), (7, 2)})
 
-    def turnover(self):
-        return 0
-
-    def pop_peak(self):
+    def peak(self):
         return Peak(0)
+
+    def reset_peak(self):
+        pass  # it has none
 
     @contextmanager
     def unrecorded(self):
@@ -551,11 +544,6 @@ class Scripted:
 
     def conditions(self):
         return Conditions(seconds=0.0)
-
-    def pace(self):
-        return None
-
-    seconds_between_readings = 0.0
 
     @contextmanager
     def exclusive(self):
@@ -589,10 +577,8 @@ def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | No
     return measure_step(
         [Phase(name, lambda: device.asked.append("run")) for name in phases],
         device,
-        Windows(device),
         own=lambda: ["held"],
-        own_before=0,
-        live_before=0,
+        foreign=0,
         time_budget=time_budget,
     )
 
@@ -613,8 +599,7 @@ def test_times_are_taken_in_a_pause_when_the_step_has_been_counted_and_set_right
 
 
 def test_what_counting_takes_is_in_no_window(device):
-    windows = Windows(device)
-    outer = windows.open()
+    outer = device.open_window()
     counting = []
 
     def step():
@@ -628,11 +613,9 @@ def test_what_counting_takes_is_in_no_window(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.steps.runner.count_step", count)
         before = device.live()
-        measure_step(
-            [Phase("step", step)], device, windows, own=list, own_before=0, live_before=before, time_budget=None
-        )
+        measure_step([Phase("step", step)], device, own=list, foreign=before, time_budget=None)
     assert counting
-    assert windows.close(outer).allocated - before == KB
+    assert device.close_window(outer).allocated - before == KB
 
 
 def test_the_phases_of_a_step_are_timed_when_the_whole_is_and_as_alone():
@@ -665,7 +648,7 @@ class Held:
 def test_a_step_that_is_timed_again_is_alone_and_set_right_by_a_step_that_is_seen():
     device = Scripted()
     phases = [Phase("step", lambda: device.asked.append("run"))]
-    sample = sample_again(phases, device, Windows(device), lambda: [Held()], 25.0)
+    sample = sample_again(phases, device, lambda: [Held()], 25.0)
     assert [one.seconds for one in sample.rounds] == [10.0] * 3
     # The first run is not timed: settling has emptied the caches. What the step held before, it may have replaced.
     timed = ["run", *["time", "run"] * 3]
@@ -693,9 +676,7 @@ def test_a_step_that_raises_while_it_is_timed_leaves_everything_as_it_was(tmp_pa
         measured(device, phases, held, timed=True)
 
     def second() -> None:
-        sample_again(
-            phases, device, Windows(device), lambda: storages_of(reachable_tensors(held), device.torch_device), 0.1
-        )
+        sample_again(phases, device, lambda: storages_of(reachable_tensors(held), device.torch_device), 0.1)
 
     phases = [Phase("step", run)]
     device = Timed(DeviceLock("cpu", folder=tmp_path))
@@ -719,7 +700,7 @@ def test_a_step_that_raises_while_it_is_timed_leaves_everything_as_it_was(tmp_pa
 
 def test_a_very_long_step_is_timed_often_enough_to_decide():
     device = Scripted()
-    sample = sample_again([Phase("step", lambda: None)], device, Windows(device), dict, 1.0)
+    sample = sample_again([Phase("step", lambda: None)], device, dict, 1.0)
     assert len(sample.rounds) == ROUNDS_TO_DECIDE
 
 

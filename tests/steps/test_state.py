@@ -10,7 +10,6 @@ import torch
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.state import Share, StateBytes
 from pytest_gpumem.steps.state import state_of as state_of_step
 
@@ -25,7 +24,7 @@ BATCH, OUTPUT, LOSS = F32 * SAMPLES * INPUTS, F32 * SAMPLES * OUTPUTS, F32
 
 @pytest.fixture
 def bench(device):
-    return MeasuringContext(device, Windows(device), time_budget=None)
+    return MeasuringContext(device, time_budget=None)
 
 
 def state_of(bench, config="fp32", model=None, optimizer=None) -> StateBytes:

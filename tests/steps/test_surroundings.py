@@ -9,7 +9,6 @@ from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.prepared import prepared_train_step
-from pytest_gpumem.steps.readings import Windows
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.torch_support.private_api import outside_autocast
 from tests.measuring import measure_infer_step, measure_train_step
@@ -87,7 +86,7 @@ class Silent(Model):
 
 def train(device, model, config, batch=None):
     step = measure_train_step(
-        MeasuringContext(device, Windows(device), time_budget=None),
+        MeasuringContext(device, time_budget=None),
         model,
         torch.ones(16, WIDTH) if batch is None else batch,
         config=None if config is None else StepConfig.parse(config),
@@ -143,7 +142,7 @@ def test_what_is_drawn_after_inference_does_not_depend_on_it(device):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    measure_infer_step(MeasuringContext(device, Windows(device), time_budget=None), Model, torch.ones(16, WIDTH))
+    measure_infer_step(MeasuringContext(device, time_budget=None), Model, torch.ones(16, WIDTH))
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -193,7 +192,7 @@ def test_a_scripted_model_is_seen_to_autocast(device):
         return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()))
 
     batch = torch.ones(4, WIDTH)
-    bench = MeasuringContext(device, Windows(device), time_budget=None)
+    bench = MeasuringContext(device, time_budget=None)
     config = StepConfig.parse("amp-bf16")
     step = measure_train_step(bench, build, batch, config=config, loss=lambda output, _: output.float().mean())
     assert step.figures.memory.peak.allocated > 0
@@ -202,7 +201,7 @@ def test_a_scripted_model_is_seen_to_autocast(device):
 def test_gradients_that_the_optimizer_leaves_are_no_copy_of_its_state(device):
     model = Model()
     optimizer = torch.optim.AdamW(model.blocks[0].parameters())
-    context = MeasuringContext(device, Windows(device), time_budget=None)
+    context = MeasuringContext(device, time_budget=None)
     with prepared_train_step(context, model, torch.ones(16, WIDTH), optimizer=optimizer) as prepared:
         state = state_of(prepared, prepared.measure().figures)
     assert state.other == 0
