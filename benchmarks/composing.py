@@ -15,11 +15,10 @@ import torch
 from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measured import Explaining, MeasuringContext
-from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.training import prepared_train_step
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 LIMIT = 3.0
@@ -45,8 +44,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     """Run both kinds in turns. Also lines that say what was recorded."""
     device = CpuDevice()
     device.open()
-    explaining = Explaining(Sites(Path(__file__).parent), Artifacts(None, "", device))
-    bench = MeasuringContext(device, time_budget=None, explaining=explaining)
+    bench = MeasuringContext(device, time_budget=None, sites=Sites(Path(__file__).parent))
     tokens = torch.randint(50257, (SAMPLES, LENGTH))
     runs: list[Run] = []
     batch = {"input_ids": tokens, "labels": tokens}

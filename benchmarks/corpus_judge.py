@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from corpus_project import Edit, Project
 
-from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.difference import Difference, difference
-from pytest_gpumem.steps.measured import Explaining, MeasuringContext
+from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.values.composition import Composition, Row
 from pytest_gpumem.values.plain import from_plain, to_plain
 
@@ -144,9 +143,8 @@ def recorded(
 ) -> tuple[Explanation, tuple[str, ...]]:
     """Write the project, and record its step."""
     project.write(edits)
-    explaining = Explaining(Sites(project.root), Artifacts(None, "", device))
     device.quiesce()
-    explanation = recipe(MeasuringContext(device, time_budget=None, explaining=explaining), project)
+    explanation = recipe(MeasuringContext(device, time_budget=None, sites=Sites(project.root)), project)
     return explanation, explanation.peak.notes
 
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
+from pytest_gpumem.steps.inference import prepared_infer_step
+from pytest_gpumem.steps.prepared import prepared_function
+from pytest_gpumem.steps.training import prepared_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from corpus_project import Project
 
-    from pytest_gpumem.steps.measured import MeasuringContext, PreparedStep
+    from pytest_gpumem.steps.prepared import MeasuringContext, PreparedStep
     from pytest_gpumem.values.composition import Explanation
 
     Batch = dict[str, torch.Tensor]

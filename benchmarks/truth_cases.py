@@ -12,8 +12,8 @@ from truth_models import Subject, subjects
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
-from pytest_gpumem.steps.measured import MeasuringContext
-from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.training import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
 

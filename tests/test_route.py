@@ -16,7 +16,7 @@ from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.session.judging import Judging
-from pytest_gpumem.steps.readings import Figures
+from pytest_gpumem.steps.runner import Figures
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType

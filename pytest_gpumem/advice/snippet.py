@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.optimizers import eight_bit_module
+from pytest_gpumem.steps.model_step import eight_bit_module
 from pytest_gpumem.steps.precision import precision_named
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.model_step import NotAStep, built_on
-from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.training import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:

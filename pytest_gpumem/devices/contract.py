@@ -54,8 +54,10 @@ class Peak:
     """``None`` where the device has no such thing."""
 
 
-def highest(first: Peak, second: Peak) -> Peak:
-    """Return the larger of two peaks, field by field; ``None`` where one of them has ``None``."""
+def highest(first: Peak | None, second: Peak) -> Peak:
+    """Return the larger of two peaks, field by field; ``None`` where one of them has ``None``. The first may be missing."""
+    if first is None:
+        return second
     pairs = zip(astuple(first), astuple(second), strict=True)
     larger: list[Any] = [None if None in pair else max(pair) for pair in pairs]
     return Peak(*larger)
@@ -219,19 +221,17 @@ class Device(ABC):
 
         Every open window has seen the peak that is returned.
         """
-        peak = self.keep_peak()
+        peak = highest(self._kept, self.peak())
         # In this order: a reset of our own is seen by `before_each_reset`, too.
         self.reset_peak()
         self._kept = None
         for window in self._windows:
-            window.peak = peak if window.peak is None else highest(window.peak, peak)
+            window.peak = highest(window.peak, peak)
         return peak
 
-    def keep_peak(self) -> Peak:
-        """Remember the peak so far for `pop_peak`, because somebody is about to reset the device's own; return it."""
-        peak = self.peak()
-        self._kept = peak if self._kept is None else highest(self._kept, peak)
-        return self._kept
+    def keep_peak(self) -> None:
+        """Remember the peak so far for `pop_peak`, because somebody is about to reset the device's own."""
+        self._kept = highest(self._kept, self.peak())
 
     def open_window(self) -> Window:
         """Return a window that sees every peak from now on until `close_window`. Windows may overlap."""

@@ -107,7 +107,7 @@ class CpuDevice(Device):
         undo.callback(self._end)
         try:
             self._start()
-            self._ledger.apply(self._stop())
+            self._ledger.apply(self._stop(allocation_events))
             self._start()
         except (MeasuringError, RuntimeError) as error:
             raise DeviceUnavailable(
@@ -123,7 +123,7 @@ class CpuDevice(Device):
         return self._ledger.peak
 
     def reset_peak(self) -> None:
-        self._ledger.pop_peak()
+        self._ledger.reset_peak()
 
     def turnover(self) -> int:
         return self._ledger.turnover
@@ -153,7 +153,7 @@ class CpuDevice(Device):
             yield
         finally:
             try:
-                recorded = self._stopped(lambda profiler: tokens_of(profiler, self.torch_device))
+                recorded = self._stop(lambda profiler: tokens_of(profiler, self.torch_device))
                 self._ledger.apply(token for token in recorded if isinstance(token, AllocationEvent))
                 tokens.extend(recorded)
             finally:
@@ -197,7 +197,7 @@ class CpuDevice(Device):
     def _end(self) -> None:
         if self._profiler is not None:
             with suppress(MeasuringError):
-                self._stop()
+                self._stop(allocation_events)
 
     def _start(self, *, operators: bool = False) -> None:
         # What torch.profiler.profile wraps: that one loads the compiler, 2 s, and a reading takes half as long again.
@@ -208,11 +208,8 @@ class CpuDevice(Device):
             profiler.__enter__()
         self._profiler = profiler
 
-    def _stop(self) -> list[AllocationEvent]:
-        return self._stopped(allocation_events)
-
-    def _stopped(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
-        """Stop recording; what ``read`` finds in the profile, without our own marks and with the deaths in their places."""
+    def _stop(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
+        """Stop recording, and return what ``read`` finds in the profile, with the frees of watched storages in their places."""
         import torch
 
         profiler: Any = self._profiler
@@ -224,27 +221,27 @@ class CpuDevice(Device):
             torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:
             profiler.__exit__(None, None, None)
-            told = read(profiler)
+            tokens = read(profiler)
         except RuntimeError:  # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events
-            told = []
+            tokens = []
         # The probe is a temporary: its allocation and its free are the last two events.
-        places = [place for place, token in enumerate(told) if isinstance(token, AllocationEvent)][-2:]
-        probe = [token.nbytes for place in places if isinstance(token := told[place], AllocationEvent)]
+        places = [place for place, token in enumerate(tokens) if isinstance(token, AllocationEvent)][-2:]
+        probe = [token.nbytes for place in places if isinstance(token := tokens[place], AllocationEvent)]
         if probe != [_PROBE_BYTES, -_PROBE_BYTES]:
             raise MeasuringError(_CUT_SHORT)
-        return self._free_callbacks.put_into([token for place, token in enumerate(told) if place not in places])
+        return self._free_callbacks.put_into([token for place, token in enumerate(tokens) if place not in places])
 
     def _pause(self) -> None:
         """Stop recording for a while; go on at once when it turns out to have been cut short."""
         try:
-            self._ledger.apply(self._stop())
+            self._ledger.apply(self._stop(allocation_events))
         except MeasuringError:
             self._start()
             raise
 
     def _flush(self) -> None:
         try:
-            self._ledger.apply(self._stop())
+            self._ledger.apply(self._stop(allocation_events))
         finally:
             if self._undo is not None and self._profiler is None:
                 self._start()

@@ -72,7 +72,7 @@ class FreeCallbacks:
 
 
 class LiveBlocks:
-    """The blocks that are known to be live, and the most bytes they held since the last `pop_peak`.
+    """The blocks that are known to be live, and the most bytes they held since the last `reset_peak`.
 
     A free of a block that is not known is somebody else's and changes nothing; an allocation at a known address means
     that the earlier block's free was missed, so the new one replaces it.
@@ -139,6 +139,6 @@ class LiveBlocks:
     def peak(self) -> Peak:
         return Peak(self._peak)
 
-    def pop_peak(self) -> Peak:
-        peak, self._peak = self.peak, self._live
-        return peak
+    def reset_peak(self) -> None:
+        """Let the next peak start from what is live now."""
+        self._peak = self._live

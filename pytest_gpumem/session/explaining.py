@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Unit
     from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.settings import Settings
-    from pytest_gpumem.steps.measured import Explaining
     from pytest_gpumem.values.composition import Explanation
 
 
 class ExplainingTest:
-    """What ``--gpumem-explain`` asks for of one test. ``means`` is how it is explained, ``None`` where nothing ever is."""
+    """Which measurements of one test are explained, by ``--gpumem-explain``."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, judging: Judging, means: Explaining | None) -> None:
+    def __init__(self, config: pytest.Config, settings: Settings, judging: Judging) -> None:
         self._config = config
         self._settings = settings
         self._judging = judging
-        self.means = means
 
     def wants(self, judged: Judged) -> bool:
         """Whether a measurement is to be explained: its test reads that, it fails by its bytes, or becomes a baseline."""
@@ -62,7 +60,7 @@ class ExplainingTest:
 
     def explains(self, error: BaseException) -> bool:
         """Whether it is told where memory went: it ran out, and no debugger is about to show the error's frames."""
-        return self.means is not None and not self._config.getoption("usepdb", False) and is_out_of_memory(error)
+        return not self._config.getoption("usepdb", False) and is_out_of_memory(error)
 
     def tell_out_of_memory(self, explanation: Explanation) -> None:
         """Put where memory went when it ran out into the test's report."""

@@ -29,7 +29,7 @@ from pytest_gpumem.session.judging import (
 from pytest_gpumem.session.ownership import Residency
 from pytest_gpumem.session.spoiled_fixtures import SpoiledFixtures
 from pytest_gpumem.session.test_run import TestRun
-from pytest_gpumem.steps.measured import Explaining
+from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 
@@ -157,9 +157,15 @@ class Measuring:
                 None if self._settings.no_time or not device.tells_time else TimeBudget(self._settings.time_budget)
             )
             judging = self._judging(item, measured)
-            explaining = ExplainingTest(self._config, self._settings, judging, self._means(item, device))
-            environment = self._environment(device)
-            run = TestRun(judging, explaining, device, self._residency(device), environment, time_budget)
+            explaining = ExplainingTest(self._config, self._settings, judging)
+            context = MeasuringContext(
+                device,
+                time_budget,
+                sites=None if self._settings.explain == "never" else self._sites,
+                artifacts=Artifacts(self._settings.artifacts_folder, item.nodeid, device),
+                over_time=bool(self._settings.report),
+            )
+            run = TestRun(judging, explaining, context, self._residency(device), self._environment(device))
         except BaseException:
             device.close()
             raise
@@ -168,13 +174,6 @@ class Measuring:
     @cached_property
     def _sites(self) -> Sites:
         return Sites(self._config.rootpath)
-
-    def _means(self, item: pytest.Item, device: Device) -> Explaining | None:
-        """How what a test measures is explained."""
-        if self._settings.explain == "never":
-            return None
-        artifacts = Artifacts(self._settings.artifacts_folder, item.nodeid, device)
-        return Explaining(self._sites, artifacts, over_time=bool(self._settings.report))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(

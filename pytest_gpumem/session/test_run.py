@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.recording import Expected, Left, Subject
 from pytest_gpumem.measurement import Measurement, MeasuringError
 from pytest_gpumem.session.explaining import call_again
-from pytest_gpumem.steps.measured import MeasuringContext
 from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.readings import Figures
-from pytest_gpumem.steps.runner import live_at_rest, released_workspaces
+from pytest_gpumem.steps.runner import Figures, live_at_rest, released_workspaces
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.static_access import instance_dict
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
@@ -21,23 +19,19 @@ from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pytest_gpumem.devices.contract import BlockIds, Device
+    from pytest_gpumem.devices.contract import BlockIds
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measurement import Environment, Workload
     from pytest_gpumem.session.explaining import ExplainingTest
     from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.ownership import Residency
-    from pytest_gpumem.steps.measured import MeasuredStep, PreparedStep
-    from pytest_gpumem.timing.sampling import TimeBudget
+    from pytest_gpumem.steps.prepared import MeasuredStep, MeasuringContext, PreparedStep
     from pytest_gpumem.values.composition import Explanation
 
 
 class TestRun:
-    """A measured test from its set-up to the end of its call: measured, judged, and explained where that is wanted.
-
-    ``time_budget`` is what timing its steps may take, ``None`` where none is timed.
-    """
+    """A measured test from its set-up to the end of its call: measured, judged, and explained where that is wanted."""
 
     __test__ = False
 
@@ -45,15 +39,14 @@ class TestRun:
         self,
         judging: Judging,
         explaining: ExplainingTest,
-        device: Device,
+        context: MeasuringContext,
         residency: Residency,
         environment: Environment,
-        time_budget: TimeBudget | None,
     ) -> None:
         self.item = judging.item
         self.judging = judging
-        self.device = device
-        self.context = MeasuringContext(device, time_budget, explaining.means)
+        self.context = context
+        self.device = context.device
         self.judged: list[Judged] = []
         """What was measured, with the verdicts."""
         self.measures_itself = judging.measured.has_fixture
@@ -167,7 +160,7 @@ class TestRun:
             step = prepared.time_again(step)
             judged = self.judging.judge(self._draft_of(step, name))
         explaining = self._explaining
-        if explaining.means is None:
+        if self.context.sites is None:
             return judged
         if explain is not False and explaining.wants_places(judged):
             by_operator = prepared.locate(step).figures.counted.by_operator
@@ -224,7 +217,7 @@ class TestRun:
 
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
-        if self.measures_itself or self._explaining.means is None or not self._explaining.wants(self.judged[-1]):
+        if self.measures_itself or self.context.sites is None or not self._explaining.wants(self.judged[-1]):
             return
         expected = Expected(self.judged[-1].measurement.peak_allocated, turnover=None)
         self.judged[-1] = _explained(self.judged[-1], self.context.explain(self._call_subject(), expected))
@@ -236,7 +229,7 @@ class TestRun:
 
     def _explain_out_of_memory(self, error: BaseException, subject: Subject) -> None:
         """Tell where memory went, if ``error`` says that it ran out; the error stays what it is."""
-        if not self._explaining.explains(error):
+        if self.context.sites is None or not self._explaining.explains(error):
             return
         # What the failed frames hold has to go, or memory would run out earlier this time.
         clear_frames(error)

@@ -148,7 +148,7 @@ def _join(path: str, name: str) -> str:
 
 
 class Segment:
-    """Consecutive blocks. ``forwards()`` are what their ``forward`` is to be replaced by."""
+    """Two or more consecutive blocks. ``forwards()`` are what their ``forward`` is to be replaced by."""
 
     def __init__(self, blocks: Sequence[Block], recompute: Recompute) -> None:
         """``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward."""
@@ -171,10 +171,8 @@ class Segment:
     def _first(self) -> Forward:
         def run_all(*args: Any, **kwargs: Any) -> Any:
             self.check_ended()
-            output = self._recompute(self._run, *args, **kwargs)
-            if len(self._own) > 1:
-                self._output, self._call, self._ran = output, (args, kwargs), 1
-            return output
+            self._output, self._call, self._ran = self._recompute(self._run, *args, **kwargs), (args, kwargs), 1
+            return self._output
 
         return run_all
 

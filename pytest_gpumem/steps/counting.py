@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.host_tensors import HostTensors
-from pytest_gpumem.steps.syncs import Syncs, is_of_higher_order, name_of, title_of
+from pytest_gpumem.steps.syncs import HostTensors, Syncs, is_of_higher_order, name_of, title_of
 from pytest_gpumem.torch_support.private_api import watched_operators
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 from pytest_gpumem.values.operator_counts import NOWHERE, Place, Tally, summed, total, without_places

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.batches import describe, feed
+from pytest_gpumem.steps.batches import describe, feed, on_device
+from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.precision import autocasting
-from pytest_gpumem.steps.quiet_import import import_quietly
+from pytest_gpumem.steps.dry_run import dry_run_inference
+from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of
+from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
+from pytest_gpumem.steps.prepared import PLAIN, PreparedStep, can_run, initialise, surroundings
+from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import Phase
-from pytest_gpumem.torch_support.static_access import attribute, is_a, named_modules
+from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.static_access import attribute, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.model_step import ModelOrFactory
+    from pytest_gpumem.steps.prepared import MeasuringContext
 
 
 def infer_phases(
@@ -90,33 +97,6 @@ def _past(output: Any) -> Any:
     return past
 
 
-@contextmanager
-def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
-    """Within, the model keeps keys and values by default, or not (``config.use_cache``); ``None`` leaves it.
-
-    Raises `ConfigError` for a model without such a switch, if it is ``required``.
-    Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
-    """
-    # As they are kept: what has a config may be anybody's module, and what it calls its config anything.
-    found = (attribute(module, "config") for _, module in named_modules(model))
-    configs = {id(config): config for config in found if is_a(attribute(config, "use_cache"), bool)}
-    if cache is None:
-        yield
-        return
-    if required and not configs:
-        raise ConfigError(
-            f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
-        )
-    before = [(config, attribute(config, "use_cache")) for config in configs.values()]
-    for config, _ in before:
-        object.__setattr__(config, "use_cache", cache)
-    try:
-        yield
-    finally:
-        for config, value in before:
-            object.__setattr__(config, "use_cache", value)
-
-
 def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.nn.Module:
     """The model with ``weights=int8``: int8 weights of its linear layers, activations as they are (torchao).
 
@@ -136,3 +116,51 @@ def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.
         raise ConfigError(f"weights=int8: {type(model).__name__} has no torch.nn.Linear to quantise")
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model
+
+
+@contextmanager
+def prepared_infer_step(
+    context: MeasuringContext,
+    model_or_factory: ModelOrFactory,
+    batch: Any,
+    *,
+    config: StepConfig | None = None,
+    items: float | str | None = None,
+) -> Iterator[PreparedStep]:
+    """Within, one forward pass stands ready, or with ``cache=on`` a prompt and the token after it.
+
+    Raises as `prepared_train_step`.
+    """
+    config = config or PLAIN
+    config.only_for("infer_step")
+    device = context.device.torch_device
+    can_run(context.device, config)
+    batch = batch_in_precision(on_device(batch, device), config.precision)
+    given = given_model(model_or_factory)
+    with ExitStack() as stack:
+        stack.enter_context(random_numbers_given_back(context.device))
+        foreign = context.begin((given, batch))
+        with context.creation_sites() as creation_sites:
+            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            initialise(model, batch, config, context.device, training=False)
+            precision = precision_of(model)
+            model = quantized(model, config, given is not None)
+        stack.enter_context(surroundings(model, config, context.device, training=False))
+        dry_run_inference(infer_phases(model, model, batch, config, device), config)
+        run = stack.enter_context(compiled(model, config.compile))
+        phases = infer_phases(model, run, batch, config, device)
+        compile_now(phases, config.compile)
+        yield PreparedStep(
+            context=context,
+            name="infer_step",
+            phases=phases,
+            foreign=foreign,
+            held=(model, batch),
+            model=model,
+            batch=batch,
+            config=config,
+            precision=precision,
+            items=items,
+            state=compiled_graphs if config.compile != "none" else None,
+            creation_sites=creation_sites,
+        )

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+import warnings
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.trace import tensor_text
-from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, elements_of, is_a
+from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.torch_support.private_api import load_compiler
+from pytest_gpumem.torch_support.static_access import (
+    attribute,
+    class_name,
+    dtype_and_shape,
+    elements_of,
+    is_a,
+    named_modules,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from types import ModuleType
 
     import torch
 
     ModelOrFactory = torch.nn.Module | Callable[[], torch.nn.Module]
-    OptimizerOrFactory = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    OptimizerOrFactory = torch.optim.Optimizer | OptimizerFactory
     Loss = Callable[[Any, Any], torch.Tensor]
+
+
+_CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adafactor": "Adafactor"}
+_EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 
 class NotAStep(ValueError):
@@ -104,6 +123,54 @@ def build_optimizer(
     return made
 
 
+def import_quietly(name: str) -> ModuleType:
+    """Import the module called ``name`` without its warnings and log records. Raises ``ImportError`` as ``import`` does."""
+    disabled = logging.root.manager.disable
+    # torchao logs each of its kernels that does not fit this machine, and torch what torchao still does the old way.
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    finally:
+        logging.disable(disabled)
+
+
+def optimizer_named(word: str) -> OptimizerFactory:
+    """The function of the parameters that makes the optimizer that a config names (not ``none``), with its defaults.
+
+    ``foreach`` and ``fused`` forms are asked for; without one the choice is torch's. Raises `ConfigError` when it needs
+    a package that is not there.
+    """
+    import torch
+
+    if word in _EIGHT_BIT:
+        module, name = eight_bit_module(word)
+        # torchao's optimizer compiles its step.
+        load_compiler()
+        eight_bit: OptimizerFactory = getattr(import_quietly(module), name)
+        return eight_bit
+    name, _, form = word.partition("-")
+    optimizer: Any = getattr(torch.optim, _CLASSES[name])
+    return functools.partial(optimizer, **({form: True} if form else {}))
+
+
+def eight_bit_module(word: str) -> tuple[str, str]:
+    """The module that has the optimizer of this word, torchao's or bitsandbytes', and its class there.
+
+    Raises `ConfigError` when neither is installed.
+    """
+    for module in ("torchao.optim", "bitsandbytes.optim"):
+        try:
+            import_quietly(module)
+        except ImportError:
+            continue
+        return module, _EIGHT_BIT[word]
+    raise ConfigError(
+        f"optimizer={word} needs torchao (pip install 'pytest-gpumem[torchao]') or bitsandbytes, and neither is installed"
+    )
+
+
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     """The scalar to differentiate: ``loss(output, batch)``, or ``output.loss``, ``output["loss"]``, or a scalar output.
 
@@ -137,6 +204,33 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
+    """Within, the model keeps keys and values by default, or not (``config.use_cache``); ``None`` leaves it.
+
+    Raises `ConfigError` for a model without such a switch, if it is ``required``.
+    Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
+    """
+    # As they are kept: what has a config may be anybody's module, and what it calls its config anything.
+    found = (attribute(module, "config") for _, module in named_modules(model))
+    configs = {id(config): config for config in found if is_a(attribute(config, "use_cache"), bool)}
+    if cache is None:
+        yield
+        return
+    if required and not configs:
+        raise ConfigError(
+            f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
+        )
+    before = [(config, attribute(config, "use_cache")) for config in configs.values()]
+    for config, _ in before:
+        object.__setattr__(config, "use_cache", cache)
+    try:
+        yield
+    finally:
+        for config, value in before:
+            object.__setattr__(config, "use_cache", value)
 
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}

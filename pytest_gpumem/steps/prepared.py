@@ -1,38 +1,279 @@
-"""Steps made ready to run: built on their device, initialised, tried and checkpointed, as their config asks for."""
+"""A step that is ready to run under its config, and is measured, timed again, located and explained as its caller asks."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.steps.batches import feed, micro_batches, on_device
-from pytest_gpumem.steps.checkpointing import checkpointed
-from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.dry_run import DryRun, dry_run, dry_run_inference
-from pytest_gpumem.steps.inference import caching, infer_phases, quantized
-from pytest_gpumem.steps.measured import PLAIN, PreparedStep
-from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, in_mode, precision_of
-from pytest_gpumem.steps.optimizers import optimizer_named
-from pytest_gpumem.steps.precision import autocasting, batch_in_precision, float32_precision, in_precision
+from pytest_gpumem.explain.compose import over_time_of
+from pytest_gpumem.explain.recording import Expected, Subject, explain, explain_out_of_memory, phase
+from pytest_gpumem.explain.sites import Places, creation_sites
+from pytest_gpumem.measurement import ITEMS, Workload
+from pytest_gpumem.steps.batches import describe, feed, micro_batches, number_of_items, work_in
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.counting import located
+from pytest_gpumem.steps.model_step import caching, in_mode, parameters_of, precision_of
+from pytest_gpumem.steps.precision import autocasting, float32_precision
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import Phase
-from pytest_gpumem.steps.training import Training
-from pytest_gpumem.torch_support.private_api import compiled_graphs, outside_autocast
+from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, Phase, measure_step, sample_again
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.private_api import outside_autocast
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.static_access import is_a
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
+from pytest_gpumem.values.composition import NOT_EXPLAINED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.explain.sites import Site
-    from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.measured import MeasuringContext
-    from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+    from pytest_gpumem.explain.artifacts import Artifacts
+    from pytest_gpumem.explain.owners import TensorOwners
+    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.sites import Site, Sites
+    from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.steps.runner import StepFigures
+    from pytest_gpumem.timing.sampling import TimeBudget
+    from pytest_gpumem.values.composition import Explanation
+
+PLAIN = StepConfig()
+MOST_SAMPLES = 3
+"""Of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuringContext:
+    """Where steps are measured and explained.
+
+    ``time_budget`` is ``None`` where no step is timed, ``sites`` where none is explained. ``artifacts`` keep the recordings
+    that explanations are taken from. With ``over_time`` an explanation shows the whole step.
+    """
+
+    device: Device
+    time_budget: TimeBudget | None
+    sites: Sites | None = None
+    artifacts: Artifacts | None = None
+    over_time: bool = False
+
+    def begin(self, held: object) -> int:
+        """Bring memory to rest before anything of a step is made, and return the bytes that are live and not the step's own.
+
+        Args:
+            held: What there is of the step already.
+        """
+        self.device.quiesce()
+        self.device.register_existing(self.storages(held))
+        blocks = blocks_of(reachable_tensors([held]), self.device.torch_device)
+        return self.device.live() - sum(blocks.values())
+
+    def storages(self, held: object) -> Iterator[torch.UntypedStorage]:
+        """Return the storages on the device that can be reached from ``held``."""
+        return storages_of(reachable_tensors([held]), self.device.torch_device)
+
+    @contextmanager
+    def creation_sites(self) -> Iterator[dict[int, Site]]:
+        """Within, the lines that make tensors are noted, by address; none where nothing is explained."""
+        found: dict[int, Site] = {}
+        with nullcontext() if self.sites is None else creation_sites(self.sites, found):
+            yield found
+
+    def explain(self, subject: Subject, expected: Expected) -> Explanation | str:
+        """Run ``subject`` once more, recorded, and return what its peak is made of.
+
+        Args:
+            subject: A step or call that was measured.
+            expected: What was measured of it.
+
+        Returns:
+            The explanation, or a clause that says why there is none: what goes wrong this time is no failure of the step.
+        """
+        assert self.sites is not None, "only called where something is explained"
+        try:
+            with cyclic_collector_off(), random_numbers_given_back(self.device):
+                explanation, recorded = explain(self.device, self.sites, subject, expected)
+            return self._kept(explanation, recorded)
+        except RAISED_BY_A_STEP as error:
+            return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
+
+    def explain_out_of_memory(self, subject: Subject) -> Explanation | None:
+        """Run what ran out of memory once more, recorded; return where memory went if it runs out again."""
+        assert self.sites is not None, "only called where something is explained"
+        with cyclic_collector_off(), random_numbers_given_back(self.device):
+            found = explain_out_of_memory(self.device, self.sites, subject)
+        return None if found is None else self._kept(*found)
+
+    def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
+        """Keep the recording, and return its explanation with the whole step where that is wanted, and a note on failure."""
+        if self.over_time:
+            explanation = replace(explanation, over_time=over_time_of(recorded).thinned())
+        trouble = None if self.artifacts is None else self.artifacts.keep(recorded)
+        if trouble is None:
+            return explanation
+        return replace(explanation, peak=replace(explanation.peak, notes=(*explanation.peak.notes, trouble)))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """What measuring a step gave."""
+
+    figures: StepFigures
+    workload: Workload
+    work: Mapping[str, float]
+    """What the step works on, by its name (``samples``, ``tokens``, ``items``); throughput is of the first."""
+    notes: tuple[str, ...] = ()
+    recomputed: int | None = None
+
+    @property
+    def may_be_timed_again(self) -> bool:
+        times = self.figures.times
+        return times is not None and len(times.samples) < MOST_SAMPLES
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric of the step: bytes, counts, seconds, items per second."""
+        figures = self.figures
+        metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
+        times = figures.times
+        if times is not None:
+            metrics["step_time"] = times.median
+            metrics |= {f"{name}_time": seconds for name, seconds in times.phases.items()}
+            items = next(iter(self.work.values()), None)
+            if items is not None and times.median > 0:
+                metrics["throughput"] = items / times.median
+        return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStep:
+    """A step that is ready to run.
+
+    ``model`` is ``None`` for a function of the test's own. A step that changes ``state()`` is not like the next one.
+    """
+
+    context: MeasuringContext
+    name: str
+    phases: Sequence[Phase]
+    foreign: int
+    """Bytes that were live before its model was built, and are not its own."""
+    held: object
+    """What leads to everything that the step holds between steps."""
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    batch: object = None
+    config: StepConfig = PLAIN
+    precision: str | None = None
+    """That of the model before its weights were quantised; ``None`` where it has it still."""
+    items: float | str | None = None
+    state: Callable[[], object] | None = None
+    notes: tuple[str, ...] = ()
+    recomputed: int | None = None
+    creation_sites: Mapping[int, Site] = field(default_factory=dict)
+
+    def measure(self) -> MeasuredStep:
+        """Run the step until it repeats, then measure it."""
+        figures = measure_step(
+            self.phases,
+            self.context.device,
+            own=self._storages,
+            foreign=self.foreign,
+            time_budget=self.context.time_budget,
+            state=self.state,
+            compiled=self._compiled,
+        )
+        return MeasuredStep(figures, self._workload(), self._work(), (*self.notes, *figures.notes()), self.recomputed)
+
+    def time_again(self, step: MeasuredStep) -> MeasuredStep:
+        """Return ``step``, which was measured and timed, with one more sample of its time."""
+        times, time_budget = step.figures.times, self.context.time_budget
+        assert times is not None, "only a step that was timed is timed again"
+        assert time_budget is not None, "same"
+        sample = sample_again(self.phases, self.context.device, self._storages, time_budget.second_look)
+        time_budget.look(SECONDS_BETWEEN_SAMPLES + sample.spent)
+        times = replace(times, samples=(*times.samples, sample))
+        return replace(step, figures=replace(step.figures, times=times))
+
+    def locate(self, step: MeasuredStep) -> MeasuredStep:
+        """Return ``step`` with the lines at which what it counts is called; the step is run once more for that."""
+        counted, context = step.figures.counted, self.context
+        # Kernels are told by the GPU, which does not know lines.
+        if not any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs")):
+            return step
+        assert context.sites is not None, "only called where something is explained"
+        places = Places(context.sites, context.device.torch_device)
+        with cyclic_collector_off(), random_numbers_given_back(context.device), context.device.peak_ignored():
+            counted = located(lambda: [phase.run() for phase in self.phases], context.device, counted, places)
+        return replace(step, figures=replace(step.figures, counted=counted))
+
+    def explain(self, step: MeasuredStep) -> Explanation | str:
+        """Run the step once more, recorded, and tell what its peak is made of; a clause says why it cannot be told."""
+        figures = step.figures
+        memory = figures.memory
+        expected = Expected(
+            memory.peak_allocated,
+            memory.turnover if self.context.device.turnover() else None,
+            memory.own if figures.growth else None,
+        )
+        return self.context.explain(self.subject(), expected)
+
+    def subject(self) -> Subject:
+        """The step as it is recorded."""
+
+        def run(tracker: Tracker) -> None:
+            for one in self.phases:
+                with phase(tracker, one.name):
+                    one.run()
+
+        return Subject(
+            run,
+            own=lambda: list(self._storages()),
+            own_bytes=lambda: self.context.device.live() - self.foreign,
+            register=self._register,
+            creation_sites=self.creation_sites,
+            compiled=self._compiled,
+        )
+
+    def _register(self, owners: TensorOwners) -> None:
+        if self.model is None:
+            owners.within(self.held)
+            owners.inputs(self.held)
+            return
+        owners.model(self.model)
+        if self.optimizer is not None:
+            owners.optimizer(self.optimizer)
+        owners.inputs(self.batch)
+
+    @property
+    def _compiled(self) -> bool:
+        return self.config.compile != "none"
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        return self.context.storages(self.held)
+
+    def _workload(self) -> Workload:
+        if self.model is None:
+            return Workload(self.name)
+        config = self.config.text(self.precision or precision_of(self.model))
+        return Workload(self.name, config, parameters_of(self.model), describe(self.batch))
+
+    def _work(self) -> dict[str, float]:
+        if self.model is not None:
+            return work_in(self.batch, self.items)
+        return {} if self.items is None else {ITEMS: number_of_items(self.items)}
+
+
+@contextmanager
+def prepared_function(
+    context: MeasuringContext, fn: Callable[[], object], items: float | None = None
+) -> Iterator[PreparedStep]:
+    """Within, ``fn()`` stands ready as a step that repeats. What it holds belongs to the step."""
+    with random_numbers_given_back(context.device):
+        foreign = context.begin(fn)
+        yield PreparedStep(
+            context=context, name="measure", phases=[Phase("step", fn)], foreign=foreign, held=fn, items=items
+        )
 
 
 @contextmanager
@@ -72,148 +313,6 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
     import torch
 
     return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedTrainStep(PreparedStep):
-    """A training step that is ready to run under its config."""
-
-    training: Training
-
-
-@contextmanager
-def prepared_function(
-    context: MeasuringContext, fn: Callable[[], object], items: float | None = None
-) -> Iterator[PreparedStep]:
-    """Within, ``fn()`` stands ready as a step that repeats. What it holds belongs to the step."""
-    with random_numbers_given_back(context.device):
-        foreign = context.begin(fn)
-        yield PreparedStep(
-            context=context, name="measure", phases=[Phase("step", fn)], foreign=foreign, held=fn, items=items
-        )
-
-
-@contextmanager
-def prepared_train_step(
-    context: MeasuringContext,
-    model_or_factory: ModelOrFactory,
-    batch: Any,
-    *,
-    config: StepConfig | None = None,
-    loss: Loss | None = None,
-    optimizer: OptimizerOrFactory | None = None,
-    items: float | str | None = None,
-) -> Iterator[PreparedTrainStep]:
-    """Within, a training step stands ready: forward + backward + optimizer.
-
-    It is built on the device, rehearsed if a config was given, and checkpointed. Without a config it runs plainly, in the
-    model's own precision, with AdamW. Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and
-    `CannotRun` where the device cannot.
-    """
-    config_given, config = config is not None, config or PLAIN
-    config.only_for("train_step")
-    if optimizer is not None and config.optimizer != PLAIN.optimizer:
-        raise ConfigError(
-            f"optimizer= is given, and the step config says optimizer={config.optimizer}; give one of them"
-        )
-    device = context.device.torch_device
-    can_run(context.device, config)
-    batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = given_model(model_or_factory)
-    if given is not None:
-        # Gradients that somebody left would be in the first step and not in the others.
-        given.zero_grad(set_to_none=True)
-    with ExitStack() as stack:
-        stack.enter_context(random_numbers_given_back(context.device))
-        foreign = context.begin((given, batch, optimizer))
-        creation_sites: dict[int, Site] = {}
-        with context.born(creation_sites):
-            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-            initialise(model, batch, config, context.device, training=True)
-        made = None
-        if optimizer is not None or config.optimizer != "none":
-            maker = optimizer_named(config.optimizer) if optimizer is None else optimizer
-            made = build_optimizer(maker, model, given is not None)
-        training = Training(model, model, batch, made, loss, config, device)
-        stack.callback(model.zero_grad, set_to_none=True)
-        if config.optimizer.endswith("-8bit"):
-            # It compiles its step by itself.
-            stack.enter_context(warnings_of_compiling())
-        stack.enter_context(surroundings(model, config, context.device, training=True))
-        seen = dry_run(training) if config_given else DryRun()
-        stack.enter_context(checkpointed(model, config))
-        training.run = stack.enter_context(compiled(model, config.compile))
-        phases = training.phases()
-        compile_now(phases, config.compile)
-        compiles = config.compile != "none"
-        # A scale that falls in every step tells nothing of the next one.
-        scales = training.scaler is not None and not seen.overflows
-        yield PreparedTrainStep(
-            context=context,
-            name="train_step",
-            phases=phases,
-            foreign=foreign,
-            held=(model, batch, made, training.scaler),
-            model=model,
-            optimizer=made,
-            batch=batch,
-            config=config,
-            items=items,
-            state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
-            notes=seen.notes,
-            recomputed=seen.recomputed,
-            creation_sites=creation_sites,
-            training=training,
-        )
-
-
-@contextmanager
-def prepared_infer_step(
-    context: MeasuringContext,
-    model_or_factory: ModelOrFactory,
-    batch: Any,
-    *,
-    config: StepConfig | None = None,
-    items: float | str | None = None,
-) -> Iterator[PreparedStep]:
-    """Within, one forward pass stands ready, or with ``cache=on`` a prompt and the token after it.
-
-    Raises as `prepared_train_step`.
-    """
-    config = config or PLAIN
-    config.only_for("infer_step")
-    device = context.device.torch_device
-    can_run(context.device, config)
-    batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = given_model(model_or_factory)
-    with ExitStack() as stack:
-        stack.enter_context(random_numbers_given_back(context.device))
-        foreign = context.begin((given, batch))
-        creation_sites: dict[int, Site] = {}
-        with context.born(creation_sites):
-            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-            initialise(model, batch, config, context.device, training=False)
-            precision = precision_of(model)
-            model = quantized(model, config, given is not None)
-        stack.enter_context(surroundings(model, config, context.device, training=False))
-        dry_run_inference(infer_phases(model, model, batch, config, device), config)
-        run = stack.enter_context(compiled(model, config.compile))
-        phases = infer_phases(model, run, batch, config, device)
-        compile_now(phases, config.compile)
-        yield PreparedStep(
-            context=context,
-            name="infer_step",
-            phases=phases,
-            foreign=foreign,
-            held=(model, batch),
-            model=model,
-            batch=batch,
-            config=config,
-            precision=precision,
-            items=items,
-            state=compiled_graphs if config.compile != "none" else None,
-            creation_sites=creation_sites,
-        )
 
 
 def can_run(device: Device, config: StepConfig) -> None:

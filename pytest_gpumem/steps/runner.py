@@ -1,29 +1,109 @@
-"""Runs a step until it repeats, then measures it: memory first, then counts, then time."""
+"""Measures a step that repeats: its memory once it has settled, its growth, its counts, and its time."""
 
 from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.devices.contract import highest
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
-from pytest_gpumem.steps.readings import SETTLING_STEPS, WINDOW, Figures, growth_per_step
-from pytest_gpumem.timing import bounds
-from pytest_gpumem.timing.sampling import sample_step, time_phases
+from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
-from pytest_gpumem.values.interference import Slowed
-from pytest_gpumem.values.times import Sample, Times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.timing.sampling import TimeBudget
+    from pytest_gpumem.values.times import Sample, Times
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Readings around a stretch. Live bytes and peaks count from the same zero.
+
+    ``foreign`` bytes are live all the time and are not the stretch's own. ``live_before`` is read before it ran; ``live_run``
+    right after it ran; ``live_after`` when garbage has been collected.
+    """
+
+    foreign: int
+    live_before: int
+    reserved_before: int | None
+    peak: Peak
+    live_run: int
+    live_after: int
+    phases: Mapping[str, Peak] = field(default_factory=dict)
+    turnover: int = 0
+    """Bytes that were allocated in all, whether freed or not."""
+    held_change: int = 0
+    """How much more the test's fixtures hold than before: kept on purpose, not retained."""
+    workspaces: int = 0
+    """Bytes that the backend's libraries still held for themselves when the stretch ended; the peak has them, too."""
+
+    @property
+    def own(self) -> int:
+        """The stretch's own bytes when it began."""
+        return self.live_before - self.foreign
+
+    @property
+    def peak_allocated(self) -> int:
+        """The peak of the stretch's own bytes."""
+        return self.peak.allocated - self.foreign
+
+    def memory_metrics(self) -> dict[str, int]:
+        """The memory metrics of the stretch, in bytes."""
+        metrics = {"peak_allocated": self.peak_allocated}
+        metrics |= {f"peak_{name}": peak.allocated - self.foreign for name, peak in self.phases.items()}
+        if self.peak.reserved is not None and self.reserved_before is not None:
+            # Room that was left in segments reserved before is not in the difference, but tensors were put there.
+            reserved = self.peak.reserved - self.reserved_before + self.own
+            metrics["peak_reserved"] = max(reserved, metrics["peak_allocated"])
+        metrics["retained"] = max(0, self.live_after - self.live_before - self.held_change)
+        metrics["cyclic_garbage"] = max(0, self.live_run - self.live_after)
+        return metrics
+
+
+SETTLING_STEPS = 6
+"""Steps in which a cache, or a list that forgets its oldest entries, may fill before growth is read."""
+WINDOW = 12
+"""Steps over which growth is read: a multiple of 2 and 3, so that a step that keeps bytes every second or third time has
+the same growth wherever the window begins. What is emptied at least once within them is no growth."""
+
+
+def grows(live: Sequence[int]) -> bool:
+    """Whether bytes that are live after each of some steps grow: they never fall after their lowest and end higher.
+
+    Or they go up and down, but both their lowest and their highest are higher in the later half than in the earlier one.
+    """
+    since_lowest = live[live.index(min(live)) :]
+    if since_lowest[-1] > since_lowest[0] and list(since_lowest) == sorted(since_lowest):
+        return True
+    return _is_higher_later(live)
+
+
+def growth_per_step(live: Sequence[int]) -> int:
+    """Return the bytes that each step keeps, 0 where memory does not grow.
+
+    It grows where both the lowest and the highest of ``live`` are higher in the later half than in the earlier one: what is
+    emptied now and then may be at any point of its course.
+
+    Args:
+        live: The bytes that are live before the first step and after each one, garbage collected.
+    """
+    if len(live) < 2 or not _is_higher_later(live):
+        return 0
+    return max(0, round((live[-1] - live[0]) / (len(live) - 1)))
+
+
+def _is_higher_later(live: Sequence[int]) -> bool:
+    early, late = live[: len(live) // 2], live[len(live) // 2 :]
+    return min(late) > min(early) and max(late) > max(early)
+
 
 MOST_WARM_UPS = 6
 SECONDS_BETWEEN_SAMPLES = 1.0
@@ -33,8 +113,7 @@ MOST_RESTLESS_WARM_UPS = 16
 """For steps that may compile anew, or overflow, before they repeat."""
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """A named part of a step. Phases run in order; the peak is taken at each border. Those of one name are one phase."""
 
     name: str
@@ -124,7 +203,7 @@ def measure_step(
         if time_budget is not None:
             try:
                 with device.unrecorded():
-                    times = _times(phases, device, time_budget)
+                    times = time_step(_whole(phases), phases, device, time_budget)
                 # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
                 one_step()
             finally:
@@ -171,31 +250,14 @@ def sample_again(
     device.quiesce()
     with cyclic_collector_off():
         try:
-            with device.unrecorded(), device.exclusive() as crowded:
+            with device.unrecorded(), device.exclusive() as refused:
                 # Settling has emptied the caches, and of few rounds none may be one that fills them again.
                 _whole(phases)()
                 sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
             _one_step(phases, device, 0)
         finally:
             device.reconcile(since, own())
-    return _unless(crowded, sample, device)
-
-
-def _times(phases: Sequence[Phase], device: Device, time_budget: TimeBudget) -> Times:
-    """The first sample of a step's time and the times of its phases, both taken alone."""
-    with device.exclusive() as crowded:
-        sample = sample_step(_whole(phases), device, time_budget.share)
-        time_budget.spend(sample.spent)
-        laps = time_phases([(phase.name, phase.run) for phase in phases], device, sample.steps, time_budget)
-    return Times((_unless(crowded, sample, device),), laps)
-
-
-def _unless(crowded: str | None, sample: Sample, device: Device) -> Sample:
-    if crowded is None:
-        return sample
-    slowed = sample.slowed or Slowed()
-    shared = max(slowed.shared, bounds.crowded(device.conditions()))
-    return replace(sample, invalid=crowded, slowed=replace(slowed, shared=shared))
+    return invalid_if(refused, sample, device)
 
 
 def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
@@ -248,7 +310,7 @@ def _one_step(
                 phase.run()
             finally:
                 peak = device.close_window(window)
-                peaks[phase.name] = highest(peaks.get(phase.name, peak), peak)
+                peaks[phase.name] = highest(peaks.get(phase.name), peak)
     finally:
         peak = device.close_window(whole)
     turnover = device.turnover() - turnover

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.optimizers import state_bytes
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.prepared import is_uninitialised
-from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
+from pytest_gpumem.torch_support.reachability import blocks_of, is_host, reachable_tensors
 from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
 
-    from pytest_gpumem.steps.prepared import PreparedTrainStep
     from pytest_gpumem.steps.runner import StepFigures
+    from pytest_gpumem.steps.training import PreparedTrainStep
+
+
+COUNT = 4
+"""Bytes of the float32 that counts an optimizer's steps, one for each parameter."""
+LEAST_IN_8_BITS = 4096
+"""Smaller tensors keep full-precision state, in torchao as in bitsandbytes."""
+BLOCK_IN_8_BITS = 256
+"""Values that share a scale (torchao's ``block_size``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +145,45 @@ def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
         for name, value in optimizer.state.get(parameter, {}).items()
         if is_a(name, str) and "master" in name and is_a(value, torch.Tensor)
     ]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int | None:
+    """Bytes of an optimizer's state for ``parameters``, by formula; ``None`` for an optimizer without one.
+
+    Adam and AdamW (Kingma and Ba 2014): two averages in the parameter's dtype, three with ``amsgrad``, and a count. SGD: one
+    with momentum. Adafactor (Shazeer and Stern 2018): a row and a column for each matrix. torchao's 8-bit Adam (Dettmers
+    2021): two averages of a byte a value, a float32 scale for each block of 256, and a table of 256 float32. A count on
+    the host, where torch leaves it unless fused or capturable, is not counted for a model on another device.
+    """
+    total = 0
+    known = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        group = known.get(id(parameter))
+        if group is None:
+            continue
+        one = _state_of(type(optimizer).__name__, type(optimizer).__module__, parameter, group)
+        if one is None:
+            return None
+        total += one
+    return total
+
+
+def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> int | None:
+    nbytes = parameter.numel() * parameter.element_size()
+    counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)
+    count = COUNT if counted else 0
+    by_torch = module.startswith("torch.optim")
+    if by_torch and name == "SGD":
+        return nbytes if group["momentum"] else 0
+    if by_torch and name in ("Adam", "AdamW"):
+        return (3 if group["amsgrad"] else 2) * nbytes + count
+    if by_torch and name == "Adafactor":
+        shape = parameter.shape
+        values = parameter.numel() * (1 / shape[-1] + 1 / shape[-2]) if len(shape) > 1 else parameter.numel()
+        return round(values) * parameter.element_size() + count
+    if module.startswith("torchao") and name in ("Adam8bit", "AdamW8bit"):
+        if parameter.numel() < LEAST_IN_8_BITS or parameter.numel() % BLOCK_IN_8_BITS:
+            return 2 * nbytes + count
+        scales = math.ceil(parameter.numel() / BLOCK_IN_8_BITS) * 4
+        return 2 * (parameter.numel() + scales + 256 * 4) + count
+    return None

@@ -1,22 +1,32 @@
-"""A training step as people write it: micro-batches, scaled gradients, clipping, the optimizer, zeroed gradients."""
+"""A training step: micro-batches, scaled gradients, clipping, the optimizer, zeroed gradients; made ready under its config."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.batches import feed, micro_batches
-from pytest_gpumem.steps.model_step import loss_of
-from pytest_gpumem.steps.precision import autocasting, scaler_of
+from pytest_gpumem.steps.batches import feed, micro_batches, on_device
+from pytest_gpumem.steps.checkpointing import checkpointed
+from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
+from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.dry_run import DryRun, dry_run
+from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, loss_of, optimizer_named
+from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision, scaler_of
+from pytest_gpumem.steps.prepared import PLAIN, PreparedStep, can_run, initialise, surroundings
+from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.torch_support.private_api import compiled_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
     from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.model_step import Loss
+    from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+    from pytest_gpumem.steps.prepared import MeasuringContext
 
 
 @dataclass
@@ -50,7 +60,7 @@ class Training:
             phase
             for part in parts
             for phase in (
-                Phase("forward", lambda part=part: self._forward(part, len(parts))),  # type: ignore[misc]
+                Phase("forward", partial(self._forward, part, len(parts))),
                 Phase("backward", self._backward),
             )
         ]
@@ -108,3 +118,83 @@ class Training:
 
         if self.config.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTrainStep(PreparedStep):
+    """A training step that is ready to run under its config."""
+
+    training: Training
+
+
+@contextmanager
+def prepared_train_step(
+    context: MeasuringContext,
+    model_or_factory: ModelOrFactory,
+    batch: Any,
+    *,
+    config: StepConfig | None = None,
+    loss: Loss | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+    items: float | str | None = None,
+) -> Iterator[PreparedTrainStep]:
+    """Within, a training step stands ready: forward + backward + optimizer.
+
+    It is built on the device, rehearsed if a config was given, and checkpointed. Without a config it runs plainly, in the
+    model's own precision, with AdamW. Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and
+    `CannotRun` where the device cannot.
+    """
+    config_given, config = config is not None, config or PLAIN
+    config.only_for("train_step")
+    if optimizer is not None and config.optimizer != PLAIN.optimizer:
+        raise ConfigError(
+            f"optimizer= is given, and the step config says optimizer={config.optimizer}; give one of them"
+        )
+    device = context.device.torch_device
+    can_run(context.device, config)
+    batch = batch_in_precision(on_device(batch, device), config.precision)
+    given = given_model(model_or_factory)
+    if given is not None:
+        # Gradients that somebody left would be in the first step and not in the others.
+        given.zero_grad(set_to_none=True)
+    with ExitStack() as stack:
+        stack.enter_context(random_numbers_given_back(context.device))
+        foreign = context.begin((given, batch, optimizer))
+        with context.creation_sites() as creation_sites:
+            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            initialise(model, batch, config, context.device, training=True)
+        made = None
+        if optimizer is not None or config.optimizer != "none":
+            maker = optimizer_named(config.optimizer) if optimizer is None else optimizer
+            made = build_optimizer(maker, model, given is not None)
+        training = Training(model, model, batch, made, loss, config, device)
+        stack.callback(model.zero_grad, set_to_none=True)
+        if config.optimizer.endswith("-8bit"):
+            # It compiles its step by itself.
+            stack.enter_context(warnings_of_compiling())
+        stack.enter_context(surroundings(model, config, context.device, training=True))
+        seen = dry_run(training) if config_given else DryRun()
+        stack.enter_context(checkpointed(model, config))
+        training.run = stack.enter_context(compiled(model, config.compile))
+        phases = training.phases()
+        compile_now(phases, config.compile)
+        compiles = config.compile != "none"
+        # A scale that falls in every step tells nothing of the next one.
+        scales = training.scaler is not None and not seen.overflows
+        yield PreparedTrainStep(
+            context=context,
+            name="train_step",
+            phases=phases,
+            foreign=foreign,
+            held=(model, batch, made, training.scaler),
+            model=model,
+            optimizer=made,
+            batch=batch,
+            config=config,
+            items=items,
+            state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
+            notes=seen.notes,
+            recomputed=seen.recomputed,
+            creation_sites=creation_sites,
+            training=training,
+        )

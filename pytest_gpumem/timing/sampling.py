@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.timing import bounds
 from pytest_gpumem.timing.validity import disturbance, load
-from pytest_gpumem.values.times import FEWEST_ROUNDS, Round, Sample
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.times import FEWEST_ROUNDS, Round, Sample, Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.values.interference import Slowed
 
 
 DEFAULT_SECONDS = 2.0
@@ -171,6 +171,29 @@ def _steps_a_round(seconds: float) -> int:
 def _needed(took: float) -> int:
     """Return the fewest rounds to take, whatever time is left, when the latest ``took`` so many seconds."""
     return FEWEST_ROUNDS if took < 2 * SECONDS_A_ROUND else 1
+
+
+def time_step(
+    step: Callable[[], object],
+    phases: Sequence[tuple[str, Callable[[], object]]],
+    device: Device,
+    time_budget: TimeBudget,
+) -> Times:
+    """Return the first sample of the time of ``step`` and the times of its ``phases``, with the device to itself."""
+    with device.exclusive() as refused:
+        sample = sample_step(step, device, time_budget.share)
+        time_budget.spend(sample.spent)
+        laps = time_phases(phases, device, sample.steps, time_budget)
+    return Times((invalid_if(refused, sample, device),), laps)
+
+
+def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
+    """Return ``sample``, which is invalid if the device was ``refused`` to it by `Device.exclusive`, as that clause says."""
+    if refused is None:
+        return sample
+    slowed = sample.slowed or Slowed()
+    shared = max(slowed.shared, bounds.crowded(device.conditions()))
+    return replace(sample, invalid=refused, slowed=replace(slowed, shared=shared))
 
 
 def time_phases(

@@ -49,13 +49,9 @@ def allocation_events(profiler: Profile) -> list[AllocationEvent]:
 
 def event_tree(profiler: Profile) -> list[Any]:
     """Return what a stopped profiler recorded, as a tree: operators, what they called, and allocations within."""
-    tree: list[Any] = _results(profiler).experimental_event_tree()
+    autograd_profiler: Any = getattr(profiler, "profiler", profiler)
+    tree: list[Any] = autograd_profiler.kineto_results.experimental_event_tree()
     return tree
-
-
-def _results(profiler: Profile) -> Any:
-    wrapped: Any = getattr(profiler, "profiler", profiler)
-    return wrapped.kineto_results
 
 
 def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
@@ -302,8 +298,9 @@ def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
 
     The event tree does not have the thread that made a node of the autograd graph.
     """
+    autograd_profiler: Any = getattr(profiler, "profiler", profiler)
     threads: dict[int, Threads] = {}
-    for event in _results(profiler).events():
+    for event in autograd_profiler.kineto_results.events():
         threads.setdefault(event.start_ns(), Threads(event.start_thread_id(), event.fwd_thread_id()))
     return threads
 

@@ -22,8 +22,8 @@ from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.explain.trace import Label, Mark, Trace
 from pytest_gpumem.steps.config import as_config
-from pytest_gpumem.steps.measured import Explaining, MeasuringContext
-from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.training import prepared_train_step
 from pytest_gpumem.values.composition import Composition
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 from pytest_gpumem.values.plain import from_plain, to_plain
@@ -200,7 +200,7 @@ class Kept(Artifacts):
 def run_step(device: Device, config: str = "fp32") -> Ran:
     """Measure and explain a training step of `TwoLayers` on an open device."""
     kept = Kept(None, "", device)
-    context = MeasuringContext(device, time_budget=None, explaining=Explaining(Sites(REPOSITORY), kept))
+    context = MeasuringContext(device, time_budget=None, sites=Sites(REPOSITORY), artifacts=kept)
     with prepared_train_step(context, TwoLayers, batch(), config=as_config(config)) as prepared:
         step = prepared.measure()
         explanation = prepared.explain(step)

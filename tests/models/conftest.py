@@ -17,8 +17,9 @@ def _the_same_weights_and_data() -> None:
 @pytest.fixture
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ``--gpumem-no-time``. What is timed has the machine to itself, and the suite's other worker waits for it."""
-    monkeypatch.setattr("pytest_gpumem.steps.runner.sample_step", lambda *_: Sample((Round(1.0),)))
-    monkeypatch.setattr("pytest_gpumem.steps.runner.time_phases", lambda *_: {})
+    for module in ("steps.runner", "timing.sampling"):
+        monkeypatch.setattr(f"pytest_gpumem.{module}.sample_step", lambda *_: Sample((Round(1.0),)))
+    monkeypatch.setattr("pytest_gpumem.timing.sampling.time_phases", lambda *_: {})
 
 
 @pytest.fixture

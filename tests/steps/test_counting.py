@@ -13,10 +13,10 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Places, Sites
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import Counted, Counts, count_step, located
-from pytest_gpumem.steps.host_tensors import HostTensors
 from pytest_gpumem.steps.inference import quantized
-from pytest_gpumem.steps.measured import MeasuringContext
-from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.syncs import HostTensors
+from pytest_gpumem.steps.training import prepared_train_step
 from pytest_gpumem.values.operator_counts import Tally, without_places
 from tests.measuring import measure_infer_step
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.inference import caching, infer_phases, quantized
+from pytest_gpumem.steps.inference import infer_phases, quantized
+from pytest_gpumem.steps.model_step import caching
 
 CPU = torch.device("cpu")
 

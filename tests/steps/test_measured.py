@@ -10,8 +10,9 @@ import torch
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measured import MOST_SAMPLES, MeasuredStep, MeasuringContext
-from pytest_gpumem.steps.prepared import prepared_function, prepared_infer_step, prepared_train_step
+from pytest_gpumem.steps.inference import prepared_infer_step
+from pytest_gpumem.steps.prepared import MOST_SAMPLES, MeasuredStep, MeasuringContext, prepared_function
+from pytest_gpumem.steps.training import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from tests.measuring import measure_function, measure_infer_step, measure_train_step
 

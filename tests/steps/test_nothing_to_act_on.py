@@ -9,7 +9,7 @@ import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.measured import MeasuringContext
+from pytest_gpumem.steps.prepared import MeasuringContext
 from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 8

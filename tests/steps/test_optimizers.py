@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.config import OPTIMIZERS, ConfigError
-from pytest_gpumem.steps.optimizers import eight_bit_module, optimizer_named, state_bytes
+from pytest_gpumem.steps.model_step import eight_bit_module, optimizer_named
+from pytest_gpumem.steps.state import state_bytes
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from tests.needs import NEEDS_COMPILER
 

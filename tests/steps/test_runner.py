@@ -15,11 +15,11 @@ from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.steps.inference import infer_phases
-from pytest_gpumem.steps.readings import Figures
 from pytest_gpumem.steps.runner import (
     MOST_RESTLESS_WARM_UPS,
     MOST_WARM_UPS,
     ROUNDS_TO_DECIDE,
+    Figures,
     Phase,
     StepFigures,
     live_at_rest,

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from pytest_gpumem.steps.blocks import Segment, repeated_blocks
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.checkpointing import checkpointed
+from pytest_gpumem.steps.config import ConfigError, StepConfig
 
 ADVICE = "use checkpoint=blocks or checkpoint=every:N"
 
@@ -125,18 +126,14 @@ def test_every_block_of_a_segment_runs_once_in_forward_and_once_more_in_backward
         assert [block.ran for block in model.h] == [2, 2, 2]
 
 
-def test_a_segment_of_one_block_may_stand_in_any_loop():
+def test_a_block_that_is_recomputed_alone_may_stand_in_any_loop():
     def changing(blocks, hidden):
         for number, block in enumerate(blocks):
             hidden = block(hidden + number, number)
         return hidden
 
     model = Model(changing, count=2)
-    with ExitStack() as stack:
-        (blocks,) = repeated_blocks(model)
-        for block in blocks:
-            (forward,) = Segment([block], run_again).forwards()
-            stack.enter_context(mock.patch.object(block.module, "forward", forward))
+    with checkpointed(model, StepConfig(checkpoint="blocks")):
         model(torch.ones(2, 4)).sum().backward()
     assert [block.ran for block in model.h] == [2, 2]
 

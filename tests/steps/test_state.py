@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.measured import MeasuringContext
-from pytest_gpumem.steps.prepared import prepared_train_step
+from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.steps.state import Share, StateBytes
 from pytest_gpumem.steps.state import state_of as state_of_step
+from pytest_gpumem.steps.training import prepared_train_step
 
 if TYPE_CHECKING:
-    from pytest_gpumem.steps.measured import MeasuredStep
+    from pytest_gpumem.steps.prepared import MeasuredStep
 
 INPUTS, OUTPUTS, SAMPLES = 64, 64, 8
 F32, COUNT = 4, 4
