@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.session.spoiled_fixtures import SpoiledFixtures, spoil_tests_in
+from pytest_gpumem.session.fixture_setup import SpoiledFixtures, spoil_tests_in
 
 
 class Device:

@@ -198,12 +198,12 @@ def _gradients(
         training.scale_gradients()
         stack.enter_context(surroundings(model, config, device, training=True))
         stack.enter_context(checkpointed(model, config, runs if config.compile == "none" else None))
-        training.run = stack.enter_context(compiled(model, config.compile))
-        if config.compile != "none":
-            stack.enter_context(warnings_of_compiling())
-        else:
+        if config.compile == "none":
             stack.enter_context(cast.watched())
-        stack.enter_context(something_compiled(config.compile))
+        else:
+            training.run = stack.enter_context(compiled(model, config.compile))
+            stack.enter_context(warnings_of_compiling())
+            stack.enter_context(something_compiled(config.compile))
         for _ in range(_MOST_TRIES):
             torch.manual_seed(SEED)
             for phase in training.phases():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import Tolerance
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import pluggy
+    import pytest
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.measurement import Environment
 
 _RESERVED = ("slug", "device")
 
@@ -35,6 +40,14 @@ def checked_tolerance(result: object, metric: str, default: Tolerance, hook: plu
         raise HookError(f"{_called(hook)} returned {result!r} for {metric}, {right}")
     assert isinstance(result, Tolerance), "it is fine"
     return result
+
+
+def environment_of(device: Device, config: pytest.Config) -> Environment:
+    """Return the environment of a device with the details that ``pytest_gpumem_environment`` adds. Raises `HookError`."""
+    environment = device.environment()
+    hook = config.hook.pytest_gpumem_environment
+    details = {**environment.details, **checked_details(hook(config=config, device=device), hook)}
+    return replace(environment, details=details)
 
 
 def checked_details(results: Iterable[object], hook: pluggy.HookCaller) -> dict[str, str | int]:

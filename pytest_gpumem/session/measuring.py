@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,11 +11,11 @@ from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.verdict import SKIPPED, WHY_FAILED
-from pytest_gpumem.measurement import Environment, MeasuringError, Workload
+from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.session.explaining import ExplainingTest
-from pytest_gpumem.session.hook_results import HookError, checked_details
+from pytest_gpumem.session.hook_results import HookError, environment_of
 from pytest_gpumem.session.judging import (
     Judging,
     fail_again,
@@ -26,12 +26,9 @@ from pytest_gpumem.session.judging import (
     shorten_summary,
     tell,
 )
-from pytest_gpumem.session.ownership import Residency
-from pytest_gpumem.session.spoiled_fixtures import SpoiledFixtures
 from pytest_gpumem.session.test_run import TestRun
 from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.timing.sampling import TimeBudget
-from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -41,6 +38,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
     from pytest_gpumem.gate.verdict import FailedIn, TestVerdict
+    from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.session.fixture_setup import FixtureSetup
     from pytest_gpumem.session.selection import Measured
     from pytest_gpumem.session.settings import Settings
 
@@ -104,20 +103,15 @@ class Measuring:
         devices: Devices,
         store: Store,
         measured: Mapping[pytest.Item, Measured],
+        fixtures: FixtureSetup,
     ) -> None:
         self._config = config
         self._settings = settings
         self._devices = devices
         self._store = store
         self._measured = measured
-        self._fixture_names = {name for item in measured for name in getattr(item, "fixturenames", ())}
-        self._residencies: dict[str, Residency] = {}
+        self._fixtures = fixtures
         self._environments: dict[str, Environment] = {}
-        self._heap = FrozenHeap()
-        self._spoiled = SpoiledFixtures()
-        self._open: TestRun | None = None
-        self._opened: Device | None = None
-        """The device while a shared fixture is set up outside of any measured test."""
 
     # Set-up
 
@@ -128,9 +122,9 @@ class Measuring:
         if measured is None:
             return (yield)
         _forget(item)
-        item.stash[_JUDGING] = self._judging(item, measured)
+        item.stash[_JUDGING] = judging = Judging(self._config, self._settings, self._store, item, measured)
         try:
-            self._begin(item, measured)
+            self._begin(judging)
         except DeviceUnavailable as unavailable:
             item.stash[_UNAVAILABLE] = str(unavailable)
             tell(item, measured.not_measured(str(unavailable)))
@@ -145,103 +139,29 @@ class Measuring:
             _tell_ended(item, measured, run, error, "setup")
             raise
 
-    def _begin(self, item: pytest.Item, measured: Measured) -> None:
-        name = measured.budget.device or self._settings.device
-        device = self._devices.get(name)
+    def _begin(self, judging: Judging) -> None:
+        settings, item = self._settings, judging.item
+        device = self._devices.get(judging.measured.budget.device or settings.device)
         device.open()
         try:
-            self._residency(device).clear_left_gradients(item)
-            self._heap.begin(device)
-            self._spoiled.begin()
-            time_budget = (
-                None if self._settings.no_time or not device.tells_time else TimeBudget(self._settings.time_budget)
-            )
-            judging = self._judging(item, measured)
-            explaining = ExplainingTest(self._config, self._settings, judging)
+            residency = self._fixtures.begin(item, device)
             context = MeasuringContext(
                 device,
-                time_budget,
-                sites=None if self._settings.explain == "never" else self._sites,
-                artifacts=Artifacts(self._settings.artifacts_folder, item.nodeid, device),
-                over_time=bool(self._settings.report),
+                None if settings.no_time or not device.tells_time else TimeBudget(settings.time_budget),
+                sites=None if settings.explain == "never" else self._sites,
+                artifacts=Artifacts(settings.artifacts_folder, item.nodeid, device),
+                over_time=bool(settings.report),
             )
-            run = TestRun(judging, explaining, context, self._residency(device), self._environment(device))
+            explaining = ExplainingTest(self._config, settings, judging)
+            run = TestRun(judging, explaining, context, residency, self._environment(device))
         except BaseException:
             device.close()
             raise
-        item.stash[_RUN] = self._open = run
+        item.stash[_RUN] = self._fixtures.run = run
 
     @cached_property
     def _sites(self) -> Sites:
         return Sites(self._config.rootpath)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-    ) -> Generator[None, object, object]:
-        shared = fixturedef.scope != "function"
-        if shared:
-            self._heap.fixture_is_set_up(fixturedef)
-        of_a_measured_test = fixturedef.argname in self._fixture_names and fixturedef.argname != "gpumem"
-        device = self._opened if self._open is None else self._open.device
-        if device is not None:
-            node = request.node if self._open is None else self._open.item
-            return (yield from self._set_up(device, fixturedef, request, node if of_a_measured_test else None))
-        if not (shared and of_a_measured_test):
-            return (yield)
-        # First used by a test that is not measured.
-        try:
-            device = self._devices.get(self._settings.device)
-            device.open()
-        except DeviceUnavailable:
-            return (yield)
-        self._opened = device
-        try:
-            return (yield from self._set_up(device, fixturedef, request, request.node))
-        finally:
-            self._opened = None
-            device.close()
-
-    def _set_up(
-        self,
-        device: Device,
-        fixturedef: pytest.FixtureDef[Any],
-        request: pytest.FixtureRequest,
-        node: pytest.Item | pytest.Collector | None,
-    ) -> Generator[None, object, object]:
-        """Set the fixture up for ``node``; its bytes are not noted where that is ``None``."""
-        set_up = _as_it_is() if node is None else self._noted(device, fixturedef, node)
-        if fixturedef.scope == "function":
-            return (yield from set_up)
-        with self._spoiled.setting_up(fixturedef, request, device):
-            return (yield from set_up)
-
-    def _noted(
-        self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector
-    ) -> Generator[None, object, object]:
-        """Set the fixture up and note its bytes; a recording that it spoils is the test's loss and not an error."""
-        run = self._open
-        was_set_up = False
-        try:
-            with self._residency(device).setting_up(fixturedef, node) as done:
-                value = yield
-                done(value)
-                was_set_up = True
-        except MeasuringError as error:
-            if not was_set_up:
-                raise
-            if run is not None:
-                run.lost = f"{error} (in fixture {fixturedef.argname})"
-        return value
-
-    @pytest.hookimpl
-    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        # pytest calls this more than once for a fixture, also for one that was never set up.
-        if fixturedef.scope != "function" and fixturedef.cached_result is not None:
-            self._heap.fixture_is_gone(fixturedef)
-            self._spoiled.forget(fixturedef)
-        for residency in self._residencies.values():
-            residency.forget(fixturedef)
 
     # Call
 
@@ -272,7 +192,7 @@ class Measuring:
             raise
         fail_again(item)
         if run.lost is None:
-            run.lost = run.device.lost() or self._spoiled.lost(item)
+            run.lost = run.device.lost() or self._fixtures.lost(item)
         if run.lost is None and not run.judged and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is None:
@@ -282,7 +202,7 @@ class Measuring:
 
     def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
-        judging = self._judging(item, measured)
+        judging = item.stash[_JUDGING]
         if measured.has_fixture:
             # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
             judging.conclude(verdict)
@@ -310,34 +230,24 @@ class Measuring:
         run = item.stash.get(_RUN, None)
         if run is not None:
             del item.stash[_RUN]
-            self._open = None
+            self._fixtures.run = None
             run.release()
         return (yield)
 
     @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
         # Ctrl-C comes without a teardown, and a profiler that runs when the interpreter ends can take it down.
-        if self._open is not None:
-            self._open.release()
-            self._open = None
-        self._heap.close()
-
-    def _judging(self, item: pytest.Item, measured: Measured) -> Judging:
-        return Judging(self._config, self._settings, self._store, item, measured)
-
-    def _residency(self, device: Device) -> Residency:
-        return self._residencies.setdefault(device.name, Residency(device))
+        if self._fixtures.run is not None:
+            self._fixtures.run.release()
+            self._fixtures.run = None
+        self._fixtures.close()
 
     def _environment(self, device: Device) -> Environment:
         if device.name not in self._environments:
-            environment = device.environment()
-            hook = self._config.hook.pytest_gpumem_environment
             try:
-                added = checked_details(hook(config=self._config, device=device), hook)
+                self._environments[device.name] = environment_of(device, self._config)
             except HookError as error:
                 pytest.fail(f"gpumem: {error}", pytrace=False)
-            details = {**environment.details, **added}
-            self._environments[device.name] = Environment(environment.slug, environment.device, details)
         return self._environments[device.name]
 
 
@@ -362,10 +272,6 @@ def _tell_of_values(item: pytest.Item, run: TestRun, error: BaseException) -> No
     no_values = run.device.lacks("values")
     if no_values is not None and isinstance(error, AssertionError):
         item.add_report_section("call", "gpumem values", f"{no_values}: an assertion on others says nothing here")
-
-
-def _as_it_is() -> Generator[None, object, object]:
-    return (yield)
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, object]:

@@ -86,7 +86,7 @@ class GpumemSession:
         values = current()
         lost = None if values is None else values.take_trouble()
         if lost is not None:
-            from pytest_gpumem.session.spoiled_fixtures import spoil_tests_in
+            from pytest_gpumem.session.fixture_setup import spoil_tests_in
 
             spoil_tests_in(node, lost)
 
@@ -201,11 +201,14 @@ class GpumemSession:
 
     def _register_measuring(self, measured: dict[pytest.Item, Measured]) -> None:
         from pytest_gpumem.devices.registry import Devices
+        from pytest_gpumem.session.fixture_setup import FixtureSetup
         from pytest_gpumem.session.measuring import Measuring
 
         devices = Devices(self._device_factories())
-        plugin = Measuring(self._config, self.settings, devices, self.store(), measured)
-        self._config.pluginmanager.register(plugin, "gpumem-measuring")
+        fixtures = FixtureSetup(devices, self.settings.device, measured)
+        self._config.pluginmanager.register(fixtures, "gpumem-fixtures")
+        measuring = Measuring(self._config, self.settings, devices, self.store(), measured, fixtures)
+        self._config.pluginmanager.register(measuring, "gpumem-measuring")
 
     def _register_controller(self) -> None:
         if self._controller is None:

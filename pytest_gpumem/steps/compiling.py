@@ -25,16 +25,13 @@ BACKENDS = ("eager", "aot_eager")
 
 @contextmanager
 def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
-    """The model as it is called: compiled in the mode or by the backend of ``compile=``, or as it is with ``none``.
+    """Compile the model in the mode or by the backend that ``compile=`` names, and yield what is to be called in its place.
 
     torch's caches of compiled code are emptied before and after: what an earlier test compiled decides, for instance,
     whether a shape is compiled as a dynamic one. Raises `ConfigError` where an emulated GPU lacks what compiles for it.
     """
     import torch
 
-    if word == "none":
-        yield model
-        return
     torch.compiler.reset()
     try:
         lacking = None if current_emulation() is None else _lacking(word)
@@ -58,14 +55,12 @@ def _lacking(word: str) -> str | None:
 
 
 def compile_now(phases: Iterable[Phase], word: str) -> None:
-    """Run a compiled step once, which compiles it; nothing with ``compile=none``.
+    """Run a compiled step once, which compiles it.
 
     Garbage of it is collected among all objects: a compiler ties what it made to what was there before, and tensors in such
     a cycle would count as the step's own, or not, by what had been compiled before. Raises `ConfigError` when nothing was
     compiled.
     """
-    if word == "none":
-        return
     with warnings_of_compiling(), something_compiled(word):
         for phase in phases:
             phase.run()
@@ -74,10 +69,10 @@ def compile_now(phases: Iterable[Phase], word: str) -> None:
 
 @contextmanager
 def something_compiled(word: str) -> Iterator[None]:
-    """Raises `ConfigError` when nothing was compiled within, unless with ``compile=none``."""
-    before = compiled_graphs() if word != "none" else 0
+    """Raise `ConfigError` when nothing is compiled within."""
+    before = compiled_graphs()
     yield
-    if word != "none" and compiled_graphs() == before:
+    if compiled_graphs() == before:
         raise ConfigError(f"compile={word}: torch.compile found nothing to compile in the model's forward")
 
 

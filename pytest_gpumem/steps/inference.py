@@ -147,9 +147,11 @@ def prepared_infer_step(
             model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, context.device, training=False))
         dry_run_inference(infer_phases(model, model, batch, config, device), config)
-        run = stack.enter_context(compiled(model, config.compile))
+        compiles = config.compile != "none"
+        run = stack.enter_context(compiled(model, config.compile)) if compiles else model
         phases = infer_phases(model, run, batch, config, device)
-        compile_now(phases, config.compile)
+        if compiles:
+            compile_now(phases, config.compile)
         yield PreparedStep(
             context=context,
             name="infer_step",
@@ -161,6 +163,6 @@ def prepared_infer_step(
             config=config,
             precision=precision,
             items=items,
-            state=compiled_graphs if config.compile != "none" else None,
+            state=compiled_graphs if compiles else None,
             creation_sites=creation_sites,
         )

@@ -175,10 +175,12 @@ def prepared_train_step(
         stack.enter_context(surroundings(model, config, context.device, training=True))
         seen = dry_run(training) if config_given else DryRun()
         stack.enter_context(checkpointed(model, config))
-        training.run = stack.enter_context(compiled(model, config.compile))
-        phases = training.phases()
-        compile_now(phases, config.compile)
         compiles = config.compile != "none"
+        if compiles:
+            training.run = stack.enter_context(compiled(model, config.compile))
+        phases = training.phases()
+        if compiles:
+            compile_now(phases, config.compile)
         # A scale that falls in every step tells nothing of the next one.
         scales = training.scaler is not None and not seen.overflows
         yield PreparedTrainStep(

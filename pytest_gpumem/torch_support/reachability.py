@@ -128,20 +128,6 @@ def is_on(there: torch.device, wanted: torch.device) -> bool:
     return there.type == wanted.type and wanted.index in (None, there.index)
 
 
-HOST = "cpu"
-"""torch's name for the host's memory."""
-
-
-def is_host(device: torch.device) -> bool:
-    """Return whether tensors on this device lie in the host's memory."""
-    return device.type == HOST
-
-
-def means_host(word: object) -> bool:
-    """Return whether ``device=word`` asks for the host by its name, or by none."""
-    return word in (None, HOST)
-
-
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a dense tensor if there is memory behind it.
 
@@ -186,3 +172,16 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if layout in (torch.sparse_csc, torch.sparse_bsc):
             return (anything.ccol_indices(tensor), anything.row_indices(tensor), anything.values(tensor))
     return ()
+
+
+HOST = "cpu"
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors on this device lie in the host's memory."""
+    return device.type == HOST
+
+
+def means_host(word: object) -> bool:
+    """Return whether ``device=word`` names the host, as no device does."""
+    return word in (None, HOST)

@@ -46,14 +46,6 @@ def gradient(word: str) -> torch.Tensor:
     return model.linear.weight.grad
 
 
-def test_without_compiling_the_model_is_called_itself_and_nothing_is_run():
-    model = Model()
-    with compiled(model, "none") as run:
-        assert run is model
-        compile_now(step_of(run), "none")
-    assert model.linear.weight.grad is None
-
-
 @pytest.mark.parametrize("word", ["eager", "aot_eager"])
 def test_a_compiled_step_gives_the_gradients_of_the_plain_one(word):
     model = Model()

@@ -67,6 +67,13 @@ def test_a_plain_config_is_the_step_without_one(bench):
     assert (without.recomputed, plain.recomputed) == (None, 0)
 
 
+def test_without_compiling_the_model_is_called_itself_and_nothing_is_run(bench):
+    with prepared_train_step(bench, Model, batch) as prepared:
+        assert prepared.training.run is prepared.model
+        assert all(parameter.grad is None for parameter in prepared.model.parameters())
+        assert not prepared.optimizer.state
+
+
 def test_the_workload_says_the_config_with_the_precision_that_the_model_has(bench):
     class Double(Model):
         def forward(self, x):
