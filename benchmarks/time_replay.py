@@ -84,7 +84,7 @@ class Timed:
         time_budget = TimeBudget()
         self.first = self._replay.sample(time_budget.share)
         self.seconds_of_first = self._replay.spent
-        self._second_look = time_budget.second_look
+        self._second_look = time_budget.second_sample
         self._again: list[Sample] = []
         self._pauses = 0.0
         """Seconds of those that the series had no time for."""

@@ -33,7 +33,7 @@ class Region:
         self._measurement: Measurement | None = None
 
     def end(self, measurement: Measurement) -> None:
-        """The region has ended and this is its measurement."""
+        """Set the measurement of the region, which has ended."""
         self._measurement = measurement
 
     @property
@@ -233,7 +233,7 @@ class Gpumem:
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:
-        """What the device cannot run skips the test, or fails it under ``--gpumem-strict``."""
+        """Skip the test if the device cannot run its step, or fail it under ``--gpumem-strict``."""
         try:
             yield
         except CannotRun as error:

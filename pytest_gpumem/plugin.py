@@ -50,7 +50,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 
 def is_emulated(config: pytest.Config) -> bool:
-    """Whether an emulated GPU may be asked for: by the option, or in the settings."""
+    """Return whether an emulated GPU may be asked for: by the option, or in the settings."""
     option = getattr(config.known_args_namespace, "gpumem_device", None)
     if option is not None:
         return str(option).startswith("emulated:")
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def is_concerned(config: pytest.Config) -> bool:
-    """Whether there is something to do before the tests are known: an option, settings, or workers to look after."""
+    """Return whether there is something to do before the tests are known: an option, settings, or workers."""
     if any(config.getoption(option, None) is not None for option in OPTIONS):
         return True
     if hasattr(config, "workerinput") or config.getoption("numprocesses", None) or config.getoption("tx", None):
@@ -103,7 +103,7 @@ def is_concerned(config: pytest.Config) -> bool:
 
 
 class Collecting:
-    """Finds out whether a session has anything to measure, and only then knows more of it."""
+    """A plugin that looks for measured tests, and makes the session once there is something to measure."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -111,7 +111,7 @@ class Collecting:
         self._collected: list[pytest.Item] = []
 
     def session(self) -> GpumemSession:
-        """The session, made when it is first asked for."""
+        """Return the session, made when it is first asked for."""
         if SESSION not in self._config.stash:
             from pytest_gpumem.session.process import GpumemSession
 
@@ -139,7 +139,7 @@ class Collecting:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
         # First of all, before anybody deselects: `-m gpumem` selects what the settings mark, and a wrong marker of a test
-        # that is deselected is told, too.
+        # that is deselected is reported, too.
         self._collected = list(items)
         if SESSION in self._config.stash:
             self.session().mark(items)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from pytest_gpumem.session.ownership import OwnBytes, Residency
+from pytest_gpumem.session.ownership import OwnBytes, Ownership
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from tests import zoo
 
@@ -52,11 +52,11 @@ def frozen():
 
 
 @pytest.fixture
-def residency(device) -> Residency:
-    return Residency(device)
+def residency(device) -> Ownership:
+    return Ownership(device)
 
 
-def set_up(residency: Residency, fixture: Fixture, make, item: Item | None = None) -> None:
+def set_up(residency: Ownership, fixture: Fixture, make, item: Item | None = None) -> None:
     """What happens when pytest sets a fixture up whose function is ``make``."""
     with residency.setting_up(fixture, item) as done:
         value = make()
@@ -64,7 +64,7 @@ def set_up(residency: Residency, fixture: Fixture, make, item: Item | None = Non
         done(value)
 
 
-def total(residency: Residency, item: Item) -> int:
+def total(residency: Ownership, item: Item) -> int:
     return residency.own(item).total
 
 

@@ -38,11 +38,11 @@ BlockIds = frozenset[tuple[int, int]]
 
 
 class DeviceUnavailable(Exception):
-    """This device cannot be used here; the message is a clause that says why ("no CUDA device: ...")."""
+    """Error of a device that cannot be used here; the message is a clause that says why ("no CUDA device: ...")."""
 
 
 class CannotRun(Exception):
-    """This device cannot run a step as its config wants it; the message is a clause that says why."""
+    """Error of a device that cannot run a step under its config; the message is a clause that says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ class Window:
 
 
 class Device(ABC):
-    """A device as measuring sees it. A new one writes `name` and the abstract members, and what it knows better.
+    """Base class of devices. A new one needs `name` and the abstract members, and overrides defaults that it knows better.
 
     Readings (`live`, `pop_peak`) count bytes from a zero of the device's own choosing, so only differences between
     readings of one `open` ... `close` stretch are meaningful.
 
     The defaults are those of an accelerator whose allocator keeps statistics: they cost nothing, so nothing is paused while
-    times are taken, and the profiler of torch tells the allocations where a peak is explained.
+    times are taken, and torch's profiler records the allocations where a peak is explained.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Device(ABC):
     seconds_between_readings = 0.0
     """How far apart pace and conditions are to be read: as far as that would show in the steps that come next."""
     lock: DeviceLock | None = None
-    """Keeps measured tests of other processes off while times are taken; without one, nobody is kept off."""
+    """Keeps measured tests of other processes off while times are taken; without one, none are kept off."""
 
     _undo: ExitStack | None = None
     """Ends what `open` began; ``None`` while closed."""
@@ -105,15 +105,15 @@ class Device(ABC):
 
     @abstractmethod
     def environment(self) -> Environment:
-        """What this device is, with the versions that its figures depend on."""
+        """Return what this device is, with the versions that its figures depend on."""
 
     @abstractmethod
     def live(self) -> int:
-        """Bytes live now."""
+        """Return the bytes that are live now."""
 
     @abstractmethod
     def peak(self) -> Peak:
-        """The most bytes live at once since `reset_peak`."""
+        """Return the most bytes live at once since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -122,7 +122,7 @@ class Device(ABC):
     # What it is
 
     def lacks(self, feature: str) -> str | None:
-        """Why no step can use ``feature`` here, as a clause; ``None`` when it can.
+        """Return why no step can use ``feature`` here, as a clause; ``None`` when it can.
 
         A precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile (``"max-autotune"``), or
         ``"values"``: that tensors are computed at all.
@@ -130,33 +130,33 @@ class Device(ABC):
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
-        """A stretch in which float32 products and convolutions may run in TF32, or may not. By default it changes nothing."""
+        """Return a context in which float32 products and convolutions may run in TF32, or not; by default an empty one."""
         return nullcontext()
 
     def libraries(self) -> Mapping[str, str]:
-        """Releases of the libraries by which what ran since `forget_libraries` (or `open`) has the figures that it has.
+        """Return the releases of libraries on which the figures of what ran since `forget_libraries` (or `open`) depend.
 
         Details of its environment, beside those of `environment`, which are the same whatever runs.
         """
         return {}
 
     def forget_libraries(self) -> None:
-        """Something else is measured from here on."""
+        """Begin anew to collect what `libraries` returns: something else is measured from here on."""
 
     # Random numbers
 
     def random_devices(self) -> Sequence[int]:
-        """Indices of the accelerators that have random numbers of their own, beside the host's."""
+        """Return the indices of the accelerators that have random numbers of their own, beside the host's."""
         return ()
 
     def random_state(self, index: int) -> torch.Tensor:
-        """The state of the random numbers of one of `random_devices`, as bytes on the host."""
+        """Return the state of the random numbers of one of `random_devices`, as bytes on the host."""
         import torch
 
         return cast("torch.Tensor", torch.get_device_module(self.torch_device).get_rng_state(index))
 
     def set_random_state(self, state: torch.Tensor, index: int) -> None:
-        """Go on from a state that `random_state` gave."""
+        """Set the random numbers of one of `random_devices` to a state that `random_state` returned."""
         import torch
 
         torch.get_device_module(self.torch_device).set_rng_state(state, index)
@@ -184,7 +184,7 @@ class Device(ABC):
         self._windows = ()
 
     def start(self, undo: ExitStack) -> None:
-        """What `open` does once the device is shared; what it pushes on ``undo`` is done at `close`.
+        """Start to count, once the device is shared; what is pushed on ``undo`` is done at `close`.
 
         By default measured code may reset the peak itself (``torch.cuda.reset_peak_memory_stats()``).
         """
@@ -197,7 +197,7 @@ class Device(ABC):
             undo.close()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has done its work."""
 
     def quiesce(self) -> None:
         """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
@@ -205,15 +205,15 @@ class Device(ABC):
         self.release_workspaces()
 
     def release_workspaces(self) -> None:
-        """Wait for the device, and drop what the backend keeps for itself between operations, which is nobody's leak."""
+        """Wait for the device, and drop what the backend keeps for itself between operations, which is no leak."""
         self.synchronize()
 
     def reserved(self) -> int | None:
-        """Bytes that the allocator holds from the device now; ``None`` where there is no such thing."""
+        """Return the bytes that the allocator has reserved on the device; ``None`` where it reserves none."""
         return None
 
     def turnover(self) -> int:
-        """Bytes allocated until the latest reading, whether freed or not: only differences mean anything. 0: not counted."""
+        """Return the bytes allocated so far, freed or not; only differences mean anything. 0 where they are not counted."""
         return 0
 
     def pop_peak(self) -> Peak:
@@ -230,7 +230,7 @@ class Device(ABC):
         return peak
 
     def keep_peak(self) -> None:
-        """Remember the peak so far for `pop_peak`, because somebody is about to reset the device's own."""
+        """Remember the peak so far for `pop_peak`, because the measured code is about to reset the device's own."""
         self._kept = highest(self._kept, self.peak())
 
     def open_window(self) -> Window:
@@ -251,7 +251,7 @@ class Device(ABC):
 
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
-        """A stretch whose peak no window sees."""
+        """Hide the peak of what runs within from every window."""
         self.keep_peak()
         kept = self._kept
         try:
@@ -266,16 +266,16 @@ class Device(ABC):
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 
     def known(self) -> BlockIds:
-        """The blocks that the device knows one by one; empty where it only knows sums."""
+        """Return the identities of the live blocks that the device knows one by one; empty where it only knows sums."""
         return frozenset()
 
     def blocks(self) -> Blocks:
-        """The live blocks that the device knows one by one; empty where it only knows sums."""
+        """Return the live blocks that the device knows one by one; empty where it only knows sums."""
         return {}
 
     @contextmanager
     def recorded(self, tokens: list[Token]) -> Iterator[None]:
-        """A stretch whose allocations are told with what they happened in: ``tokens`` is filled when it ends.
+        """Record allocations with the spans in which they happen: ``tokens`` is filled at the end.
 
         Readings are not possible within. Raises `MeasuringError` when the recording was cut short.
         """
@@ -292,27 +292,27 @@ class Device(ABC):
         """Write what the allocator itself recorded in the latest `recorded` stretch, where it does. Raises ``OSError``."""
 
     def unrecorded(self) -> AbstractContextManager[None]:
-        """A stretch in which nothing is recorded or slowed down, for taking times. No window sees its peak.
+        """Return a context in which nothing is recorded or slowed down, for taking times. No window sees its peak.
 
         Allocations and frees may go unnoticed in it; `reconcile` sets that right.
         """
         return self.peak_ignored()
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Of the blocks that are not in ``since`` (what was `known` at some moment) only those of ``storages`` still live."""
+        """Forget the blocks that are neither in ``since`` (what was `known` at some moment) nor in ``storages``."""
 
     # Taking times
 
     def lost(self) -> str | None:
-        """Why what was read since the last call of this (or `open`) means nothing, as a clause; ``None`` where it is good."""
+        """Return why readings since the last call of this (or `open`) are not valid, as a clause; ``None`` where they are."""
         return None
 
     def time(self, run: Callable[[], object]) -> float:
-        """Seconds that the device needed for ``run``."""
+        """Return the seconds that the device needed for ``run``."""
         return self.laps([run])[0]
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds that the device needed for each of ``runs``, one after another and without waiting for anything else.
+        """Return the seconds that the device needed for each of ``runs``, one after another and without other waits.
 
         By default by the host's clock, which is read when the device has done each of them.
         """
@@ -329,28 +329,28 @@ class Device(ABC):
         return None
 
     def conditions(self) -> Conditions:
-        """What may disturb a timed stretch, as it is now; cheap enough to be read between two rounds.
+        """Return the interference counters as they are now; cheap enough to be read between two rounds.
 
         For the calling thread: the two readings of a stretch must be its own.
         """
         return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 
     def pace(self) -> float | None:
-        """The rate of the clock that steps run by now, so that seconds times pace is a step's time in its cycles.
+        """Return the rate of the clock that steps run by, so that seconds times rate is a step's time in its cycles.
 
         On CUDA the SM clock in Hz: to be read right after a round's end, before the GPU has come to rest. On the CPU runs
-        per second of a fixed piece of work, which is run for it, within `unrecorded`. ``None`` where nobody can tell.
+        per second of a fixed piece of work, which is run for it, within `unrecorded`. ``None`` where it is not known.
         """
         return None
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """A stretch in which no measured test of another process of this user runs on this device, for taking times.
+        """Keep measured tests of this user's other processes off this device, for taking times.
 
-        Yields ``None``, or a clause that says why it could not be had: the stretch runs all the same. Between `open` and
-        `close` the device is shared with others, and never while one of them has it for itself. May be nested.
+        Yields ``None``, or a clause that says why they could not be kept off. Between `open` and `close` the device is shared
+        with others, and never while one of them has it for itself. May be nested.
         """
         if self._undo is None:
             raise RuntimeError(f"the {self.name} device is not open")
-        with nullcontext() if self.lock is None else self.lock.alone() as refused:
+        with nullcontext() if self.lock is None else self.lock.exclusive() as refused:
             yield refused

@@ -58,7 +58,7 @@ class CpuDevice(Device):
     would depend on the machine's cores: while open, torch runs on one intra-op thread. Only the thread that opened the
     device is seen, and backward runs on it.
 
-    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, nobody is kept off.
+    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, none are kept off.
     """
 
     name = "cpu"
@@ -68,7 +68,7 @@ class CpuDevice(Device):
 
     def __init__(self, lock: DeviceLock | None = None) -> None:
         self.lock = lock
-        self._ledger = LiveBlocks()
+        self._live_blocks = LiveBlocks()
         self._free_callbacks = FreeCallbacks()
         self._profiler: Profile | None = None
         self._reference_workload: ReferenceWorkload | None = None
@@ -102,12 +102,12 @@ class CpuDevice(Device):
 
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        self._ledger = LiveBlocks()
+        self._live_blocks = LiveBlocks()
         self._free_callbacks = FreeCallbacks()
         undo.callback(self._end)
         try:
             self._start()
-            self._ledger.apply(self._stop(allocation_events))
+            self._live_blocks.apply(self._stop(allocation_events))
             self._start()
         except (MeasuringError, RuntimeError) as error:
             raise DeviceUnavailable(
@@ -116,34 +116,34 @@ class CpuDevice(Device):
 
     def live(self) -> int:
         self._flush()
-        return self._ledger.live
+        return self._live_blocks.live
 
     def peak(self) -> Peak:
         self._flush()
-        return self._ledger.peak
+        return self._live_blocks.peak
 
     def reset_peak(self) -> None:
-        self._ledger.reset_peak()
+        self._live_blocks.reset_peak()
 
     def turnover(self) -> int:
-        return self._ledger.turnover
+        return self._live_blocks.turnover
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
-        known = self._ledger.addresses
+        known = self._live_blocks.addresses
         for storage in storages:
             address = storage.data_ptr()
             if address not in known:
-                self._ledger.register_existing({address: storage.nbytes()})
+                self._live_blocks.register_existing({address: storage.nbytes()})
                 self._free_callbacks.watch(storage, recording=lambda: self._profiler is not None)
 
     def known(self) -> BlockIds:
         self._flush()
-        return self._ledger.known
+        return self._live_blocks.known
 
     def blocks(self) -> Blocks:
         self._flush()
-        return self._ledger.blocks
+        return self._live_blocks.blocks
 
     @contextmanager
     def recorded(self, tokens: list[Token]) -> Iterator[None]:
@@ -154,7 +154,7 @@ class CpuDevice(Device):
         finally:
             try:
                 recorded = self._stop(lambda profiler: tokens_of(profiler, self.torch_device))
-                self._ledger.apply(token for token in recorded if isinstance(token, AllocationEvent))
+                self._live_blocks.apply(token for token in recorded if isinstance(token, AllocationEvent))
                 tokens.extend(recorded)
             finally:
                 if self._undo is not None and self._profiler is None:
@@ -170,14 +170,14 @@ class CpuDevice(Device):
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
-        seen = self._ledger.addresses
+        seen = self._live_blocks.addresses
         blocks: dict[int, int] = {}
         for storage in storages:
             address = storage.data_ptr()
             if address not in seen and address not in blocks:
                 self._free_callbacks.watch(storage, recording=lambda: self._profiler is not None)
             blocks[address] = storage.nbytes()
-        self._ledger.restrict(since, blocks)
+        self._live_blocks.restrict(since, blocks)
 
     def conditions(self) -> Conditions:
         times = proc.cpu_times()
@@ -222,7 +222,7 @@ class CpuDevice(Device):
         try:
             profiler.__exit__(None, None, None)
             tokens = read(profiler)
-        except RuntimeError:  # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events
+        except RuntimeError:  # torch 2.6 refuses to stop what other code has stopped; later ones give no events
             tokens = []
         # The probe is a temporary: its allocation and its free are the last two events.
         places = [place for place, token in enumerate(tokens) if isinstance(token, AllocationEvent)][-2:]
@@ -232,16 +232,16 @@ class CpuDevice(Device):
         return self._free_callbacks.put_into([token for place, token in enumerate(tokens) if place not in places])
 
     def _pause(self) -> None:
-        """Stop recording for a while; go on at once when it turns out to have been cut short."""
+        """Stop recording; start again at once if the recording was cut short."""
         try:
-            self._ledger.apply(self._stop(allocation_events))
+            self._live_blocks.apply(self._stop(allocation_events))
         except MeasuringError:
             self._start()
             raise
 
     def _flush(self) -> None:
         try:
-            self._ledger.apply(self._stop(allocation_events))
+            self._live_blocks.apply(self._stop(allocation_events))
         finally:
             if self._undo is not None and self._profiler is None:
                 self._start()

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 4096
 _REQUESTED, _ALLOCATED = "requested_bytes", "allocated_bytes"
 _AMPERE = (8, 0)
-# torch emulates bfloat16 on older GPUs, which is not what anybody ships.
+# torch emulates bfloat16 on older GPUs, which is not what is used in practice.
 _FROM_AMPERE_ON = {"tf32": "TF32", "amp-bf16": "bfloat16", "bf16": "bfloat16"}
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def cuda_slug(device: str) -> str:
-    """A GPU's name as a folder's name: ``"NVIDIA H100 80GB HBM3"`` is ``"nvidia-h100-80gb-hbm3"``."""
+    """Return a GPU's name as a folder's name: ``"NVIDIA H100 80GB HBM3"`` is ``"nvidia-h100-80gb-hbm3"``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -49,7 +49,7 @@ class CudaDevice(Device):
     up depends on what lies beside it in the cache, so the rounded figure (``allocated_bytes``) is not the same in every
     order of tests, and this one is. An allocator backend that does not count requests is read by ``allocated_bytes``.
 
-    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, nobody is kept off.
+    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, none are kept off.
     """
 
     name = "cuda"
@@ -139,11 +139,11 @@ class CudaDevice(Device):
         with self.unrecorded(), self._runtime.recorded(with_history=requested) as stretch:
             yield
         self._snapshot = stretch.snapshot
-        told = in_order_of_time(stretch.tokens)
+        tokens_in_order = in_order_of_time(stretch.tokens)
         if requested:
-            told = with_requested_sizes(told, stretch.history)
-        check_change(told, self.live() - before, "the GPU", f"the allocator's statistics ({self._counter})")
-        tokens.extend(told)
+            tokens_in_order = with_requested_sizes(tokens_in_order, stretch.history)
+        check_change(tokens_in_order, self.live() - before, "the GPU", f"the allocator's statistics ({self._counter})")
+        tokens.extend(tokens_in_order)
 
     def keep_snapshot(self, path: Path) -> None:
         if self._snapshot is not None:
@@ -157,7 +157,7 @@ class CudaDevice(Device):
         return self._runtime.launches(run)
 
     def conditions(self) -> Conditions:
-        """Of the host only whether this thread, which launches, had to wait: a GPU shares neither cache nor memory with it."""
+        """Of the host only the waiting of this thread, which launches: a GPU shares neither cache nor memory with the host."""
         gpu = self._runtime.gpu()
         return replace(
             super().conditions(),
@@ -178,7 +178,7 @@ class CudaDevice(Device):
         return self._runtime.statistics()[name]
 
     def _probe(self) -> str:
-        """The statistic that counts what tensors hold, found by allocating a tensor and looking.
+        """Return the statistic that counts what tensors hold, found by allocating a tensor and looking.
 
         Raises `DeviceUnavailable` when none moves (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, a pluggable allocator without
         statistics): every figure would be 0, and every budget met.

@@ -33,7 +33,7 @@ class HistoryEntry(NamedTuple):
 
 
 def history_of(trace: Iterable[Mapping[str, Any]]) -> list[HistoryEntry]:
-    """What happened to blocks, of one of the ``device_traces`` of torch's snapshot; its segments are the cache's."""
+    """Return what happened to blocks, of one of the ``device_traces`` of torch's snapshot; its segments are the cache's."""
     return [
         HistoryEntry(int(entry["time_us"]) * 1000, entry["action"], entry.get("addr", NOWHERE), entry["size"])
         for entry in trace
@@ -187,11 +187,11 @@ class _Join:
 
     @staticmethod
     def _is_alone(entry: HistoryEntry) -> bool:
-        """Whether only the history has it."""
+        """Return whether only the history has it."""
         return entry.action in (_FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
-        """The next such entry, once what comes before it is told; ``None`` when an allocation, or the end, does."""
+        """Return the next such entry, once what comes before it is told; ``None`` when an allocation, or the end, does."""
         while self._left:
             entry = self._left.popleft()
             if entry.action == action and address in (None, entry.address):
@@ -219,7 +219,7 @@ class _Join:
 
 
 def live_blocks(segments: list[dict[str, Any]], size: str) -> dict[int, int]:
-    """The blocks that tensors hold, by address, in the segments of ``torch.cuda.memory_snapshot()``.
+    """Return the blocks that tensors hold, by address, in the segments of ``torch.cuda.memory_snapshot()``.
 
     ``size`` is the key of their bytes: ``size``, or ``requested_size`` for what was asked for.
     """

@@ -155,7 +155,7 @@ class TorchCuda:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds of each, by events on the stream: the host does not wait for the GPU but at the end."""
+        """Return seconds of each, by events on the stream: the host does not wait for the GPU but at the end."""
         import torch
 
         borders = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whose turn it is on a device: measured tests of one user share it, and the one that is being timed has it alone.
+"""A readers-writer lock on a device: measured tests of one user share it, and the one that is being timed holds it alone.
 
 Between processes: workers of one session, and sessions. The system holds the locks and frees those of a dead process.
 """
@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-MOST_SECONDS_FOR_BEING_ALONE = 60.0
-MOST_SECONDS_FOR_A_SHARE = 600.0
-"""Nobody is alone for as long, unless somebody's step hangs, or stands in a debugger."""
+MOST_SECONDS_FOR_EXCLUSIVE = 60.0
+MOST_SECONDS_FOR_SHARED = 600.0
+"""No process holds a device alone for as long, unless its step hangs or is in a debugger."""
 MOST_SECONDS_NEXT_TIME = 5.0
-"""When a wait was in vain, the next one is no longer than this: a suite must not wait a minute in each of its tests."""
+"""After a timeout the next wait is no longer than this: a suite must not wait a minute in each of its tests."""
 
-# So seldom that it does not disturb the one who is alone, on whose cores it runs.
+# So seldom that it does not disturb the process that is being timed, on whose cores it runs.
 _SECONDS_BETWEEN_TRIES = 0.02
 
 
 class DeviceLock:
     """The lock on the device called ``name`` (a GPU's UUID, ``"cpu"``), in ``folder`` (default: this user's).
 
-    All locks of one name and folder are the same to a process: it never disturbs itself, nor does it wait for itself.
-    No lock can be had where the folder cannot be used, nor on Windows: nobody fails, and in a worker of pytest-xdist, beside
-    which others are at work, `alone` tells.
+    All locks of one name and folder are the same to a process: it never waits for itself. Where the folder cannot be used,
+    and on Windows, there is no lock: nothing fails, and in a worker of pytest-xdist, beside which others run, `exclusive`
+    yields the reason.
     """
 
     def __init__(self, name: str, *, spoken: str = "the GPU", folder: Path | None = None) -> None:
@@ -45,177 +45,182 @@ class DeviceLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """A stretch in which others may measure, and nobody is alone."""
-        turns = self._turns()
-        turns.enter()
+        """Hold the lock together with others."""
+        lock = self._of_this_process()
+        lock.acquire_shared()
         try:
             yield
         finally:
-            turns.leave()
+            lock.release_shared()
 
     @contextmanager
-    def alone(self) -> Iterator[str | None]:
-        """A stretch within a `shared` one in which nobody of another process has a share.
+    def exclusive(self) -> Iterator[str | None]:
+        """Hold the lock alone, within a `shared` stretch.
 
-        Waits at most `MOST_SECONDS_FOR_BEING_ALONE`. Yields ``None``, or a clause that says why nobody is kept off. The share
-        is given up meanwhile, so that two who both want this do not wait for one another, and had again afterwards.
+        Waits at most `MOST_SECONDS_FOR_EXCLUSIVE`. Yields ``None``, or a clause that says why others are not kept off. The
+        shared lock is released meanwhile, so that two processes that both want this do not deadlock, and is held again
+        afterwards.
         """
-        turns = self._turns()
-        refused = turns.become_alone(self._spoken)
+        lock = self._of_this_process()
+        refused = lock.acquire_exclusive(self._spoken)
         try:
             yield refused
         finally:
-            turns.share_again()
+            lock.release_exclusive()
 
-    def _turns(self) -> _Turns:
-        return _turns_of(self._folder, self._file_name, os.getpid())
+    def _of_this_process(self) -> _ProcessLock:
+        return _process_lock(self._folder, self._file_name, os.getpid())
 
 
-class _Turns:
-    """What this process holds of one lock: the system's record locks are a process's, not an object's."""
+class _ProcessLock:
+    """The lock as this process holds it: the system's record locks belong to a process, not to an object."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
         self._file_name = file_name
         self._process = process
         self._guard = threading.RLock()
-        self._room: _Room | None = None
+        self._lock: _ReadersWriterLock | None = None
         self._broken: OSError | None = None
         self._refused: str | None = None
-        self._sharing = 0
-        self._being_alone = 0
-        self._for_a_share = _Patience(MOST_SECONDS_FOR_A_SHARE)
-        self._for_being_alone = _Patience(MOST_SECONDS_FOR_BEING_ALONE)
+        self._shared_holders = 0
+        self._exclusive_holders = 0
+        self._for_shared = _Timeout(MOST_SECONDS_FOR_SHARED)
+        self._for_exclusive = _Timeout(MOST_SECONDS_FOR_EXCLUSIVE)
 
-    def enter(self) -> None:
+    def acquire_shared(self) -> None:
         with self._guard:
-            if self._over():
+            if self._is_free():
                 self._begin()
-            self._sharing += 1
+            self._shared_holders += 1
 
-    def leave(self) -> None:
+    def release_shared(self) -> None:
         if self._forked():
             return
         with self._guard:
-            self._sharing -= 1
-            self._end_if_over()
+            self._shared_holders -= 1
+            self._close_if_free()
 
-    def become_alone(self, spoken: str) -> str | None:
+    def acquire_exclusive(self, spoken: str) -> str | None:
         with self._guard:
-            if self._over():  # in a child that was forked within a stretch
+            if self._is_free():  # in a child that was forked within a stretch
                 self._begin()
-            if self._being_alone == 0:
-                self._refused = self._why_not_alone(spoken)
-            self._being_alone += 1
+            if self._exclusive_holders == 0:
+                self._refused = self._why_not_exclusive(spoken)
+            self._exclusive_holders += 1
             return self._refused
 
-    def share_again(self) -> None:
+    def release_exclusive(self) -> None:
         if self._forked():
             return
         with self._guard:
-            self._being_alone -= 1
-            if self._being_alone == 0 and self._room is not None:
+            self._exclusive_holders -= 1
+            if self._exclusive_holders == 0 and self._lock is not None:
                 with suppress(OSError):
-                    self._room.admit_others()
-            self._end_if_over()
+                    self._lock.downgrade()
+            self._close_if_free()
 
     def _begin(self) -> None:
         self._broken = None
         try:
-            self._room = _Room(self._folder or _folder_of_user(), self._file_name)
-            self._for_a_share.wait_for(self._room.enter)
+            self._lock = _ReadersWriterLock(self._folder or _folder_of_user(), self._file_name)
+            self._for_shared.wait_for(self._lock.acquire_shared)
         except OSError as error:
             self._give_up(error)
         except BaseException:  # Ctrl-C while waiting
             self._close()
             raise
 
-    def _why_not_alone(self, spoken: str) -> str | None:
+    def _why_not_exclusive(self, spoken: str) -> str | None:
         seconds = 0.0
         try:
-            if self._room is not None:
-                seconds = self._waited_in_vain(self._room)
+            if self._lock is not None:
+                seconds = self._wait_for_exclusive(self._lock)
         except OSError as error:
             self._give_up(error)
         if self._broken is not None:
-            # One process is the rule, and of others the device's conditions tell.
+            # One process is the rule; the device's conditions show others.
             if "PYTEST_XDIST_WORKER" not in os.environ:
                 return None
             return f"no lock keeps other measured tests off {spoken} ({self._broken})"
         return f"another measured test kept {spoken} busy for {seconds:.0f} s" if seconds else None
 
-    def _waited_in_vain(self, room: _Room) -> float:
-        """Give up the share and become alone, or have the share again and tell for how many seconds that was tried."""
+    def _wait_for_exclusive(self, lock: _ReadersWriterLock) -> float:
+        """Exchange the shared lock for the exclusive one.
+
+        Returns:
+            0.0, or after a timeout the seconds that were waited in vain; then the lock is shared again.
+        """
         began = time.monotonic()
-        # Two who kept their shares and waited for the other's would wait for ever.
-        room.leave()
+        # Two processes that kept their shared locks would wait for one another for ever.
+        lock.release()
         try:
-            alone = self._for_being_alone.wait_for(room.enter_alone)
+            acquired = self._for_exclusive.wait_for(lock.acquire_exclusive)
         except BaseException:  # Ctrl-C while waiting
-            room.enter()  # which opens the gate, too, and does not wait
+            lock.acquire_shared()  # which admits others, too, and does not wait
             raise
-        room.open_gate()
+        lock.admit_others()
         seconds = time.monotonic() - began
-        if not alone:
-            self._for_a_share.wait_for(room.enter)
-        return 0.0 if alone else seconds
+        if not acquired:
+            self._for_shared.wait_for(lock.acquire_shared)
+        return 0.0 if acquired else seconds
 
     def _give_up(self, error: OSError) -> None:
         self._broken = error
         self._close()
 
-    def _over(self) -> bool:
-        return self._sharing == 0 and self._being_alone == 0
+    def _is_free(self) -> bool:
+        return self._shared_holders == 0 and self._exclusive_holders == 0
 
-    def _end_if_over(self) -> None:
-        if self._over():
+    def _close_if_free(self) -> None:
+        if self._is_free():
             self._close()
 
     def _close(self) -> None:
-        if self._room is not None:
-            self._room.close()
-            self._room = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _forked(self) -> bool:
-        """Whether this is a child that was forked within a stretch: it has inherited this object, and no lock."""
+        """Return whether this is a child that was forked within a stretch: it has inherited this object, and no lock."""
         return self._process != os.getpid()
 
 
 @functools.cache
-def _turns_of(folder: Path | None, file_name: str, process: int) -> _Turns:
-    """One for each lock and process: were there two, closing the file of one would free what the other holds."""
-    return _Turns(folder, file_name, process)
+def _process_lock(folder: Path | None, file_name: str, process: int) -> _ProcessLock:
+    """Return the lock of one process: were there two objects, closing the file of one would free what the other holds."""
+    return _ProcessLock(folder, file_name, process)
 
 
-class _Patience:
-    """How long to wait for what others hold."""
+class _Timeout:
+    """How long to wait for a lock that others hold."""
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds
-        self._was_in_vain = False
+        self._timed_out = False
 
     def wait_for(self, attempt: Callable[[], bool]) -> bool:
-        """Whether ``attempt`` succeeded in time. It is made at least once."""
-        most = min(self._most_seconds, MOST_SECONDS_NEXT_TIME) if self._was_in_vain else self._most_seconds
+        """Return whether ``attempt`` succeeded in time. It is made at least once."""
+        most = min(self._most_seconds, MOST_SECONDS_NEXT_TIME) if self._timed_out else self._most_seconds
         deadline = time.monotonic() + most
         while not (done := attempt()) and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_TRIES)
-        self._was_in_vain = not done
+        self._timed_out = not done
         return done
 
 
-class _Room:
-    """A room that many may be in, or one who is alone: POSIX record locks on two bytes of a file.
+class _ReadersWriterLock:
+    """Readers-writer lock of POSIX record locks on two bytes of a file: the lock itself, and a turnstile before it.
 
-    Whoever comes passes the gate. Whoever wants to be alone keeps it closed while waiting for the room to be empty, so
-    that those who come later cannot keep it busy for ever.
+    Every process passes the turnstile. A writer holds it while it waits for the readers, so that readers that come later
+    cannot starve it.
 
     Record locks are freed when the process ends, however it ends, and a forked child has none of them: unlike those of
     ``flock``, which a child that outlives a killed parent (a worker of a ``DataLoader``) would go on holding.
     Raises ``OSError`` where they cannot be had.
     """
 
-    _GATE, _ROOM = 0, 1
+    _TURNSTILE, _LOCK = 0, 1
 
     def __init__(self, folder: Path, file_name: str) -> None:
         try:
@@ -225,28 +230,29 @@ class _Room:
         self._fcntl = fcntl
         self._file = _open_private(folder, file_name)
 
-    def enter(self) -> bool:
-        """Come in with others, if nobody is alone, or waits for it."""
-        if not self._take(self._fcntl.LOCK_SH, self._GATE):
+    def acquire_shared(self) -> bool:
+        """Try to hold the lock together with others; fails while a writer holds it or waits for it."""
+        if not self._take(self._fcntl.LOCK_SH, self._TURNSTILE):
             return False
         try:
-            return self._take(self._fcntl.LOCK_SH, self._ROOM)
+            return self._take(self._fcntl.LOCK_SH, self._LOCK)
         finally:
-            self.open_gate()
+            self.admit_others()
 
-    def enter_alone(self) -> bool:
-        """Come in if nobody is there. In any case the gate may stay closed: see `open_gate`."""
-        return self._take(self._fcntl.LOCK_EX, self._GATE) and self._take(self._fcntl.LOCK_EX, self._ROOM)
+    def acquire_exclusive(self) -> bool:
+        """Try to hold the lock alone. In any case the turnstile may stay held: see `admit_others`."""
+        return self._take(self._fcntl.LOCK_EX, self._TURNSTILE) and self._take(self._fcntl.LOCK_EX, self._LOCK)
+
+    def downgrade(self) -> None:
+        """Turn the exclusive lock into a shared one without a gap in which another writer could come."""
+        self._take(self._fcntl.LOCK_SH, self._LOCK)
+
+    def release(self) -> None:
+        self._free(self._LOCK)
 
     def admit_others(self) -> None:
-        """Stay, but not alone: from one moment to the next, so that nobody else can be alone in between."""
-        self._take(self._fcntl.LOCK_SH, self._ROOM)
-
-    def leave(self) -> None:
-        self._free(self._ROOM)
-
-    def open_gate(self) -> None:
-        self._free(self._GATE)
+        """Free the turnstile."""
+        self._free(self._TURNSTILE)
 
     def close(self) -> None:
         os.close(self._file)
@@ -269,9 +275,9 @@ def _folder_of_user() -> Path:
 
 
 def _open_private(folder: Path, file_name: str) -> int:
-    """A file to lock, in a folder that only this user may enter.
+    """Return the descriptor of a file to lock, in a folder that only this user may enter.
 
-    Anybody may have put something of that name into the temporary folder before us: a symbolic link is not followed,
+    Another user may have put something of that name into the temporary folder: a symbolic link is not followed,
     and another user's folder not used. Raises ``OSError``.
     """
     with suppress(FileExistsError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EmulatedDevice(CudaDevice):
-    """torch's own allocator, operators and choice of kernels, over memory that nobody touches and kernels that do nothing."""
+    """torch's own allocator, operators and choice of kernels, over memory that is not touched and kernels that do nothing."""
 
     memory_title = "Emulated GPU memory"
     tells_time = False
@@ -44,7 +44,7 @@ class EmulatedDevice(CudaDevice):
         return super().lacks(feature)
 
     def libraries(self) -> dict[str, str]:
-        """The cuDNN that planned convolutions, whose workspaces are in the peaks; one that did not plan leaves them out."""
+        """Return the cuDNN that planned convolutions, whose workspaces are in the peaks; empty where none planned."""
         cudnn = self._emulation.cudnn
         return {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
 
@@ -54,7 +54,7 @@ class EmulatedDevice(CudaDevice):
     def open(self) -> None:
         super().open()
         self.forget_libraries()
-        self.lost()  # what was read before is no measured test's
+        self.lost()  # what was read before belongs to no measured test
 
     def lost(self) -> str | None:
         values = _values()
@@ -85,7 +85,7 @@ def _values() -> HostValues | None:
 
 
 def _demangled(symbol: str) -> str:
-    """A C++ symbol as its source has it; any other text as it is."""
+    """Return a C++ symbol as its source has it; any other text as it is."""
     if not symbol.startswith("_Z"):
         return symbol
     status = ctypes.c_int()

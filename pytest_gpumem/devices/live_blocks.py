@@ -24,17 +24,17 @@ AnyToken = TypeVar("AnyToken", bound=Token)
 
 
 class FreeCallbacks:
-    """The storages that are watched, and those that died since `put_into` was last called."""
+    """Deallocation callbacks of storages, and the storages that were freed since `put_into` was last called."""
 
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._dead: deque[tuple[int, int]] = deque()
+        self._freed: deque[tuple[int, int]] = deque()
 
     def watch(self, storage: torch.UntypedStorage, recording: Callable[[], bool]) -> None:
-        """Notice when ``storage`` is freed. ``recording`` tells, at that moment, whether events are being recorded."""
+        """Notice when ``storage`` is freed. ``recording()`` says at that moment whether events are being recorded."""
         address = storage.data_ptr()
 
-        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
+        def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
             import torch
 
             del self._watched[address]
@@ -42,40 +42,40 @@ class FreeCallbacks:
             if recording():
                 with beneath_modes():
                     mark = torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu").data_ptr()
-            self._dead.append((address, mark))
+            self._freed.append((address, mark))
 
-        self._watched[address] = weakref.ref(storage, died)
+        self._watched[address] = weakref.ref(storage, freed)
 
     def put_into(self, events: Sequence[AnyToken]) -> list[AnyToken | AllocationEvent]:
-        """``events`` with the deaths in their places: each mark, an allocation and its free, becomes a free.
+        """Return ``events`` with the frees in their places: each mark, an allocation and its free, becomes a free.
 
-        Deaths without a mark among the events (nobody was recording, or it was another thread's) come at the end.
+        Frees without a mark among the events (nothing was recording, or it was another thread's) come at the end.
         """
-        told: list[AnyToken | AllocationEvent] = []
+        placed: list[AnyToken | AllocationEvent] = []
         mark_to_drop: int | None = None
         last = 0
         for event in events:
             if not isinstance(event, AllocationEvent):
-                told.append(event)
+                placed.append(event)
                 continue
             last = event.time_ns
             if event.address == mark_to_drop and event.nbytes == -_MARK_BYTES:
                 mark_to_drop = None
-            elif self._dead and (event.address, event.nbytes) == (self._dead[0][1], _MARK_BYTES):
-                address, mark_to_drop = self._dead.popleft()
-                told.append(AllocationEvent(last, address, -1))
+            elif self._freed and (event.address, event.nbytes) == (self._freed[0][1], _MARK_BYTES):
+                address, mark_to_drop = self._freed.popleft()
+                placed.append(AllocationEvent(last, address, -1))
             else:
-                told.append(event)
-        told += [AllocationEvent(last, address, -1) for address, _ in self._dead]
-        self._dead.clear()
-        return told
+                placed.append(event)
+        placed += [AllocationEvent(last, address, -1) for address, _ in self._freed]
+        self._freed.clear()
+        return placed
 
 
 class LiveBlocks:
     """The blocks that are known to be live, and the most bytes they held since the last `reset_peak`.
 
-    A free of a block that is not known is somebody else's and changes nothing; an allocation at a known address means
-    that the earlier block's free was missed, so the new one replaces it.
+    A free of an unknown block changes nothing; an allocation at a known address means that the earlier block's free was missed,
+    so the new one replaces it.
     """
 
     def __init__(self) -> None:
@@ -113,14 +113,14 @@ class LiveBlocks:
                 self._peak = max(self._peak, self._live)
 
     def register_existing(self, blocks: Blocks) -> None:
-        """Know blocks that were there all along. The peak rises with them: they were live during it."""
+        """Add blocks that were live all along. The peak rises with them."""
         for address, nbytes in blocks.items():
             if address not in self._blocks:
                 self._learn(address, nbytes)
                 self._peak += nbytes
 
     def restrict(self, known: BlockIds, blocks: Blocks) -> None:
-        """Forget every block that is neither in ``known`` nor in ``blocks``, and know all of ``blocks``."""
+        """Remove every block that is neither in ``known`` nor in ``blocks``, and add all of ``blocks``."""
         kept = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}
         self._blocks = {}
         self._live = 0

@@ -38,7 +38,7 @@ class OtherProcesses:
 
 @dataclass(frozen=True, slots=True)
 class GpuNow:
-    """What NVML says of a GPU at one moment; units and names as in `Conditions`."""
+    """A GPU's state by NVML at one moment; units and names as in `Conditions`."""
 
     clock_events: frozenset[str] | None = None
     sm_clock: float | None = None
@@ -73,7 +73,7 @@ class NvmlGpu:
         return version.decode() if isinstance(version, bytes) else str(version)
 
     def now(self, is_ours: Callable[[int], bool], workers: int) -> GpuNow:
-        """The clocks now, and who else uses the GPU; ``is_ours`` and ``workers`` as in `other_processes`."""
+        """Return the clocks now, and the other processes; ``is_ours`` and ``workers`` as in `other_processes`."""
         processes = self.processes()
         ours = [pid for pid in processes or () if is_ours(pid)]
         others = other_processes(processes, None, ours, workers)
@@ -83,7 +83,7 @@ class NvmlGpu:
         return GpuNow(self.clock_events(), self.sm_clock(), self.default_sm_clock(), others)
 
     def clock_events(self) -> frozenset[str] | None:
-        """Why the clocks are not higher: names as `Conditions.clock_events` has them."""
+        """Return why the clocks are not higher: names as `Conditions.clock_events` has them."""
         bits = self._of_physical("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
             # Releases before 535 know the older name only; nvidia-ml-py has it as well.
@@ -91,11 +91,11 @@ class NvmlGpu:
         return None if bits is None else frozenset(name for bit, name in _EVENTS.items() if bits & bit)
 
     def sm_clock(self) -> float | None:
-        """The SM clock now, in Hz."""
+        """Return the SM clock now, in Hz."""
         return self._clock("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM")
 
     def default_sm_clock(self) -> float | None:
-        """The SM clock unless told otherwise, in Hz; the highest where NVML knows no default (since driver 580)."""
+        """Return the default SM clock in Hz; the highest one where NVML knows no default (since driver 580)."""
         if self._default_clock is None:
             # The default is one of the graphics clock, which the SM clock is the same as.
             self._default_clock = self._clock("nvmlDeviceGetDefaultApplicationsClock", "NVML_CLOCK_GRAPHICS")
@@ -104,7 +104,7 @@ class NvmlGpu:
         return self._default_clock
 
     def processes(self) -> frozenset[int] | None:
-        """The processes that have a CUDA context here, ours too: pids as the driver has them, in a container the host's."""
+        """Return the processes with a CUDA context here, ours too, by the driver's pids: in a container those of the host."""
         self._look_up()
         if self._instance is None:
             return None
@@ -115,7 +115,7 @@ class NvmlGpu:
         return None if listed is None else frozenset(int(process.pid) for process in listed)
 
     def working(self) -> frozenset[int] | None:
-        """The processes that the GPU was seen to work for within the last second or so; of a MIG instance nobody knows."""
+        """Return the processes that the GPU worked for within about the last second; ``None`` for a MIG instance."""
         self._look_up()
         if self._nvml is None or self._physical is None or self._instance is not self._physical:
             return None
@@ -139,7 +139,7 @@ class NvmlGpu:
         return None if self._physical is None else self._asked(function, self._physical, *arguments)
 
     def _asked(self, function: str, *arguments: object) -> Any:
-        """What NVML answers; ``None`` when it refuses, or does not know the function."""
+        """Return NVML's answer; ``None`` when it refuses, or does not know the function."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except AttributeError:
@@ -149,7 +149,7 @@ class NvmlGpu:
             return None
 
     def _refusals(self) -> tuple[type[Exception], ...]:
-        """What nvidia-ml-py raises: an error of NVML, or, which is none of those, that the driver is older than itself."""
+        """Return the exceptions of nvidia-ml-py: errors of NVML, and the one for a driver that is older than itself."""
         names = ("NVMLError", "NVMLLibraryMismatchError")
         return tuple(getattr(self._nvml, name) for name in names if hasattr(self._nvml, name))
 
@@ -180,7 +180,7 @@ class NvmlGpu:
 def other_processes(
     processes: frozenset[int] | None, working: frozenset[int] | None, ours: Collection[int], workers: int
 ) -> OtherProcesses | None:
-    """Who else uses the GPU: of the ``processes`` on it, those that are not ``ours``, nor known to be idle.
+    """Return the other processes that use the GPU: the ``processes`` on it that are not ``ours``, nor known to be idle.
 
     ``ours`` are the pids that this session's processes have here, and ``workers`` is how many of them measure. Where
     none of them is listed, NVML speaks of pids of another namespace: then as many as there are workers are taken to be

@@ -30,7 +30,7 @@ class CpuTimes:
 
 
 def tick_seconds() -> float:
-    """Seconds of the ticks in which /proc counts CPU time."""
+    """Return the length in seconds of the ticks in which /proc counts CPU time."""
     try:
         return 1 / os.sysconf("SC_CLK_TCK")
     except (AttributeError, ValueError, OSError, ZeroDivisionError):
@@ -38,17 +38,17 @@ def tick_seconds() -> float:
 
 
 def waited_seconds(path: Path = Path("/proc/thread-self/schedstat")) -> float | None:
-    """Seconds that the calling thread was ready to run and had no core."""
+    """Return the seconds that the calling thread was ready to run and had no core."""
     return waited_of(_text(path))
 
 
 def cpu_times(path: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """What the machine's cores have done since it started."""
+    """Return what the machine's cores have done since it started."""
     return cpu_times_of(_text(path), tick_seconds())
 
 
 def seconds_of_children(proc: Path = Path("/proc")) -> float:
-    """CPU seconds of the processes that this one has started, and of those that they have: its DataLoaders' workers, say.
+    """Return the CPU seconds of this process's children and theirs, such as a DataLoader's workers.
 
     Of those that have ended, the ones that were waited for; of live ones, those that a main thread started.
     """
@@ -64,12 +64,12 @@ def _seconds_of_live(proc: Path, pid: int, tick: float) -> Iterator[float]:
 
 
 def parent_of(pid: int) -> int | None:
-    """The process that ``pid`` was started by."""
+    """Return the process that ``pid`` was started by."""
     return parent_in(_text(Path(f"/proc/{pid}/stat")))
 
 
 def is_of_session(pid: int) -> bool:
-    """Whether ``pid`` is this process, one that it started, or another pytest-xdist worker of the same session."""
+    """Return whether ``pid`` is this process, one that it started, or another pytest-xdist worker of the same session."""
     parents = {os.getpid()}
     if "PYTEST_XDIST_WORKER" in os.environ:
         parents.add(os.getppid())
@@ -77,13 +77,13 @@ def is_of_session(pid: int) -> bool:
 
 
 def workers_of_session() -> int:
-    """How many processes of this session measure: pytest-xdist's workers, or only this one."""
+    """Return how many processes of this session measure: pytest-xdist's workers, or only this one."""
     told = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
     return int(told) if told.isdigit() else 1
 
 
 def machine(path: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU and how many of its cores this process may use: ``"AMD EPYC 9575F, 8 cores"``."""
+    """Return the CPU and how many of its cores this process may use: ``"AMD EPYC 9575F, 8 cores"``."""
     # Of the first core: on large machines the file is long, and the kernel slow to write it.
     model = model_of(_text(path, most=4096)) or platform_processor()
     cores = usable_cores()
@@ -91,21 +91,21 @@ def machine(path: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def platform_processor() -> str:
-    """The CPU where /proc does not name it: its architecture, but on Windows and macOS."""
+    """Return the CPU where /proc does not name it: its architecture, but on Windows and macOS."""
     # On Linux, `platform.processor` runs a program and says no more than `machine`.
     named = platform.processor() if platform.system() in ("Windows", "Darwin") else ""
     return named or platform.machine() or "unknown CPU"
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may use."""
+    """Return the number of logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def waited_of(schedstat: str | None) -> float | None:
-    """The waiting in a ``schedstat``: ns on a core, ns waiting for one, turns; all 0 where the kernel does not count."""
+    """Return the waiting in a ``schedstat``: ns on a core, ns waiting for one, turns; all 0 where the kernel does not count."""
     numbers = _numbers(schedstat)
     if len(numbers) < 2 or numbers[0] == 0:
         return None
@@ -113,7 +113,7 @@ def waited_of(schedstat: str | None) -> float | None:
 
 
 def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
-    """The cpu lines of ``/proc/stat``, whose counters are ticks of ``tick`` seconds."""
+    """Return the cpu lines of ``/proc/stat``, whose counters are ticks of ``tick`` seconds."""
     lines = re.findall(r"^cpu(\d*)((?: +\d+)+)$", stat or "", re.MULTILINE)
     total = next((_numbers(counters) for number, counters in lines if not number), [])
     cores = sum(1 for number, _ in lines if number)
@@ -123,20 +123,20 @@ def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
 
 
 def seconds_in(stat: str | None, tick: float) -> float:
-    """The CPU time in a process's ``stat``, with that of its children that it has waited for."""
+    """Return the CPU time in a process's ``stat``, with that of its children that it has waited for."""
     # From the third field on: the second is a name in parentheses that may have any character.
     fields = (stat or "").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) * tick
 
 
 def parent_in(stat: str | None) -> int | None:
-    """The parent in a process's ``stat``, whose second field is a name in parentheses that may have any character."""
+    """Return the parent in a process's ``stat``, whose second field is a name in parentheses that may have any character."""
     found = re.match(r"\d+ \(.*\) \S (\d+) ", stat or "", re.DOTALL)
     return int(found.group(1)) if found else None
 
 
 def model_of(cpuinfo: str | None) -> str | None:
-    """The CPU's name in ``/proc/cpuinfo``; Arm machines have none, and tell numbers instead."""
+    """Return the CPU's name in ``/proc/cpuinfo``; Arm machines have numbers in its place."""
     text = cpuinfo or ""
     named = re.search(r"^model name\s*: *(\S.*?)\s*$", text, re.MULTILINE)
     if named:

@@ -34,7 +34,7 @@ _DISPATCH_MODE = "PythonDispatchMode"
 def tokens_of(
     profiler: Profile, device: torch.device, told: Callable[[int, str], Iterable[Token]] | None = None
 ) -> list[Token]:
-    """What a stopped profiler recorded with ``profile_memory=True, record_shapes=True``, of one thread's operators.
+    """Return the tokens of one thread that a stopped profiler recorded with ``profile_memory=True, record_shapes=True``.
 
     A source without allocations of its own tells them by names of spans: a span for whose time (in ns) and name ``told``
     gives tokens is replaced by them.
@@ -68,7 +68,7 @@ def tokens_of(
 
 
 def _somebody_elses(event: Any) -> bool:
-    """Whether it is a `record_function` of the measured code, or of an optimizer: a name, and no operator."""
+    """Return whether it is a `record_function` of the measured code, or of an optimizer: a name, and no operator."""
     return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
 
 
@@ -83,7 +83,7 @@ def _opened(event: Any) -> Open:
 
 
 def _sequence_of(node: Any) -> int:
-    """The number of a node. It is that of its function, which torch only looks for right after the node's beginning."""
+    """Return the number of a node. It is that of its function, which torch only looks for right after the node's beginning."""
     functions = (child for child in node.children if child.tag.name == "TorchOp" and _is_backward(child))
     function = next(functions, node)
     return int(function.extra_fields.sequence_number)
@@ -113,9 +113,9 @@ _CUT_SHORT = (
 
 @contextmanager
 def profiled(tokens: list[Token], device: torch.device) -> Iterator[None]:
-    """Within, operators and the allocations on a device are recorded; ``tokens`` has them in the end.
+    """Record operators and the allocations on a device; ``tokens`` has them in the end.
 
-    Raises `MeasuringError` when somebody else's profiler came in between.
+    Raises `MeasuringError` when another profiler came in between.
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -131,7 +131,7 @@ def profiled(tokens: list[Token], device: torch.device) -> Iterator[None]:
             profiler.stop()
         raise
     found: list[Token] = []
-    # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
+    # torch 2.6 refuses to stop what other code has stopped; later ones give no events.
     with suppress(RuntimeError):
         profiler.stop()
         found = numbered_by_thread(tokens_of(profiler, device), threads_of_spans(profiler))
@@ -167,7 +167,7 @@ _NO_KERNELS = (
     "Activity Buffer Request",
     "UVM Activity Init",
 )
-"""How the names of what else CUPTI tells begin: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
+"""How the names of other events of CUPTI begin: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
 
 Such as ``Memcpy DtoH (Device -> Pageable)``. Which of them come depends on what the driver happens to do.
 """
@@ -179,10 +179,9 @@ _LONGEST_NAME = 100
 
 
 def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> Counter[str] | None:
-    """Kernels that ``run`` put on the GPU, by name; ``None`` where there is no CUPTI, and then it is not run, or
-    it tells nothing.
+    """Return the kernels that ``run`` put on the GPU, by name; ``None`` without CUPTI, when it is not run, or without events.
 
-    Only one profiler can run at a time: where ``run`` starts one of its own there is no telling, either.
+    Only one profiler can run at a time: where ``run`` starts one of its own there are no events, either.
     """
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -195,24 +194,24 @@ def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> C
         run()
         synchronize()
     finally:
-        # torch 2.6 refuses to stop what somebody else has stopped; later ones give no events.
+        # torch 2.6 refuses to stop what other code has stopped; later ones give no events.
         with suppress(RuntimeError):
             profiler.stop()
     return kernels_in(profiler)
 
 
 def kernels_in(profiler: profile) -> Counter[str] | None:
-    """The kernels that ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
+    """Return the kernels that ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
     try:
         events = list(profiler.events() or ())  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError):  # somebody else has stopped it
+    except (RuntimeError, AssertionError):  # other code has stopped it
         return None
     on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return Counter(kernel_name(event.name) for event in on_gpu if _is_kernel(event)) if on_gpu else None
 
 
 def kernel_name(signature: str) -> str:
-    """The short name of a kernel: ``vectorized_elementwise_kernel<MulFunctor>`` of a whole signature in C++."""
+    """Return the short name of a kernel: ``vectorized_elementwise_kernel<MulFunctor>`` of a whole signature in C++."""
     named = signature.replace("(anonymous namespace)::", "").removeprefix("void ")
     path, _, arguments = named.partition("<")
     base = path.partition("(")[0].rpartition("::")[2].strip()
@@ -221,6 +220,6 @@ def kernel_name(signature: str) -> str:
 
 
 def _is_kernel(event: Any) -> bool:
-    # Older releases of torch do not tell.
+    # Older releases of torch have no such attribute.
     kind = getattr(event, "activity_type", None)
     return bool(kind == "kernel") if kind else not event.name.startswith(_NO_KERNELS)

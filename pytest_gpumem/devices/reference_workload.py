@@ -51,7 +51,7 @@ class ReferenceWorkload:
         self.pace()
 
     def pace(self) -> float:
-        """Runs per second: of each part the best of a few counts. Takes less than a millisecond, and allocates nothing."""
+        """Return the runs per second: of each part the best of a few counts. Takes under 1 ms, and allocates nothing."""
         import torch
 
         with one_thread(), torch.no_grad():
@@ -86,7 +86,7 @@ def _best(part: Callable[[], None]) -> float:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, torch's operators run on the calling thread alone."""
+    """Run torch's operators on the calling thread only."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""From the word of ``--gpumem-device`` to a device."""
+"""Devices by the words of ``--gpumem-device``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_cuda() -> Device:
 
     emulation = current_emulation()
     if emulation is not None:
-        # Whoever asks for CUDA in this process gets what is there, and is told.
+        # CUDA of this process is the emulated GPU.
         from pytest_gpumem.devices.emulated import EmulatedDevice
 
         return EmulatedDevice(emulation)
@@ -56,7 +56,7 @@ class Devices:
         self._made: dict[str, Device | str] = {}
 
     def get(self, name: str) -> Device:
-        """The device called ``name``; ``auto`` is CUDA where there is one and the CPU otherwise.
+        """Return the device called ``name``; ``auto`` is CUDA where there is one and the CPU otherwise.
 
         Raises `DeviceUnavailable`.
         """

@@ -14,7 +14,7 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
-    """The GPUs that this process may use, as entries of ``CUDA_VISIBLE_DEVICES``.
+    """Return the GPUs that this process may use, as entries of ``CUDA_VISIBLE_DEVICES``.
 
     ``installed`` is how many the machine has; an entry may be an index, a UUID or a MIG instance. As the driver does, the
     list ends before the first ``-1``.
@@ -31,7 +31,7 @@ def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
 
 
 def gpu_of_worker(visible: list[str], worker_id: str) -> str | None:
-    """The one GPU that worker ``gw0``, ``gw1``, ... is given; ``None`` where there is no choice to make."""
+    """Return the one GPU that worker ``gw0``, ``gw1``, ... is given; ``None`` where there is no choice to make."""
     number = re.search(r"\d+$", worker_id)
     if len(visible) < 2 or number is None:
         return None
@@ -39,7 +39,7 @@ def gpu_of_worker(visible: list[str], worker_id: str) -> str | None:
 
 
 def installed_gpus() -> int:
-    """How many GPUs the driver lists: read from its files, so that neither CUDA nor the GPU is touched."""
+    """Return how many GPUs the driver lists: read from its files, so that neither CUDA nor the GPU is touched."""
     try:
         return sum(1 for _ in _DRIVER_GPUS.iterdir())
     except OSError:

@@ -187,7 +187,7 @@ class Controller:
         )
 
     def _stored(self, results: list[TestResult]) -> Stored:
-        """What a merged report needs to know of the store: a shard alone cannot tell what is unused."""
+        """Return what a merged report needs to know of the store: a shard alone cannot tell what is unused."""
         if not (self._settings.baseline or self._settings.update):
             return Stored()
         slugs = self._compared_slugs(results)
@@ -200,7 +200,7 @@ class Controller:
         return Stored(tuple(keys), frozenset(key.file for _, key in keys if not (root / key.file).exists()))
 
     def _compared_slugs(self, results: list[TestResult]) -> set[str]:
-        """The devices with whose baselines the results were compared."""
+        """Return the devices with whose baselines the results were compared."""
         measured = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
         return {self._settings.compared_slug(slug) for slug in measured}
 
@@ -238,7 +238,7 @@ class Controller:
             self._closing.append(f"store: {unguarded}")
 
     def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
-        """Baselines of tests that passed, for measurements that these tests no longer take."""
+        """Return baselines of tests that passed, for measurements that these tests no longer take."""
         tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
         return [
             (slug, key)
@@ -276,7 +276,7 @@ class Controller:
             self._unused = (unused_line(gone),)
 
     def _selected(self) -> int:
-        """How many measured tests were selected to run."""
+        """Return how many measured tests were selected to run."""
         if self._selection is None or self._config.option.collectonly:
             return 0
         return len(self._selection.measured)
@@ -306,6 +306,6 @@ class Controller:
 
 
 def screen_of(reporter: pytest.TerminalReporter) -> Screen:
-    """What pytest writes to. A file, or a CI's log, has lines of any length."""
+    """Return what pytest writes to. A file, or a CI's log, has lines of any length."""
     width = reporter.config.get_terminal_writer().fullwidth if reporter.isatty else None
     return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")

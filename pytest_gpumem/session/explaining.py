@@ -73,7 +73,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-class ExplainingTest:
+class ExplainPolicy:
     """Which measurements of one test are explained, by ``--gpumem-explain``."""
 
     def __init__(self, config: pytest.Config, settings: Settings, judging: Judging) -> None:
@@ -81,18 +81,18 @@ class ExplainingTest:
         self._settings = settings
         self._judging = judging
 
-    def wants(self, judged: Judged) -> bool:
-        """Whether a measurement is to be explained: its test reads that, it fails by its bytes, or becomes a baseline."""
+    def should_explain(self, judged: Judged) -> bool:
+        """Return whether to explain a measurement: its test reads that, it fails by its bytes, or becomes a baseline."""
         # A test that only has the marker has no measurement to read.
         judging = self._judging
         asked = judging.measured.has_fixture and asks_for_composition(getattr(judging.item, "function", None))
-        return asked or self._wants(judged, "bytes")
+        return asked or self._should(judged, "bytes")
 
-    def wants_places(self, judged: Judged) -> bool:
-        """Whether the lines of its counts are to be told: it fails by them, or is going to be a baseline."""
-        return self._wants(judged, "count")
+    def should_locate_counts(self, judged: Judged) -> bool:
+        """Return whether to find the lines of its counts: it fails by them, or is going to be a baseline."""
+        return self._should(judged, "count")
 
-    def _wants(self, judged: Judged, unit: Unit) -> bool:
+    def _should(self, judged: Judged, unit: Unit) -> bool:
         if self._settings.explain != "on-failure":
             return self._settings.explain == "always"
         failing = self._judging.failing(self._judging.verdict([judged]))
@@ -110,12 +110,12 @@ class ExplainingTest:
         entry = replace(baseline_of(judged.measurement, "", None), runs=None)
         return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: earlier}))
 
-    def explains(self, error: BaseException) -> bool:
-        """Whether it is told where memory went: it ran out, and no debugger is about to show the error's frames."""
+    def should_explain_error(self, error: BaseException) -> bool:
+        """Return whether to explain an error: memory ran out, and no debugger is about to show the error's frames."""
         return not self._config.getoption("usepdb", False) and is_out_of_memory(error)
 
-    def tell_out_of_memory(self, explanation: Explanation) -> None:
-        """Put where memory went when it ran out into the test's report."""
+    def report_out_of_memory(self, explanation: Explanation) -> None:
+        """Add where memory went when it ran out to the test's report."""
         lines = out_of_memory_lines(explanation, self._settings.units)
         self._judging.item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
 

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.session.ownership import Residency, fixtures_used
+from pytest_gpumem.session.ownership import Ownership, fixtures_used
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _LOST_BY_IMPORT = pytest.StashKey[str]()
 
 
-def spoil_tests_in(node: pytest.Collector, lost: str) -> None:
-    """Note that something was lost while a file was imported.
+def invalidate_tests_in(node: pytest.Collector, lost: str) -> None:
+    """Mark the tests of a file as without figures, as readings were lost while it was imported.
 
     Args:
         node: The module, or the folder with a conftest.
@@ -36,22 +36,22 @@ def spoil_tests_in(node: pytest.Collector, lost: str) -> None:
 
 
 @dataclass
-class SpoiledFixtures:
-    """Shared fixtures that are set up now, and whose set-up did what the device cannot answer for (`Device.lost`)."""
+class InvalidFixtures:
+    """Shared fixtures that are set up, and in whose set-up readings were lost (`Device.lost`)."""
 
     _why: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
     _within: list[str | None] = field(default_factory=lambda: [None])
     """What was lost so far: of the test first, then of each shared fixture that is being set up."""
 
     def begin(self) -> None:
-        """A test begins."""
+        """Begin with a new test."""
         self._within[0] = None
 
     @contextmanager
     def setting_up(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest, device: Device
     ) -> Iterator[None]:
-        """Within, the fixture is set up. What is lost then is also lost to the fixture that asked for it."""
+        """Note what is lost while the fixture is set up: it is also lost to the fixture that asked for it."""
         before = device.lost()
         self._within.append(None)
         with _asked_for(request) as asked:
@@ -67,11 +67,11 @@ class SpoiledFixtures:
                 self._within[-1] = self._within[-1] or before or lost
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """The fixture has been torn down."""
+        """Forget a fixture that has been torn down."""
         self._why.pop(fixturedef, None)
 
     def lost(self, item: pytest.Item) -> str | None:
-        """Why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
+        """Return why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
         used = [*fixtures_used(item, self._why), *_definitions(getattr(item, "_request", None)).values()]
         fixtures = (self._why[fixturedef] for fixturedef in used if fixturedef in self._why)
         files = (node.stash[_LOST_BY_IMPORT] for node in item.listchain() if _LOST_BY_IMPORT in node.stash)
@@ -80,7 +80,7 @@ class SpoiledFixtures:
 
 @contextmanager
 def _asked_for(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pytest.FixtureDef[Any]]]]:
-    """Yield what tells which fixtures were asked for by name within. pytest tells nobody of those that are there already."""
+    """Yield a function that returns the fixtures asked for by name within. pytest has no hook for those that are set up."""
     names: list[str] = []
     original = request.getfixturevalue
 
@@ -96,13 +96,13 @@ def _asked_for(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pyt
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """The fixtures that a test's request has led to so far, by name. pytest has no public way to ask."""
+    """Return the fixtures that a test's request has led to so far, by name. pytest has no public way to ask."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 
 
 class FixtureSetup:
-    """A plugin around the set-up of fixtures: notes the bytes that each owns, and whether its set-up lost any.
+    """A plugin that notes the bytes of each fixture as it is set up, and whether readings were lost.
 
     Registered when measured tests were selected.
     """
@@ -111,28 +111,28 @@ class FixtureSetup:
         self._devices = devices
         self._default_device = default_device
         self._names = {name for item in measured for name in getattr(item, "fixturenames", ())}
-        self._residencies: dict[str, Residency] = {}
+        self._ownerships: dict[str, Ownership] = {}
         self._heap = FrozenHeap()
-        self._spoiled = SpoiledFixtures()
+        self._invalid = InvalidFixtures()
         self._opened: Device | None = None
         """The device while a shared fixture is set up outside of any measured test."""
         self.run: TestRun | None = None
         """The measured test from its set-up to its teardown."""
 
-    def begin(self, item: pytest.Item, device: Device) -> Residency:
+    def begin(self, item: pytest.Item, device: Device) -> Ownership:
         """Prepare for the set-up of a measured test, and return the owners of bytes on its device."""
-        residency = self._residency(device)
-        residency.clear_left_gradients(item)
+        ownership = self._ownership(device)
+        ownership.clear_left_gradients(item)
         self._heap.begin(device)
-        self._spoiled.begin()
-        return residency
+        self._invalid.begin()
+        return ownership
 
     def lost(self, item: pytest.Item) -> str | None:
         """Return why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
-        return self._spoiled.lost(item)
+        return self._invalid.lost(item)
 
     def close(self) -> None:
-        """Give back the heap."""
+        """Unfreeze the heap."""
         self._heap.close()
 
     @pytest.hookimpl(wrapper=True)
@@ -173,17 +173,17 @@ class FixtureSetup:
         set_up = _as_it_is() if node is None else self._noted(device, fixturedef, node)
         if fixturedef.scope == "function":
             return (yield from set_up)
-        with self._spoiled.setting_up(fixturedef, request, device):
+        with self._invalid.setting_up(fixturedef, request, device):
             return (yield from set_up)
 
     def _noted(
         self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector
     ) -> Generator[None, object, object]:
-        """Set the fixture up and note its bytes; a recording that it spoils is the test's loss and not an error."""
+        """Set the fixture up and note its bytes; if it cuts a recording short, the test has no figures, which is no error."""
         run = self.run
         was_set_up = False
         try:
-            with self._residency(device).setting_up(fixturedef, node) as done:
+            with self._ownership(device).setting_up(fixturedef, node) as done:
                 value = yield
                 done(value)
                 was_set_up = True
@@ -199,12 +199,12 @@ class FixtureSetup:
         # pytest calls this more than once for a fixture, also for one that was never set up.
         if fixturedef.scope != "function" and fixturedef.cached_result is not None:
             self._heap.fixture_is_gone(fixturedef)
-            self._spoiled.forget(fixturedef)
-        for residency in self._residencies.values():
-            residency.forget(fixturedef)
+            self._invalid.forget(fixturedef)
+        for ownership in self._ownerships.values():
+            ownership.forget(fixturedef)
 
-    def _residency(self, device: Device) -> Residency:
-        return self._residencies.setdefault(device.name, Residency(device))
+    def _ownership(self, device: Device) -> Ownership:
+        return self._ownerships.setdefault(device.name, Ownership(device))
 
 
 def _as_it_is() -> Generator[None, object, object]:

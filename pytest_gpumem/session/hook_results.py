@@ -22,7 +22,7 @@ _RESERVED = ("slug", "device")
 
 
 class HookError(ValueError):
-    """A wrong result of a hook; the message names the hook, who implements it, and what would be right."""
+    """Error of a wrong result of a hook; the message names the hook, who implements it, and what would be right."""
 
 
 def checked_tolerance(result: object, metric: str, default: Tolerance, hook: pluggy.HookCaller) -> Tolerance:
@@ -71,6 +71,6 @@ def _is_amount(value: object) -> bool:
 
 
 def _called(hook: pluggy.HookCaller) -> str:
-    """The hook and the plugins that implement it, of which pluggy does not tell whose result it gave."""
+    """Return the names of a hook and of the plugins that implement it: pluggy does not say whose result it gave."""
     names = [str(implementation.plugin_name) for implementation in hook.get_hookimpls()]
     return f"{hook.name} ({' or '.join(names)})" if names else hook.name

@@ -1,4 +1,4 @@
-"""Holds what a test measured against its budget and its baselines, tells the verdict, and fails the test if it must."""
+"""The gate of one test: compares measurements with budget and baselines, reports the verdict, and fails the test."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FAILURE = pytest.StashKey[BaseException]()
 
 
 def shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Of the gate's own failure, give pytest's summary and JUnit's message the first line only.
+    """Shorten the gate's own failure to its first line in pytest's summary and JUnit's message.
 
     Under CI pytest's summary does not cut messages, and the whole failure would be printed twice.
     """
@@ -68,20 +68,20 @@ def fail_again(item: pytest.Item) -> None:
 
 
 def forget_failure(item: pytest.Item) -> None:
-    """Take back the gate's failure of an earlier run of the test."""
+    """Forget the gate's failure of an earlier run of the test."""
     if _FAILURE in item.stash:
         del item.stash[_FAILURE]
 
 
 def forget_properties(item: pytest.Item) -> None:
-    """Take back what was told of an earlier run of the test."""
+    """Remove the verdict of an earlier run of the test from its properties."""
     item.user_properties[:] = [
         entry for entry in item.user_properties if entry[0] != PROPERTY and not entry[0].startswith(f"{PROPERTY}.")
     ]
 
 
-def tell(item: pytest.Item, verdict: TestVerdict) -> None:
-    """Put a verdict into the test's properties: one for machines that continue, one a metric for those that only read."""
+def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
+    """Put a verdict into the test's properties: whole for this plugin's controller, and each metric for other readers."""
     forget_properties(item)
     item.user_properties.append((PROPERTY, json.dumps(to_plain(verdict), sort_keys=True)))
     for one in verdict.verdicts:
@@ -91,8 +91,8 @@ def tell(item: pytest.Item, verdict: TestVerdict) -> None:
             item.user_properties.append((f"{PROPERTY}.{name}.{metric.metric}", metric.value))
 
 
-def is_told(item: pytest.Item) -> bool:
-    """Whether the test's properties have its verdict."""
+def has_verdict(item: pytest.Item) -> bool:
+    """Return whether the test's properties have its verdict."""
     return any(name == PROPERTY for name, _ in item.user_properties)
 
 
@@ -108,7 +108,7 @@ class Judged:
         return self.verdict.measurement
 
     def explained(self, measurement: Measurement) -> Judged:
-        """The same of ``measurement``, which is the one that was judged and knows more of what it is made of."""
+        """Return the same verdict on ``measurement``, which is the one that was judged with its explanation."""
         return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
 
 
@@ -125,12 +125,12 @@ class Judging:
         self.measured = measured
 
     def judge(self, measurement: Measurement) -> Judged:
-        """The verdict on a measurement of the test."""
+        """Return the verdict on a measurement of the test."""
         baseline = self._baseline(measurement)
         return Judged(judge(measurement, self.measured.budget, baseline, self._tolerances), baseline)
 
     def verdict(self, judged: Sequence[Judged], relations: int = 0) -> TestVerdict:
-        """The verdict on a test that measured this, and asserted so many ``relations``."""
+        """Return the verdict on a test with these measurements and so many asserted ``relations``."""
         measured = self.measured
         return TestVerdict(
             measured.file,
@@ -162,10 +162,10 @@ class Judging:
         compared = self._settings.compared_slug(slug)
         return self._stored(lambda: self._store.names(compared, self.measured.file, self.measured.test))
 
-    def doubts_time(self, judged: Judged, *, decides_only: bool = False) -> bool:
-        """Whether a step is to be timed once more: its speed has changed, or what was taken is no baseline to be kept.
+    def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:
+        """Return whether to time a step once more: its speed has changed, or its times cannot become a baseline.
 
-        A third time where one of two samples shows a slowdown and the other cannot tell. ``decides_only``: only where the test
+        A third time where one of two samples shows a slowdown and the other is uncertain. ``decides_only``: only where the test
         fails otherwise.
         """
         times = judged.measurement.times
@@ -183,7 +183,7 @@ class Judging:
         return bool(changed) or (self._settings.update is not None and times.best.invalid is not None)
 
     def failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
-        """The outcomes for which the test must fail."""
+        """Return the outcomes for which the test must fail."""
         return failing_outcomes(
             verdict,
             strict=self._settings.strict,
@@ -192,28 +192,28 @@ class Judging:
         )
 
     def conclude(self, verdict: TestVerdict, memory: str = "Memory") -> None:
-        """Tell the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure.
+        """Record the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure.
 
         ``memory`` is what a failure calls that of the device that measured.
         """
         item = self.item
-        tell(item, verdict)
+        record_verdict(item, verdict)
         failing = self.failing(verdict)
         if not failing and not verdict.unmeasured and not self._settings.no_time and self.measured.has_fixture:
             idle = self._idle([one.measurement for one in verdict.verdicts])
             if idle is not None:
-                tell(item, replace(verdict, failure=idle))
+                record_verdict(item, replace(verdict, failure=idle))
                 pytest.fail(idle, pytrace=False)
         if failing:
             path, options = self._path_from_here(verdict), options_given(self._config)
             accept = accept_command(verdict, failing, path=path, options=options)
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
-            tell(item, replace(verdict, failure=text, accept=accept))
+            record_verdict(item, replace(verdict, failure=text, accept=accept))
             item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
             raise failure from None
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
-        """Which limit on times has no effect in a test that measured ``measurements``, as a sentence."""
+        """Return which limit on times has no effect in a test that measured ``measurements``, as a sentence."""
         budget = self.measured.budget
         if budget.min_throughput is not None:
             idle = idle_throughput(budget.min_throughput, measurements)
@@ -241,12 +241,12 @@ class Judging:
         try:
             return read()
         except (StoreError, BackendError) as error:
-            # The session has read the whole store at its start, so that somebody has changed it since.
+            # The session has read the whole store at its start, so it was changed since.
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
     @cached_property
     def _tolerances(self) -> dict[str, Tolerance]:
-        """By metric. Users' hooks are asked once a test."""
+        """Tolerances by metric. Users' hooks are called once a test."""
         item, budget = self.item, self.measured.budget
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
         if budget.max_slowdown is not None:
@@ -265,13 +265,13 @@ class Judging:
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
     def _path_from_here(self, verdict: TestVerdict) -> str:
-        """The test's id as it can be typed in the folder in which pytest was started."""
+        """Return the test's id as it can be typed in the folder in which pytest was started."""
         path = os.path.relpath(self._config.rootpath / verdict.file, self._config.invocation_params.dir)
         return f"{path}::{verdict.test}"
 
 
 def _uncounted(judged: Judged) -> list[str]:
-    """The titles of the counts that the baseline of the same work has and the measurement has not."""
+    """Return the titles of the counts that the baseline of the same work has and the measurement has not."""
     baseline, measurement = judged.baseline, judged.measurement
     if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
         return []
@@ -283,7 +283,7 @@ def _uncounted(judged: Judged) -> list[str]:
 
 
 def _is_undecided(judged: Judged) -> bool:
-    """Whether one more sample of a step's time may tell."""
+    """Return whether one more sample of a step's time may decide."""
     verdict, baseline = judged.verdict.of("step_time"), judged.baseline
     if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):
         return False

@@ -53,7 +53,7 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 
 def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
-    """The budget that a marker's arguments, or a settings entry's keys, make. Raises `BudgetError`."""
+    """Return the budget that a marker's arguments, or a settings entry's keys, make. Raises `BudgetError`."""
     limits: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -77,13 +77,13 @@ TIMED_LIMITS = ("max_slowdown", "min_throughput")
 
 
 def sets_itself(item: pytest.Item, limit: str) -> bool:
-    """Whether a test's own marker, and not that of its class or module, gives the argument ``limit``."""
+    """Return whether a test's own marker, and not that of its class or module, gives the argument ``limit``."""
     own = [mark for node, mark in item.iter_markers_with_node(MARKER) if node is item]
     return any(mark.kwargs.get(limit) for mark in own)
 
 
 def check_of_a_call(item: pytest.Item) -> None:
-    """Raises `BudgetError` for limits in a test's own marker that cannot hold its call, which is run once and cold.
+    """Raise `BudgetError` for limits in a test's own marker that cannot hold its call, which is run once and cold.
 
     Those of its class or module are for the other tests there.
     """
@@ -121,7 +121,7 @@ def tell_late_marker(item: pytest.Item, *, gates: bool) -> None:
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:
-    """The budget of a test's markers, the closest one first for each limit; ``None`` when it has no such marker.
+    """Return the budget of a test's markers, the closest one first for each limit; ``None`` when it has no such marker.
 
     Raises `BudgetError`.
     """
@@ -165,7 +165,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
-    """The test's place in its matrix; ``None`` when it has none."""
+    """Return the test's place in its matrix; ``None`` when it has none."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or item.get_closest_marker(CONFIG_MARKER) is None or CONFIG_FIXTURE not in callspec.params:
         return None
@@ -176,7 +176,7 @@ def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
 
 
 def _without(nodeid: str, config_id: str) -> str:
-    """The id that the tests of a matrix have in common: that of one of them, less its config."""
+    """Return the id that the tests of a matrix have in common: that of one of them, less its config."""
     test, _, parameters = nodeid.removesuffix("]").partition("[")
     rest = f"-{parameters}-".replace(f"-{config_id}-", "-", 1).strip("-")
     return f"{test}[{rest}]" if rest else test

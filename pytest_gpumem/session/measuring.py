@@ -1,4 +1,4 @@
-"""Measures tests as pytest runs them. A plugin for the process that runs tests."""
+"""A plugin for the process that runs tests: measures them as pytest sets them up, calls and tears them down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.gate.verdict import SKIPPED, WHY_FAILED
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
-from pytest_gpumem.session.explaining import ExplainingTest
+from pytest_gpumem.session.explaining import ExplainPolicy
 from pytest_gpumem.session.hook_results import HookError, environment_of
 from pytest_gpumem.session.judging import (
     Judging,
@@ -22,9 +22,9 @@ from pytest_gpumem.session.judging import (
     failure_of,
     forget_failure,
     forget_properties,
-    is_told,
+    has_verdict,
+    record_verdict,
     shorten_summary,
-    tell,
 )
 from pytest_gpumem.session.test_run import TestRun
 from pytest_gpumem.steps.prepared import MeasuringContext
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()
 _JUDGING = pytest.StashKey[Judging]()
-_TOLD = "gpumem_told"
-"""The attribute of an exception that ends a test whose verdict is told."""
+_VERDICT_RECORDED = "gpumem_verdict_recorded"
+"""The attribute of an exception that ends a test whose verdict is recorded."""
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
-    """The run of the measured test that is being set up or called, which from now on measures itself.
+    """Return the run of the measured test that is being set up or called; from now on it measures through its fixture.
 
     ``None`` when its device cannot be used here. Raises `MeasuringError` when it was not known to be measured.
     """
@@ -67,7 +67,7 @@ def run_of(item: pytest.Item) -> TestRun | None:
 
 
 def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
-    """Skip the test that cannot be measured here; where the gate does not let that pass, fail it.
+    """Skip a test that cannot be measured here, or fail it under a gate that does not allow that.
 
     ``why`` is a clause; without one it is that the device cannot be used.
     """
@@ -79,12 +79,12 @@ def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
     else:
         run.judging.conclude(run.refused(reason), run.device.memory_title)
     refused = pytest.skip.Exception(f"gpumem: {reason}")
-    vars(refused)[_TOLD] = True
+    vars(refused)[_VERDICT_RECORDED] = True
     raise refused from None
 
 
 def _forget(item: pytest.Item) -> None:
-    """A test that is run again (reruns) begins as if it had not run."""
+    """Forget an earlier run of a test (reruns)."""
     if _RUN in item.stash:
         del item.stash[_RUN]
     if _UNAVAILABLE in item.stash:
@@ -127,7 +127,7 @@ class Measuring:
             self._begin(judging)
         except DeviceUnavailable as unavailable:
             item.stash[_UNAVAILABLE] = str(unavailable)
-            tell(item, measured.not_measured(str(unavailable)))
+            record_verdict(item, measured.not_measured(str(unavailable)))
             if measured.has_fixture and not self._settings.strict:
                 refuse(item)
         try:
@@ -136,7 +136,7 @@ class Measuring:
             run = item.stash.get(_RUN, None)
             if run is not None:
                 run.failed(error)
-            _tell_ended(item, measured, run, error, "setup")
+            _record_end(item, measured, run, error, "setup")
             raise
 
     def _begin(self, judging: Judging) -> None:
@@ -144,7 +144,7 @@ class Measuring:
         device = self._devices.get(judging.measured.budget.device or settings.device)
         device.open()
         try:
-            residency = self._fixtures.begin(item, device)
+            ownership = self._fixtures.begin(item, device)
             context = MeasuringContext(
                 device,
                 None if settings.no_time or not device.tells_time else TimeBudget(settings.time_budget),
@@ -152,8 +152,8 @@ class Measuring:
                 artifacts=Artifacts(settings.artifacts_folder, item.nodeid, device),
                 over_time=bool(settings.report),
             )
-            explaining = ExplainingTest(self._config, settings, judging)
-            run = TestRun(judging, explaining, context, residency, self._environment(device))
+            policy = ExplainPolicy(self._config, settings, judging)
+            run = TestRun(judging, policy, context, ownership, self._environment(device))
         except BaseException:
             device.close()
             raise
@@ -185,10 +185,10 @@ class Measuring:
         except BaseException as error:
             run.failed(error)
             run.explain_call_out_of_memory(error)
-            _tell_of_values(item, run, error)
+            _report_missing_values(item, run, error)
             if run.judged:
                 item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
-            _tell_ended(item, measured, run, error, "call")
+            _record_end(item, measured, run, error, "call")
             raise
         fail_again(item)
         if run.lost is None:
@@ -217,9 +217,11 @@ class Measuring:
         report = yield
         shorten_summary(item, call, report)
         measured = self._measured.get(item)
-        if measured is not None and call.excinfo is not None and not is_told(item):
-            # A hook of somebody else's ended it before ours saw anything of it.
-            tell(item, _not_measured(measured, call.excinfo.value, "setup" if call.when == "setup" else "call"))
+        if measured is not None and call.excinfo is not None and not has_verdict(item):
+            # Another plugin's hook ended it before ours ran.
+            record_verdict(
+                item, _not_measured(measured, call.excinfo.value, "setup" if call.when == "setup" else "call")
+            )
             report.user_properties = list(item.user_properties)
         return report
 
@@ -251,24 +253,24 @@ class Measuring:
         return self._environments[device.name]
 
 
-def _tell_ended(
+def _record_end(
     item: pytest.Item, measured: Measured, run: TestRun | None, error: BaseException, when: FailedIn
 ) -> None:
-    """Tell the verdict on a test that ``error`` ended, unless it is told: by the gate, or as the device cannot be used."""
-    told = type(error) is pytest.skip.Exception and _TOLD in vars(error)
-    if run is not None and not told and error is not failure_of(item):
-        tell(item, _not_measured(measured, error, when))
+    """Record the verdict on a test that ``error`` ended, unless the gate has, or the device cannot be used."""
+    recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
+    if run is not None and not recorded and error is not failure_of(item):
+        record_verdict(item, _not_measured(measured, error, when))
 
 
 def _not_measured(measured: Measured, error: BaseException, when: FailedIn) -> TestVerdict:
-    """The verdict on a test that ``error`` ended in a phase."""
+    """Return the verdict on a test that ``error`` ended in a phase."""
     if isinstance(error, pytest.skip.Exception):
         return measured.not_measured(SKIPPED)
     return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
 
 
-def _tell_of_values(item: pytest.Item, run: TestRun, error: BaseException) -> None:
-    """Say of a failed assertion that its values may not have been computed."""
+def _report_missing_values(item: pytest.Item, run: TestRun, error: BaseException) -> None:
+    """Report with a failed assertion that its values may not have been computed."""
     no_values = run.device.lacks("values")
     if no_values is not None and isinstance(error, AssertionError):
         item.add_report_section("call", "gpumem values", f"{no_values}: an assertion on others says nothing here")

@@ -57,7 +57,7 @@ OPTIONS = tuple(
 
 
 def is_measured(item: pytest.Item) -> bool:
-    """Whether a test has the marker or the fixture."""
+    """Return whether a test has the marker or the fixture."""
     return FIXTURE in getattr(item, "fixturenames", ()) or item.get_closest_marker(MARKER) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whose bytes are these: the test's own, its fixtures', or somebody else's.
+"""Ownership of live bytes: those of a test and its fixtures, and foreign ones.
 
 A test's bytes are what its fixtures hold when its call begins, and what it allocates itself. Everything else that is live
 then is foreign and not in its figures, so that they do not depend on what ran before.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixtureNote:
-    """What was seen of a fixture when pytest set it up.
+    """State of a fixture when pytest set it up.
 
     ``hidden`` are bytes that it keeps but that cannot be reached from its value (a generator's locals, a global).
     ``gradients`` are those that it came with.
@@ -48,8 +48,8 @@ class OwnBytes:
 
 
 @dataclass
-class Residency:
-    """What is known of the fixtures that are set up now, for one device."""
+class Ownership:
+    """The fixtures that are set up on one device, and the bytes that belong to tests through them."""
 
     device: Device
     _notes: dict[pytest.FixtureDef[Any], FixtureNote] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Residency:
     def setting_up(
         self, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector | None
     ) -> Iterator[Callable[[object], None]]:
-        """Within, the fixture is set up for ``node``, a test or its class, say; what is yielded is to be called with its value.
+        """Note the bytes of a fixture that is set up within for ``node``; what is yielded is to be called with its value.
 
         Fixtures that are set up meanwhile (``getfixturevalue``) keep their share of the bytes for themselves.
         """
@@ -92,11 +92,11 @@ class Residency:
         self._notes[fixturedef] = FixtureNote(hidden, tuple(map(weakref.ref, gradients)))
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """The fixture has been torn down."""
+        """Forget a fixture that has been torn down."""
         self._notes.pop(fixturedef, None)
 
     def clear_left_gradients(self, item: pytest.Item) -> None:
-        """Before ``item`` is set up: clear gradients that earlier tests left on the parameters of fixtures it shares.
+        """Clear gradients that earlier tests left on the parameters of fixtures that ``item`` shares, before it is set up.
 
         Had it run first they would not be there, and accumulating into a gradient takes more memory than making one.
         A gradient that a fixture was set up with stays.
@@ -109,7 +109,7 @@ class Residency:
                     clear_gradient(tensor)
 
     def own(self, item: pytest.Item) -> OwnBytes:
-        """The bytes that belong to ``item`` now: those of its fixtures, of its class and of its instance."""
+        """Return the bytes that belong to ``item`` now: those of its fixtures, of its class and of its instance."""
         fixtures = self._serving(item)
         return OwnBytes(
             blocks=self._blocks([*_values_of(item), *map(_value_of, fixtures)]),
@@ -117,15 +117,15 @@ class Residency:
         )
 
     def values(self, item: pytest.Item) -> list[object]:
-        """What the test has at hand: its arguments, its class's attributes, and the values of its fixtures."""
+        """Return the values that the test can reach: its arguments, its class's attributes, and the values of its fixtures."""
         return [*_values_of(item), *map(_value_of, self._serving(item))]
 
     def storages(self, item: pytest.Item) -> Iterator[torch.UntypedStorage]:
-        """The storages behind the blocks of `own`. Whoever keeps one keeps its memory."""
+        """Return the storages behind the blocks of `own`. A reference to one keeps its memory."""
         return storages_of(reachable_tensors(self.values(item)), self.device.torch_device)
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
-        """The fixtures that ``item`` uses."""
+        """Return the fixtures that ``item`` uses."""
         return {fixturedef: self._notes[fixturedef] for fixturedef in fixtures_used(item, self._notes)}
 
     def _blocks(self, values: Iterable[object]) -> Blocks:
@@ -153,7 +153,7 @@ def fixtures_used(item: pytest.Item, among: Iterable[pytest.FixtureDef[Any]]) ->
 
 
 def _is_of_pytest(fixturedef: pytest.FixtureDef[Any]) -> bool:
-    """Whether the fixture is one of pytest's own, parameters of a test among them, whose set-up allocates nothing.
+    """Return whether the fixture is one of pytest's own, such as parameters of a test, whose set-up allocates nothing.
 
     Those with an underscore run what the test's class and module set up.
     """
@@ -166,7 +166,7 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
 
 
 def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
-    """The fixtures that pytest resolved the test's names to; ``None`` for an item that does not tell.
+    """Return the fixtures that pytest resolved the test's names to; ``None`` for an item that does not have them.
 
     pytest has no public way to ask. Of several definitions of a name the last is the closest; one further up is used only
     if the closer one asks for it by its own name.
@@ -184,7 +184,7 @@ def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
 
 
 def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:
-    """Whether ``item`` uses the fixture: by name (arguments, autouse, ``usefixtures``), from its own file or above."""
+    """Return whether ``item`` uses the fixture: by name (arguments, autouse, ``usefixtures``), from its own file or above."""
     names: list[str] = getattr(item, "fixturenames", [])
     above = item.nodeid.removeprefix(fixturedef.baseid) if fixturedef.baseid else f"/{item.nodeid}"
     return fixturedef.argname in names and above != item.nodeid and above.startswith(("/", "::"))
@@ -195,7 +195,7 @@ def _values_of(item: pytest.Item) -> list[object]:
 
 
 def _class_values(node: pytest.Item | pytest.Collector | None) -> list[object]:
-    """Attributes of the class and the instance: what ``setUpClass``, ``setup_class`` and ``setup_method`` keep."""
+    """Return the attributes of the class and the instance: what ``setUpClass``, ``setup_class`` and ``setup_method`` keep."""
     owner = getattr(node, "cls", None)
     if owner is None:
         return []

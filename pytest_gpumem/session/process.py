@@ -1,4 +1,4 @@
-"""What one process of a session knows of it, and the plugins that it therefore needs."""
+"""The session in one process: its settings, its measured tests, and the plugins that it needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GpumemSession:
-    """Raises ``pytest.UsageError`` for wrong settings or a broken store."""
+    """The session in one process. Raises ``pytest.UsageError`` for wrong settings or a broken store."""
 
     def __init__(self, config: pytest.Config, files: set[str]) -> None:
         """``files`` are the files and folders that have been collected without an error; it grows meanwhile."""
@@ -78,7 +78,7 @@ class GpumemSession:
             self._config.hook.pytest_deselected(items=others)
 
     def has_collected(self, node: pytest.Collector) -> None:
-        """Spoil the tests in ``node`` if an uncomputed value was read since the last call: while it was collected."""
+        """Invalidate the tests in ``node`` if an uncomputed value was read since the last call, while it was collected."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
         from pytest_gpumem.emulation.values import current
@@ -86,12 +86,12 @@ class GpumemSession:
         values = current()
         lost = None if values is None else values.take_trouble()
         if lost is not None:
-            from pytest_gpumem.session.fixture_setup import spoil_tests_in
+            from pytest_gpumem.session.fixture_setup import invalidate_tests_in
 
-            spoil_tests_in(node, lost)
+            invalidate_tests_in(node, lost)
 
     def header(self) -> str | None:
-        """What a person has to know before the tests run."""
+        """Return the line for pytest's header, if any."""
         if not self.settings.device.startswith(EMULATED):
             return None
         return (
@@ -147,22 +147,22 @@ class GpumemSession:
                 self._controller.select(self.selection)
 
     def finished(self) -> None:
-        """The process has run its tests."""
+        """Send the selection to the controller after the tests."""
         if self._worker is not None:
             self._config.workeroutput["gpumem"] = to_plain(self.selection)  # type: ignore[attr-defined]
 
     @property
     def report(self) -> SessionReport | None:
-        """What the session has reported; ``None`` where it ran no test, or had nothing to report."""
+        """The session's report; ``None`` where it ran no test, or had nothing to report."""
         return self._controller.report if self._controller is not None else None
 
     def ended_red(self, status: int) -> None:
-        """The process ends with the exit status ``status``."""
+        """Add the exit status ``status`` of the process to the report."""
         if self._controller is not None:
             self._controller.ended_red(status)
 
     def _whole_files(self) -> frozenset[str]:
-        """The test files of which every test was collected."""
+        """Return the test files of which every test was collected."""
         option = self._config.option
         if getattr(option, "lf", False) or getattr(option, "stepwise", False):
             return frozenset()
@@ -171,7 +171,7 @@ class GpumemSession:
         return frozenset(self._files)
 
     def _is_whole(self, pattern: str) -> bool:
-        """Whether all tests that a pattern may match are among those that were collected, from whole folders."""
+        """Return whether all tests that a pattern may match are among those that were collected, from whole folders."""
         option = self._config.option
         if any(getattr(option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob")):
             return False
@@ -188,7 +188,7 @@ class GpumemSession:
         return factories(self.settings.device, self._config.hook.pytest_gpumem_devices(config=self._config))
 
     def present_devices(self) -> frozenset[str]:
-        """The slugs of the devices that this machine has."""
+        """Return the slugs of the devices that this machine has."""
         from pytest_gpumem.devices.contract import DeviceUnavailable
         from pytest_gpumem.devices.registry import Devices
 
@@ -218,7 +218,7 @@ class GpumemSession:
             self._config.pluginmanager.register(self._controller, "gpumem-controller")
 
     def store(self) -> Store:
-        """The store of this session. Raises ``pytest.UsageError`` when there is no such place."""
+        """Return the store of this session. Raises ``pytest.UsageError`` when there is no such place."""
         from pytest_gpumem.baselines.backend import BackendError, backend_of
         from pytest_gpumem.baselines.store import Store
 
@@ -251,5 +251,5 @@ class GpumemSession:
 
 
 def _distributes(config: pytest.Config) -> bool:
-    """Whether this process is pytest-xdist's controller, which collects nothing itself."""
+    """Return whether this process is pytest-xdist's controller, which collects nothing itself."""
     return bool(config.getoption("numprocesses", None)) or bool(config.getoption("tx", None))

@@ -36,11 +36,11 @@ class Measured:
     location: Location | None = None
 
     def key(self, name: str) -> Key:
-        """The key of its measurement called ``name``."""
+        """Return the key of its measurement called ``name``."""
         return Key(self.file, self.test, name)
 
     def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
-        """The verdict on this test when there is no measurement of it; ``why`` is a clause."""
+        """Return the verdict on this test when there is no measurement of it; ``why`` is a clause."""
         return TestVerdict(
             self.file,
             self.test,
@@ -52,7 +52,7 @@ class Measured:
 
 
 def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> Measured | None:
-    """How ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
+    """Return how ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
 
     Raises `BudgetError`, with the test's id, when its marker is wrong.
     """
@@ -81,7 +81,7 @@ def _location_of(item: pytest.Item) -> Location | None:
 
 
 def without_group(item: pytest.Item) -> str:
-    """The node id without the ``@group`` that ``--dist loadgroup`` appends for ``@pytest.mark.xdist_group``."""
+    """Return the node id without the ``@group`` that ``--dist loadgroup`` appends for ``@pytest.mark.xdist_group``."""
     mark = item.get_closest_marker("xdist_group")
     if mark is None:
         return item.nodeid
@@ -102,7 +102,7 @@ def idle_patterns(
     measured: Mapping[pytest.Item, Measured],
     is_whole: Callable[[str], bool],
 ) -> tuple[str, ...]:
-    """Budgets that nothing is held to, and patterns of ``measure`` that mark nothing, each as a sentence.
+    """Return budgets that nothing is held to, and patterns of ``measure`` that mark nothing, each as a sentence.
 
     Their patterns match none of ``items``, of those for which this run ``is_whole``: it has collected whatever they may
     match. Or they match some, but none that is measured; or, for limits on times, none that measures a step.

@@ -44,7 +44,7 @@ class SettingsError(ValueError):
 
 
 def matches_test(tests: str, nodeid: str) -> bool:
-    """Whether a pattern of tests is the node id, matches it, or matches a file or class that it is in (fnmatch)."""
+    """Return whether a pattern of tests is the node id, matches it, or matches a file or class that it is in (fnmatch)."""
     parts = nodeid.split("::")
     prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
     # Brackets in a node id are a parametrisation and not a set of characters.
@@ -60,7 +60,7 @@ class PatternBudget:
     budget: Budget
 
     def matches(self, nodeid: str) -> bool:
-        """Whether the pattern is the node id, matches it, or matches a file or class that it is in."""
+        """Return whether the pattern is the node id, matches it, or matches a file or class that it is in."""
         return matches_test(self.tests, nodeid)
 
 
@@ -111,7 +111,7 @@ class Settings:
         return self.baseline or self.strict
 
     def budget_for(self, nodeid: str) -> Budget:
-        """What the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
+        """Return what the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
         budget = Budget()
         for entry in self.budgets:
             if entry.matches(nodeid):
@@ -149,7 +149,7 @@ _KEYS: dict[str, type] = {
 
 
 def settings_of(config: pytest.Config) -> Settings:
-    """The settings of a session: options over ``[tool.gpumem]`` of the root directory's pyproject.toml over defaults.
+    """Return the settings of a session: options over ``[tool.gpumem]`` of the root directory's pyproject.toml over defaults.
 
     Raises `SettingsError`.
     """
@@ -220,7 +220,7 @@ def _check_reports(files: tuple[str, ...], where: str) -> None:
 
 
 def read_table(path: Path) -> dict[str, Any] | None:
-    """The ``[tool.gpumem]`` table of a pyproject.toml; ``None`` when there is none. Raises `SettingsError`."""
+    """Return the ``[tool.gpumem]`` table of a pyproject.toml; ``None`` when there is none. Raises `SettingsError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -243,7 +243,7 @@ def read_table(path: Path) -> dict[str, Any] | None:
 
 
 def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
-    """The settings in a ``[tool.gpumem]`` table. Raises `SettingsError`."""
+    """Return the settings in a ``[tool.gpumem]`` table. Raises `SettingsError`."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in _KEYS:
@@ -278,7 +278,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
 
 
 def kind_name(key: str) -> str:
-    """What the value of a key of the table has to be."""
+    """Return what the value of a key of the table has to be."""
     return _ARRAYS.get(key) or _KIND_NAMES[_KEYS[key]]
 
 
@@ -330,7 +330,7 @@ def check_device(settings: Settings, valid: list[str]) -> None:
 
 
 def options_given(config: pytest.Config) -> list[str]:
-    """The options that decide what is measured, as they were typed, for a command that writes what this session compared with.
+    """Return the options that decide what is measured, as they were typed, for a command that accepts its results.
 
     A real GPU's baselines (``--gpumem-against``) are written on that GPU.
     """

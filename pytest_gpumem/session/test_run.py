@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measurement import Environment, Workload
-    from pytest_gpumem.session.explaining import ExplainingTest
+    from pytest_gpumem.session.explaining import ExplainPolicy
     from pytest_gpumem.session.judging import Judged, Judging
-    from pytest_gpumem.session.ownership import Residency
+    from pytest_gpumem.session.ownership import Ownership
     from pytest_gpumem.steps.prepared import MeasuredStep, MeasuringContext, PreparedStep
     from pytest_gpumem.values.composition import Explanation
 
@@ -38,9 +38,9 @@ class TestRun:
     def __init__(
         self,
         judging: Judging,
-        explaining: ExplainingTest,
+        policy: ExplainPolicy,
         context: MeasuringContext,
-        residency: Residency,
+        ownership: Ownership,
         environment: Environment,
     ) -> None:
         self.item = judging.item
@@ -54,9 +54,9 @@ class TestRun:
         self.relations = 0
         """How many relations the test asserted with the fixture, and saw hold."""
         self.lost: str | None = None
-        """Why its figures cannot be believed, as a clause."""
-        self._explaining = explaining
-        self._residency = residency
+        """Why its figures are not valid, as a clause."""
+        self._policy = policy
+        self._ownership = ownership
         self._environment = environment
         self._failure: BaseException | None = None
         self._at_call: tuple[int, int] | None = None
@@ -72,7 +72,7 @@ class TestRun:
         return [one.measurement for one in self.judged]
 
     def verdict(self) -> TestVerdict:
-        """The verdict on the test, which has come to the end of its call."""
+        """Return the verdict on the test, which has come to the end of its call."""
         if self.lost is not None:
             verdict, judged = self.judging.measured.not_measured(self.lost), []
         else:
@@ -80,16 +80,16 @@ class TestRun:
         return replace(verdict, missing=self.judging.missing(judged, self._environment.slug))
 
     def refused(self, why: str) -> TestVerdict:
-        """The verdict on the test, which cannot be measured as the clause ``why`` says."""
+        """Return the verdict on the test, which cannot be measured as the clause ``why`` says."""
         missing = self.judging.missing([], self._environment.slug)
         return replace(self.judging.measured.not_measured(why), missing=missing)
 
     def begin_call(self) -> None:
-        """The call is about to begin: from here on, what is allocated is the test's."""
+        """Prepare for the call: what is allocated from here on is the test's."""
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
-        own = self._residency.own(self.item).total
-        self.device.register_existing(self._residency.storages(self.item))
+        own = self._ownership.own(self.item).total
+        self.device.register_existing(self._ownership.storages(self.item))
         self._at_call = own, self.device.live()
         self._known_at_call = self.device.known()
         self._attributes = frozenset(self._instance_dict())
@@ -107,7 +107,7 @@ class TestRun:
         device = self.device
         if not whole_call:
             device.quiesce()
-            live_before, held_before = device.live(), self._residency.own(self.item).total
+            live_before, held_before = device.live(), self._ownership.own(self.item).total
         reserved_before = device.reserved()
         ended: list[Figures] = []
         turnover = device.turnover()
@@ -124,7 +124,7 @@ class TestRun:
             turnover = device.turnover() - turnover
             workspaces = released_workspaces(device)
             live_run = device.live()
-            held_change = self._residency.own(self.item).total - held_before
+            held_change = self._ownership.own(self.item).total - held_before
             live_after = live_at_rest(device, live_before + held_change)
         ended.append(
             Figures(
@@ -141,7 +141,7 @@ class TestRun:
         )
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
-        """Measure a step. Where memory runs out it is told where it went."""
+        """Measure a step. If memory runs out, report where it went."""
         try:
             return prepared.measure()
         except Exception as error:
@@ -151,28 +151,28 @@ class TestRun:
     def judge(
         self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
     ) -> Judged:
-        """Judge a step that was measured, with other samples of its time while that is doubted; then explain it.
+        """Judge a step that was measured, with more samples of its time if needed; then explain it.
 
         ``explain`` says whether it is explained; ``None`` where the verdict and the settings decide.
         """
-        judged = self.judging.judge(self._draft_of(step, name))
-        while step.may_be_timed_again and self._doubts_time(judged):
+        judged = self.judging.judge(self._measurement_of(step, name))
+        while step.may_be_timed_again and self._should_time_again(judged):
             step = prepared.time_again(step)
-            judged = self.judging.judge(self._draft_of(step, name))
-        explaining = self._explaining
+            judged = self.judging.judge(self._measurement_of(step, name))
+        policy = self._policy
         if self.context.sites is None:
             return judged
-        if explain is not False and explaining.wants_places(judged):
+        if explain is not False and policy.should_locate_counts(judged):
             by_operator = prepared.locate(step).figures.counted.by_operator
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
-        if explaining.wants(judged) if explain is None else explain:
+        if policy.should_explain(judged) if explain is None else explain:
             judged = _explained(judged, prepared.explain(step))
         return judged
 
-    def _doubts_time(self, judged: Judged) -> bool:
+    def _should_time_again(self, judged: Judged) -> bool:
         time_budget = self.context.time_budget
-        decides_only = time_budget is not None and not time_budget.may_look_again
-        return self.judging.doubts_time(judged, decides_only=decides_only)
+        decides_only = time_budget is not None and not time_budget.may_sample_again
+        return self.judging.should_time_again(judged, decides_only=decides_only)
 
     def keep(self, judged: Judged) -> Measurement:
         """Keep a measurement of this test."""
@@ -187,12 +187,12 @@ class TestRun:
 
     def keep_figures(self, workload: Workload, figures: Figures, name: str | None = None) -> Measurement:
         """Judge and keep what `tracked` measured."""
-        draft = self._draft(workload, figures.memory_metrics(), name, workspaces=figures.workspaces)
-        return self.keep(self.judging.judge(draft))
+        measurement = self._new_measurement(workload, figures.memory_metrics(), name, workspaces=figures.workspaces)
+        return self.keep(self.judging.judge(measurement))
 
-    def _draft_of(self, step: MeasuredStep, name: str | None) -> Measurement:
+    def _measurement_of(self, step: MeasuredStep, name: str | None) -> Measurement:
         figures = step.figures
-        return self._draft(
+        return self._new_measurement(
             step.workload,
             step.metrics(),
             name,
@@ -206,8 +206,10 @@ class TestRun:
             workspaces=figures.memory.workspaces,
         )
 
-    def _draft(self, workload: Workload, metrics: Mapping[str, float], name: str | None, **more: Any) -> Measurement:
-        """A measurement of this test. Raises ``ValueError`` when it already has one of that name."""
+    def _new_measurement(
+        self, workload: Workload, metrics: Mapping[str, float], name: str | None, **more: Any
+    ) -> Measurement:
+        """Return a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         taken = {one.measurement.name for one in self.judged}
         if name in taken:
             raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
@@ -217,31 +219,31 @@ class TestRun:
 
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
-        if self.measures_itself or self.context.sites is None or not self._explaining.wants(self.judged[-1]):
+        if self.measures_itself or self.context.sites is None or not self._policy.should_explain(self.judged[-1]):
             return
         expected = Expected(self.judged[-1].measurement.peak_allocated, turnover=None)
         self.judged[-1] = _explained(self.judged[-1], self.context.explain(self._call_subject(), expected))
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
-        """Run the call that ran out of memory once more, recorded, and tell where it went."""
+        """Run the call that ran out of memory once more, recorded, and report where it went."""
         if not self.measures_itself and self._at_call is not None:
             self._explain_out_of_memory(error, self._call_subject())
 
     def _explain_out_of_memory(self, error: BaseException, subject: Subject) -> None:
-        """Tell where memory went, if ``error`` says that it ran out; the error stays what it is."""
-        if self.context.sites is None or not self._explaining.explains(error):
+        """Report where memory went if ``error`` says that it ran out; the error stays as it is."""
+        if self.context.sites is None or not self._policy.should_explain_error(error):
             return
         # What the failed frames hold has to go, or memory would run out earlier this time.
         clear_frames(error)
         with suppress(*RAISED_BY_A_STEP):
             explanation = self.context.explain_out_of_memory(subject)
             if explanation is not None:
-                self._explaining.tell_out_of_memory(explanation)
+                self._policy.report_out_of_memory(explanation)
 
     def _call_subject(self) -> Subject:
         def prepare() -> None:
             # The call begins again as it did: what it left on its fixtures and its instance is the first run's.
-            self._residency.clear_left_gradients(self.item)
+            self._ownership.clear_left_gradients(self.item)
             if self._random is not None:
                 self._random.restore()
             attributes = self._instance_dict()
@@ -252,20 +254,20 @@ class TestRun:
         own_at_call, live_at_call = self._at_call
 
         def left() -> Left:
-            own_gained = self._residency.own(self.item).total - own_at_call
+            own_gained = self._ownership.own(self.item).total - own_at_call
             gained = self.device.live() - live_at_call - own_gained
             blocks = self.device.known() - self._known_at_call
             return Left(max(0, gained), frozenset(address for address, _ in blocks))
 
         def register(owners: TensorOwners) -> None:
-            values = self._residency.values(self.item)
+            values = self._ownership.values(self.item)
             owners.within(values)
             owners.inputs(values)
 
         return Subject(
             lambda _: call_again(self.item),
-            own=lambda: list(self._residency.storages(self.item)),
-            own_bytes=lambda: self._residency.own(self.item).total,
+            own=lambda: list(self._ownership.storages(self.item)),
+            own_bytes=lambda: self._ownership.own(self.item).total,
             register=register,
             prepare=prepare,
             left=left,
@@ -276,11 +278,11 @@ class TestRun:
         return instance_dict(getattr(self.item, "instance", None)) or {}
 
     def failed(self, error: BaseException) -> None:
-        """The test raised ``error``, whose traceback keeps its tensors alive until `release`."""
+        """Note the ``error`` of the test, whose traceback keeps its tensors alive until `release`."""
         self._failure = error
 
     def release(self) -> None:
-        """Let go of everything that the test's failure and this run hold."""
+        """Release everything that the test's failure and this run hold."""
         if self._failure is not None:
             clear_frames(self._failure)
         self._failure = None
@@ -289,13 +291,13 @@ class TestRun:
 
 
 def _numbered(name: str, taken: set[str]) -> str:
-    """``name``, or ``name-2``, ``name-3``, ...: the first that is not taken."""
+    """Return ``name``, or ``name-2``, ``name-3``, ...: the first that is not taken."""
     numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(candidate for candidate in numbered if candidate not in taken)
 
 
 def _explained(judged: Judged, explanation: Explanation | str) -> Judged:
-    """The measurement with its explanation, or with the clause that says why there is none."""
+    """Return the measurement with its explanation, or with the clause that says why there is none."""
     measurement = judged.measurement
     if isinstance(explanation, str):
         return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with ``change`` done to each of its tensors; everything else in it stays as it is.
+    """Return the batch with ``change`` applied to each of its tensors; everything else in it stays as it is.
 
     A mapping becomes a dict; lists and tuples keep their class, without its code being run. A part that leads back to
     one around it stays as it is.
@@ -51,7 +51,7 @@ def _changed(one: Any, made: Mapping[int, Any], change: Callable[[torch.Tensor],
 
 
 def _like(container: object, members: dict[Any, Any]) -> Any:
-    """A container of the same class with other members."""
+    """Return a container of the same class with other members."""
     kind: Any = type(container)
     if not is_a(container, list, tuple):
         return members
@@ -70,7 +70,7 @@ def _like(container: object, members: dict[Any, Any]) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; what is there already is not copied. A function that makes it is called.
+    """Return the batch with its tensors on ``device``, not copied if they are there. A function that makes it is called.
 
     It is called as it is: within ``torch.device(device)`` one that draws with a generator of the CPU would fail.
     """
@@ -82,7 +82,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def micro_batches(batch: Any, number: int) -> list[Any]:
-    """``number`` parts of equal size, as views. What has not the batch's first dimension is the same in all of them.
+    """Return ``number`` parts of equal size, as views. Tensors without the batch's first dimension are the same in all parts.
 
     Raises ``ValueError`` when the samples cannot be shared out equally.
     """
@@ -104,12 +104,12 @@ def micro_batches(batch: Any, number: int) -> list[Any]:
 
 
 def describe(batch: object) -> str:
-    """Dtypes and shapes of the batch's tensors: ``"int64[4, 256], float32[4]"``."""
+    """Return dtypes and shapes of the batch's tensors: ``"int64[4, 256], float32[4]"``."""
     return ", ".join(tensor_text(*dtype_and_shape(tensor)) for tensor in tensors_in(batch))
 
 
 def samples_in(batch: object) -> int | None:
-    """The first dimension of the batch's first tensor; ``None`` when there is none."""
+    """Return the first dimension of the batch's first tensor; ``None`` when there is none."""
     for tensor in tensors_in(batch):
         _, shape = dtype_and_shape(tensor)
         return int(shape[0]) if shape else None
@@ -117,7 +117,7 @@ def samples_in(batch: object) -> int | None:
 
 
 def work_in(batch: object, items: float | str | None) -> dict[str, float]:
-    """What a step works on, by name; first what ``items`` asks for: a number, ``"samples"`` (the default) or ``"tokens"``.
+    """Return what a step works on, by name; first that of ``items``: a number, ``"samples"`` (the default) or ``"tokens"``.
 
     Tokens are the elements of the batch's first tensor of integers. Raises ``ValueError`` for another word, for what is no
     finite number above zero, or for a batch without tokens when they are asked for.
@@ -153,7 +153,7 @@ def _tokens_in(batch: object) -> int | None:
 
 
 def feed(model: Any, batch: Any) -> Any:
-    """The model's output: a mapping is passed as keyword arguments, a tuple or list as positional ones."""
+    """Return the model's output: a mapping is passed as keyword arguments, a tuple or list as positional ones."""
     if issubclass(type(batch), Mapping):
         return model(**batch)
     if is_a(batch, tuple, list):

@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 
 def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[list[Block]]:
-    """The model's blocks, list by list: those of one ``ModuleList`` or ``Sequential`` are run one after the other.
+    """Return the model's blocks in lists: those of one ``ModuleList`` or ``Sequential`` are run one after the other.
 
     Without a name: the largest list (by parameters) whose members are of one type, and every other list of this type
     (the stages of a ResNet, encoder and decoder). ``named`` is a pattern of the modules that hold them, or of the blocks
@@ -52,7 +52,7 @@ def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[li
 
 
 def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
-    """The modules whose path matches (``*`` and ``?``; ``*`` matches dots, too), but those within another that matches.
+    """Return the outermost modules whose path matches (``*`` and ``?``; ``*`` matches dots, too).
 
     Raises `ConfigError` when there is none.
     """
@@ -67,8 +67,8 @@ def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
     return [Block(path, module) for path, module in _outermost(matching)]
 
 
-def told(lists: Sequence[Sequence[Block]]) -> str:
-    """Where lists of blocks are, and what they hold: ``"h (12 x GPT2Block)"``."""
+def described(lists: Sequence[Sequence[Block]]) -> str:
+    """Return the paths and types of lists of blocks: ``"h (12 x GPT2Block)"``."""
     texts = []
     for blocks in lists:
         counts = Counter(class_name(type(block.module)) for block in blocks)
@@ -79,7 +79,7 @@ def told(lists: Sequence[Sequence[Block]]) -> str:
 
 
 def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[str, list[Block]] | None:
-    """A pattern of modules that repeat and are all ``called`` (ids), and these: those with the most trainable parameters."""
+    """Return a pattern of repeated modules that are all ``called`` (ids) and have the most trainable parameters, and these."""
     best: tuple[int, str, list[Block]] = (0, "", [])
     patterns = [
         pattern for path, module in model.named_modules() if id(module) in called for pattern in _patterns(path)
@@ -95,7 +95,7 @@ def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[s
 
 
 def _patterns(path: str) -> Iterator[str]:
-    """Patterns of what stands like a module in a list, and in other lists of that name: ``h.*.mlp``, ``*.h.*.mlp``."""
+    """Return patterns of the modules at the same place in a list, and in lists of that name: ``h.*.mlp``, ``*.h.*.mlp``."""
     names = path.split(".")
     for place, name in enumerate(names):
         if name.isdecimal() and place:
@@ -121,7 +121,7 @@ def _named_blocks(model: torch.nn.Module, pattern: str) -> list[list[Block]]:
 
 
 def _type_of_members(module: torch.nn.Module) -> type | None:
-    """The type of a list's members, if it is a list of at least two, all of one type."""
+    """Return the type of the members of a list of at least two that are all of one type; else ``None``."""
     import torch
 
     if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2:
@@ -131,7 +131,7 @@ def _type_of_members(module: torch.nn.Module) -> type | None:
 
 
 def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
-    """Without those within another one; ``named_modules`` gives the outer ones first."""
+    """Return the modules that are not within another one; ``named_modules`` gives the outer ones first."""
     kept: list[tuple[str, torch.nn.Module]] = []
     for path, module in modules:
         if not any(path.startswith(f"{outer}.") or not outer for outer, _ in kept):
@@ -151,20 +151,23 @@ class Segment:
     """Two or more consecutive blocks. ``forwards()`` are what their ``forward`` is to be replaced by."""
 
     def __init__(self, blocks: Sequence[Block], recompute: Recompute) -> None:
-        """``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward."""
+        """Args:
+        blocks: The blocks, in the order in which they run.
+        recompute: ``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward.
+        """
         self._paths = [block.path for block in blocks]
         self._own = [block.module.forward for block in blocks]
         self._recompute = recompute
         self._output: Any = None
         self._ran = 0
-        """How many of the blocks the loop has come to, in a call that has not ended."""
+        """Number of blocks that the loop has run in a call that has not ended."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forwards(self) -> list[Forward]:
         return [self._first(), *(self._follower(number) for number in range(1, len(self._own)))]
 
     def check_ended(self) -> None:
-        """Raises `ConfigError` when the model's loop has come to the first block and not to all of them."""
+        """Raise `ConfigError` if the model's loop has run the first block and not all of them."""
         if self._call is not None:
             raise self._wrong(self._ran, f"it did not run after {self._paths[self._ran - 1]}")
 
@@ -215,7 +218,7 @@ class Segment:
             raise self._wrong(number, f"its argument {', '.join(differing)} is not that of {self._paths[0]}")
 
     def _hidden_of(self, output: Any, number: int) -> Any:
-        """What the next block gets of a block's output: the output, or the first of a tuple that has nothing else."""
+        """Return the next block's input from a block's output: the output, or the first of a tuple that has nothing else."""
         import torch
 
         if is_a(output, torch.Tensor):
@@ -234,7 +237,7 @@ class Segment:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | str | None]:
-    """The first tensor among a call's arguments, and where it stands."""
+    """Return the first tensor among a call's arguments, and its position or keyword."""
     import torch
 
     for where, value in _by_place(args, kwargs):

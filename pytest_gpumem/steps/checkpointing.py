@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.blocks import Block, Segment, modules_matching, pattern_of_called, repeated_blocks, told
+from pytest_gpumem.steps.blocks import Block, Segment, described, modules_matching, pattern_of_called, repeated_blocks
 from pytest_gpumem.steps.checkpoint_kinds import each_alone
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Runs:
-    """How often recomputed parts were called, and how often they really ran: more often, if they were recomputed."""
+    """Numbers of calls and of runs of the parts to recompute: more runs than calls where they were recomputed."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -31,12 +31,12 @@ class Runs:
         """The ids of the modules that were called, of any model."""
 
     def again(self) -> int:
-        """How many of the calls were repeated so far."""
+        """Return how many of the calls were repeated so far."""
         return self.runs.total() - self.calls.total()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within, the modules that are called are noted."""
+        """Record the modules that are called within the context."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         handle = register_module_forward_pre_hook(lambda module, _inputs: self.modules.add(id(module)))
@@ -46,7 +46,7 @@ class Runs:
             handle.remove()
 
     def check(self, model: torch.nn.Module, config: StepConfig) -> None:
-        """Raises `ConfigError` when nothing of what was to be recomputed in ``model`` was.
+        """Raise `ConfigError` if none of the parts to recompute in ``model`` was recomputed.
 
         Some parts may be left out of a step, as LayerDrop does.
         """
@@ -67,10 +67,10 @@ class Runs:
 
 @contextmanager
 def checkpointed(model: torch.nn.Module, config: StepConfig, runs: Runs | None = None) -> Iterator[None]:
-    """Within, the model's forward saves what ``config.checkpoint`` says, and recomputes the rest in backward.
+    """Apply ``config.checkpoint``: the model's forward saves what it says, and the rest is recomputed in backward.
 
     Parameters, their names and the modules stay as they are; the replaced ``forward`` methods come back afterwards.
-    Random numbers are the same in forward and recomputation. ``runs`` is told of every call: not for compiled models.
+    Random numbers are the same in forward and recomputation. ``runs`` counts every call: not for compiled models.
     Raises `ConfigError` when there is nothing to act on.
     """
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def _replacements(
 
 
 def _recomputed(model: torch.nn.Module, config: StepConfig) -> list[Sequence[Block]]:
-    """The groups of modules that are each recomputed as one. Raises `ConfigError` when there are none."""
+    """Return the groups of modules that are each recomputed as one. Raises `ConfigError` when there are none."""
     kind, argument = config.checkpointing
     if kind.recomputed is None:
         return []
@@ -139,7 +139,7 @@ def _recomputing(forward: Forward, recompute: Callable[..., Any]) -> Forward:
 
 
 def _recompute(path: str, runs: Runs | None, options: dict[str, Any]) -> Callable[..., Any]:
-    """``recompute(function, *args)``: run ``function``, and again in backward; once only where no gradient is wanted."""
+    """Return ``recompute(function, *args)``, which runs ``function``, and again in backward where gradients are enabled."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -194,14 +194,14 @@ def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[Non
 
 
 def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int], idle: list[str]) -> str:
-    """What was to be recomputed, that none of it ran, and for blocks a pattern of some that did."""
+    """Return a message that none of the parts to recompute ran, and for blocks a pattern of modules that did."""
     if not config.checkpointing.kind.on_blocks:
         return f"{_some(idle)} did not run in this step"
     lists = repeated_blocks(model, config.blocks)
     name = class_name(type(model))
     looked = f"blocks={config.blocks} names" if config.blocks else f"the blocks of {name} were taken to be"
     held = "its members" if len(lists) == 1 else "their members"
-    found = f"{looked} the members of {told(lists)}, and its forward calls none of {held}"
+    found = f"{looked} the members of {described(lists)}, and its forward calls none of {held}"
     running = pattern_of_called(model, called)
     if running is None:
         return f"{found}; name modules that it calls with blocks=PATTERN"
@@ -209,7 +209,7 @@ def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int]
     # Segments need a loop that hands on one tensor from block to block.
     kind = config.checkpoint if config.checkpointing.kind.recomputed is each_alone else "blocks"
     example = f"checkpoint={kind},blocks={pattern}"
-    return f"{found}; name modules that it calls, such as {told([blocks])} with '{example}'"
+    return f"{found}; name modules that it calls, such as {described([blocks])} with '{example}'"
 
 
 def _some(paths: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""torch.compile around a model, and how to tell that it compiled again."""
+"""torch.compile around a model, and detection of what it compiled."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def something_compiled(word: str) -> Iterator[None]:
 
 @contextmanager
 def warnings_of_compiling() -> Iterator[None]:
-    """Within, nothing is warned of: a compiler's imports and hints are not the test's, whose suite may make them errors."""
+    """Ignore warnings: a compiler's imports and hints are not the test's, whose suite may make them errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -91,7 +91,7 @@ class StepConfig:
 
     @classmethod
     def parse(cls, text: str) -> StepConfig:
-        """The config that a text means: a precision and ``name=value`` pairs, in any order, separated by commas."""
+        """Return the config of a text: a precision and ``name=value`` pairs, in any order, separated by commas."""
         if not isinstance(text, str):
             raise ConfigError(f"{text!r} is no step config; write a text like 'amp-bf16,checkpoint=blocks'")
         values: dict[str, Any] = {}
@@ -113,18 +113,18 @@ class StepConfig:
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """The row and the argument that ``checkpoint`` says."""
+        """Kind and argument of ``checkpoint``."""
         return _checkpointing(self.checkpoint)
 
     def given(self) -> dict[str, str]:
-        """What is not as by default, as texts, by name."""
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {field.name: str(told[field.name]) for field in fields(self) if told[field.name] != field.default}
+        """Return the settings that differ from the defaults, as texts, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {field.name: str(values[field.name]) for field in fields(self) if values[field.name] != field.default}
         # 1, as people write it, and not 1.0.
         return {name: text.removesuffix(".0") if name == "clip" else text for name, text in given.items()}
 
     def text(self, own_precision: str | None = None) -> str:
-        """The config as `parse` reads it. ``own_precision`` stands for a precision that is not given."""
+        """Return the config as `parse` reads it. ``own_precision`` stands for a precision that is not given."""
         given = self.given()
         precision = given.pop("precision", own_precision)
         parts = [precision] if precision else []
@@ -140,7 +140,7 @@ class StepConfig:
         return "-".join(_SHORT[name](value) for name, value in self.given().items()) or PLAIN
 
     def only_for(self, kind: str) -> None:
-        """Raises `ConfigError` when something is given that does nothing in a step of ``kind`` (train_step, infer_step)."""
+        """Raise `ConfigError` if a setting has no effect in a step of ``kind`` (train_step, infer_step)."""
         idle = sorted(self.given().keys() & _NOT_IN[kind])
         if idle:
             raise ConfigError(f"step config '{self}': {', '.join(idle)} does nothing in gpumem.{kind}")
@@ -174,12 +174,12 @@ _SHORT: dict[str, Callable[[str], str]] = {
 
 
 def as_config(config: StepConfig | str | None) -> StepConfig | None:
-    """A config from what a test author writes. Raises `ConfigError`."""
+    """Return the config that a test author wrote as text or config. Raises `ConfigError`."""
     return config if config is None or isinstance(config, StepConfig) else StepConfig.parse(config)
 
 
 def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[StepConfig]:
-    """Every combination of the values of ``axes`` (a value, or a list of them), the last axis moving fastest.
+    """Return every combination of the values of ``axes`` (a value, or a list of them), the last axis moving fastest.
 
     ``skip`` holds config texts (``"fp16,checkpoint=ops"``); a combination that has all that one of them says is left out.
     Raises `ConfigError` for an unknown axis, for a wrong value, and when nothing is left or a text skips nothing.
@@ -193,13 +193,13 @@ def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[S
         raise ConfigError(f"{empty[0]} has no value, so that there is no config")
     used: set[str] = set()
     made: list[StepConfig] = []
-    said = {text: _said_by(text) for text in skip}
+    skipped = {text: _skipped_by(text) for text in skip}
     for values in itertools.product(*lists):
         chosen = dict(zip(axes, values, strict=True))
         # What is skipped may be a combination that makes no config at all.
         skipping = [
             text
-            for text, wanted in said.items()
+            for text, wanted in skipped.items()
             if all(str(chosen.get(name)) == value for name, value in wanted.items())
         ]
         used.update(skipping)
@@ -208,7 +208,7 @@ def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[S
         config = StepConfig(**chosen)
         if config not in made:
             made.append(config)
-    idle = [text for text in said if text not in used]
+    idle = [text for text in skipped if text not in used]
     if idle:
         raise ConfigError(f"skip={idle[0]!r} leaves nothing out: no combination has all of it")
     if not made:
@@ -216,18 +216,20 @@ def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[S
     return made
 
 
-def _said_by(text: str) -> dict[str, str]:
-    """Settings by name, as they are written: a part of a config need not make one by itself."""
+def _skipped_by(text: str) -> dict[str, str]:
+    """Return the settings of a ``skip`` text by name: a part of a config need not be one by itself."""
     pairs = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
-    said = {name if equals else "precision": value if equals else _bare(name) for name, equals, value in pairs if name}
-    unknown = [name for name in said if name not in AXES]
-    if not said or unknown:
+    settings = {
+        name if equals else "precision": value if equals else _bare(name) for name, equals, value in pairs if name
+    }
+    unknown = [name for name in settings if name not in AXES]
+    if not settings or unknown:
         raise ConfigError(f"skip={text!r}: write settings, like 'fp16,checkpoint=ops'")
-    return said
+    return settings
 
 
 def _bare(word: str) -> str:
-    """A word that stands without a name must be a precision."""
+    """Return a precision, the only word without a name. Raises `ConfigError` for another one."""
     if word in PRECISIONS:
         return word
     for name, words in (("checkpoint", CHECKPOINTS), ("optimizer", OPTIMIZERS), ("compile", COMPILES)):
@@ -253,11 +255,11 @@ def _checkpointing(text: str) -> Checkpointing:
     return Checkpointing(kind, _read(f"checkpoint={name}:", kind.argument.read, argument) if kind.argument else None)
 
 
-def _read(said: str, read: Callable[[Any], T], value: object) -> T:
+def _read(name: str, read: Callable[[Any], T], value: object) -> T:
     try:
         return read(value)
     except ValueError as error:
-        raise ConfigError(f"{said}{value}: {error}") from None
+        raise ConfigError(f"{name}{value}: {error}") from None
 
 
 def _without_colon(checkpoint: str) -> str:
@@ -266,5 +268,5 @@ def _without_colon(checkpoint: str) -> str:
 
 
 def _in_an_id(text: str) -> str:
-    """Without what a node id, a shell or ``-k`` would stumble over."""
+    """Return the text without characters that are special in node ids, shells or ``-k``."""
     return re.sub(r"[^\w.*+-]+", "-", text).strip("-")

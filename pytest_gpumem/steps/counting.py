@@ -59,13 +59,13 @@ class Counts:
     launches: int | None = None
 
     def metrics(self) -> dict[str, int]:
-        """Those that were counted, by the name of the metric."""
+        """Return what was counted, by the name of the metric."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The counts of a step, and by metric what each is made of; ``trouble`` is a clause when it could not be counted."""
+    """Counts of a step, and the tallies of each by metric; ``trouble`` is a clause when it could not be counted."""
 
     counts: Counts
     trouble: str | None = None
@@ -78,23 +78,23 @@ NOTHING_COUNTED = Counted(Counts())
 def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False) -> Counted:
     """Run ``step`` once to count its operators, where it is not ``compiled``, and where there are kernels once more for those.
 
-    At which lines is not known. Where modes watch operators, torch.compile does not run what it has compiled. What the step
-    raises is told, and not raised: it ran well before, and its figures stand.
+    The tallies have no lines. Where modes watch operators, torch.compile does not run what it has compiled. An exception of the
+    step becomes ``trouble``: it ran well before, and its figures stand.
     """
     try:
         found = {} if compiled else _count_operators(step, device.torch_device)
         kernels = device.launches(lambda: _run(step))
     except RAISED_BY_A_STEP as error:
         clear_frames(error)
-        said = str(error).strip().partition("\n")[0]
-        return Counted(Counts(), f"not counted: {type(error).__name__}{f': {said}' if said else ''}")
+        message = str(error).strip().partition("\n")[0]
+        return Counted(Counts(), f"not counted: {type(error).__name__}{f': {message}' if message else ''}")
     if kernels is not None:
         found["launches"] = summed(Tally(name, times) for name, times in kernels.items())
     return Counted(Counts(**{name: total(tallies) for name, tallies in found.items()}), by_operator=found)
 
 
 def located(step: Callable[[], object], device: Device, counted: Counted, places: Places) -> Counted:
-    """What a step was ``counted`` with, and at which lines: ``step`` is run once more for that.
+    """Return ``counted`` with the lines of its tallies: ``step`` is run once more for that.
 
     What is not counted alike this time is left as it was, and so is everything if the step raises now.
     """
@@ -115,7 +115,7 @@ def _run(step: Callable[[], object]) -> None:
 
 
 class _Tallies:
-    """Adds up what is counted, at the place where we are."""
+    """Sums of what is counted, by operator and current place."""
 
     def __init__(self) -> None:
         self._found: dict[str, Counter[tuple[str, Place]]] = {
@@ -136,7 +136,7 @@ class _Tallies:
 def _count_operators(
     step: Callable[[], object], device: torch.device, places: Places | None = None
 ) -> dict[str, tuple[Tally, ...]]:
-    """The tallies of FLOPs, operators and syncs; at their lines where ``places`` tells them."""
+    """Return the tallies of FLOPs, operators and syncs; with their lines where ``places`` finds them."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -150,7 +150,7 @@ def _count_operators(
     latest, counted = "", 0
 
     def count_flops() -> None:
-        """What the latest operator added to the FLOPs, which are counted when it has run."""
+        """Add what the latest operator added to the FLOPs, which are counted when it has run."""
         nonlocal counted
         now = flops.get_total_flops()
         if now > counted:
@@ -161,7 +161,7 @@ def _count_operators(
         tallies.add("syncs", name)
 
     def called(name: str) -> None:
-        """The host waits in a function that is no operator."""
+        """Add a sync of a function that is no operator."""
         count_flops()
         tallies.place = places.here() if places is not None else NOWHERE
         tallies.add("syncs", name)
@@ -194,7 +194,7 @@ def _count_operators(
 
 
 def _works(func: Any) -> bool:
-    """Whether an operator computes or copies."""
+    """Return whether an operator computes or copies."""
     import torch
 
     if is_of_higher_order(func):
@@ -208,13 +208,13 @@ def _works(func: Any) -> bool:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    """Query [B, H, S, D], key [B, H, L, D], value [B, H, L, E]: scores, and their product with the values."""
+    """Return the FLOPs of scores and their product with values: query [B, H, S, D], key [B, H, L, D], value [B, H, L, E]."""
     products = _attention_products(query, key, value)
     return products["scores"] + products["values"]
 
 
 def _attention_backward_flops(_gradient: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    """The scores again; gradients of query and key like them; of the scores and of the values like the product."""
+    """Return the FLOPs of backward: the scores again; two gradients of their size, and two of the size of the product."""
     products = _attention_products(query, key, value)
     return 3 * products["scores"] + 2 * products["values"]
 

@@ -1,4 +1,4 @@
-"""The first run of a step under a config: finds out whether what the config asks for really happens."""
+"""Dry run of a step under a config: checks that what the config asks for happens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_OVERFLOWS = 18
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What the first run showed: notes for the measurement, and how many module calls were repeated in backward."""
+    """Result of the dry run: notes for the measurement, and how many module calls were repeated in backward."""
 
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
@@ -89,7 +89,7 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig) -> None:
 
 
 class _CallsInBackward:
-    """Counts the calls of modules while backward runs: what is called then is computed again."""
+    """Counter of module calls while backward runs: what is called then is recomputed."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -124,7 +124,7 @@ def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
 
 
 class CastTo:
-    """Finds out whether autocast cast anything: whether any operation, or any module, gave a tensor of its dtype."""
+    """Detector of autocast's effect: whether any operation, or any module, returned a tensor of its dtype."""
 
     def __init__(self, precision: Any) -> None:
         self._name: str | None = None if precision is None else precision.autocast
@@ -132,11 +132,11 @@ class CastTo:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the precision has no autocast, so that there is nothing to find out."""
+        """Whether the precision has no autocast, so that there is nothing to detect."""
         return self._name is None
 
     def watched(self) -> AbstractContextManager[object]:
-        """Look at what is computed within."""
+        """Look at the results of what runs within the context."""
         return nullcontext() if self._name is None else self._watched(self._name)
 
     @contextmanager

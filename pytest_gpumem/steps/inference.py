@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def infer_phases(
     model: torch.nn.Module, run: Callable[..., Any], batch: Any, config: StepConfig, device: torch.device
 ) -> list[Phase]:
-    """A forward pass under ``torch.inference_mode``; the output lives until its end.
+    """Return a forward pass under ``torch.inference_mode``, whose output lives until its end.
 
     With ``cache=on``: ``prefill``, all tokens but the last, whose keys and values are kept; and ``decode``, the last token
     with them. Raises `ConfigError` for a model or batch that cannot do this.
@@ -62,7 +62,7 @@ def infer_phases(
 
 
 def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The batch without its last token, and the last token with the mask of all of them."""
+    """Return the batch without its last token, and the last token with the mask of all of them."""
     import torch
 
     taken = inspect.signature(model.forward).parameters
@@ -98,7 +98,7 @@ def _past(output: Any) -> Any:
 
 
 def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.nn.Module:
-    """The model with ``weights=int8``: int8 weights of its linear layers, activations as they are (torchao).
+    """Return the model with ``weights=int8``: int8 weights of its linear layers, activations as they are (torchao).
 
     Raises `ConfigError` without torchao, for a model that was ``given`` and not built here, and when nothing changed.
     """
@@ -127,7 +127,7 @@ def prepared_infer_step(
     config: StepConfig | None = None,
     items: float | str | None = None,
 ) -> Iterator[PreparedStep]:
-    """Within, one forward pass stands ready, or with ``cache=on`` a prompt and the token after it.
+    """Make one forward pass ready to run, or with ``cache=on`` a prompt and the token after it.
 
     Raises as `prepared_train_step`.
     """

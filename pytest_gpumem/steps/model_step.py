@@ -43,7 +43,7 @@ class NotAStep(ValueError):
 
 
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
-    """The model on ``device``: as it is when one was given, built there when a factory (or class) was.
+    """Return the model on ``device``: the one that was given, or one that the given factory (or class) builds there.
 
     Raises ``TypeError`` for anything else, and `NotAStep` for a model that is somewhere else.
     """
@@ -67,7 +67,7 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
 
 
 def built_on(device: torch.device, factory: Callable[[], Any], name: str) -> Any:
-    """What ``factory`` makes where tensors are on ``device`` unless it says otherwise.
+    """Return what ``factory`` makes while tensors are created on ``device`` by default.
 
     Raises:
         NotAStep: It draws with a generator of another device, which torch refuses.
@@ -88,7 +88,7 @@ def built_on(device: torch.device, factory: Callable[[], Any], name: str) -> Any
 
 
 def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
-    """The model, when one was given and not a function that builds it; of a `weakref.proxy` the model behind it."""
+    """Return the model if one was given and not a function that builds it; of a `weakref.proxy` the model behind it."""
     import torch
 
     if is_a(model_or_factory, *weakref.ProxyTypes) and isinstance(model_or_factory, torch.nn.Module):
@@ -99,7 +99,7 @@ def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
 def build_optimizer(
     optimizer: OptimizerOrFactory | None, model: torch.nn.Module, steps_given_model: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer of the model's trainable parameters: ``torch.optim.AdamW`` with its defaults unless told otherwise.
+    """Return the optimizer of the model's trainable parameters; by default ``torch.optim.AdamW`` with its defaults.
 
     ``optimizer`` may be a class or function that takes the parameters, or, for a model that was given and not built here,
     an optimizer that exists.
@@ -137,7 +137,7 @@ def import_quietly(name: str) -> ModuleType:
 
 
 def optimizer_named(word: str) -> OptimizerFactory:
-    """The function of the parameters that makes the optimizer that a config names (not ``none``), with its defaults.
+    """Return the factory of the optimizer that a config names (not ``none``), with its defaults.
 
     ``foreach`` and ``fused`` forms are asked for; without one the choice is torch's. Raises `ConfigError` when it needs
     a package that is not there.
@@ -156,7 +156,7 @@ def optimizer_named(word: str) -> OptimizerFactory:
 
 
 def eight_bit_module(word: str) -> tuple[str, str]:
-    """The module that has the optimizer of this word, torchao's or bitsandbytes', and its class there.
+    """Return the module of an 8-bit optimizer, torchao's or bitsandbytes', and the name of its class there.
 
     Raises `ConfigError` when neither is installed.
     """
@@ -172,7 +172,7 @@ def eight_bit_module(word: str) -> tuple[str, str]:
 
 
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
-    """The scalar to differentiate: ``loss(output, batch)``, or ``output.loss``, ``output["loss"]``, or a scalar output.
+    """Return the scalar to differentiate: ``loss(output, batch)``, or ``output.loss``, ``output["loss"]``, or a scalar output.
 
     Raises `NotAStep` when there is none, or when it does not depend on the model.
     """
@@ -196,7 +196,7 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
 
 @contextmanager
 def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode; each module goes back to its own afterwards."""
+    """Put the model into training or evaluation mode; each module goes back to its own afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -208,7 +208,7 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
-    """Within, the model keeps keys and values by default, or not (``config.use_cache``); ``None`` leaves it.
+    """Set whether the model keeps keys and values by default (``config.use_cache``); ``None`` leaves it.
 
     Raises `ConfigError` for a model without such a switch, if it is ``required``.
     Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
@@ -237,13 +237,13 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float6
 
 
 def precision_of(model: torch.nn.Module) -> str:
-    """The precision that a plain step of the model runs in, by its floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
+    """Return the precision of a plain step of the model, by its floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
     kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
     return "+".join(sorted(_PRECISIONS.get(kind, kind) for kind in kinds)) or "fp32"
 
 
 def parameters_of(model: torch.nn.Module) -> int:
-    """The number of the model's parameters; tied ones count once."""
+    """Return the number of the model's parameters; tied ones count once."""
     return sum(map(elements_of, model.parameters()))
 
 

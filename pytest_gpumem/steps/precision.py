@@ -42,12 +42,12 @@ _PRECISIONS = {
 
 
 def precision_named(word: str | None) -> Precision | None:
-    """The precision that a config names; ``None`` for the model's own."""
+    """Return the precision that a config names; ``None`` for the model's own."""
     return None if word is None else _PRECISIONS[word]
 
 
 def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch.nn.Module:
-    """The model with its floating-point parameters and buffers as the precision wants them.
+    """Return the model with its floating-point parameters and buffers in the dtype of the precision.
 
     Only a model that was built here is converted. Raises `ConfigError` for one that was ``given`` in another dtype.
     """
@@ -77,7 +77,7 @@ def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch
 
 
 def batch_in_precision(batch: Any, word: str | None) -> Any:
-    """The batch with its floating-point tensors in the dtype of half-precision weights; as it is otherwise.
+    """Return the batch with its floating-point tensors in the dtype of half-precision weights; as it is otherwise.
 
     Autocast and float32 weights take it as it comes.
     """
@@ -94,7 +94,7 @@ def batch_in_precision(batch: Any, word: str | None) -> Any:
 
 
 def autocasting(word: str | None, device: torch.device, *, cached: bool = True) -> AbstractContextManager[object]:
-    """Autocast around a forward pass, as the precision wants it; none for the others.
+    """Return the autocast of the precision, for a forward pass; a null context for precisions without one.
 
     ``cached`` says whether a weight that is used twice is cast once (torch's default).
     Raises `MeasuringError` when autocast did not come on: then a step would be measured in another precision.
@@ -117,13 +117,13 @@ def _autocast(device_type: str, dtype_name: str, cached: bool) -> Iterator[None]
 
 
 def float32_precision(word: str | None, device: Device) -> AbstractContextManager[object]:
-    """Within, the device's float32 products and convolutions run in TF32 (``tf32``) or in full precision (the others)."""
+    """Run the device's float32 products and convolutions in TF32 (``tf32``) or in full precision (the others)."""
     precision = precision_named(word)
     return nullcontext() if precision is None else device.tf32(precision.tf32)
 
 
 def scaler_of(word: str | None, device: torch.device) -> torch.amp.GradScaler | None:
-    """A new gradient scaler, for the precisions that are trained with one."""
+    """Return a new gradient scaler for the precisions that are trained with one, else ``None``."""
     import torch
 
     precision = precision_named(word)

@@ -76,7 +76,7 @@ class MeasuringContext:
 
     @contextmanager
     def creation_sites(self) -> Iterator[dict[int, Site]]:
-        """Within, the lines that make tensors are noted, by address; none where nothing is explained."""
+        """Yield the lines that make tensors within the context, by address; none where nothing is explained."""
         found: dict[int, Site] = {}
         with nullcontext() if self.sites is None else creation_sites(self.sites, found):
             yield found
@@ -107,7 +107,7 @@ class MeasuringContext:
         return None if found is None else self._kept(*found)
 
     def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
-        """Keep the recording, and return its explanation with the whole step where that is wanted, and a note on failure."""
+        """Keep the recording, and return its explanation, with the whole step if ``over_time``, and with a note on failure."""
         if self.over_time:
             explanation = replace(explanation, over_time=over_time_of(recorded).thinned())
         trouble = None if self.artifacts is None else self.artifacts.keep(recorded)
@@ -118,7 +118,7 @@ class MeasuringContext:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What measuring a step gave."""
+    """Result of measuring a step."""
 
     figures: StepFigures
     workload: Workload
@@ -133,7 +133,7 @@ class MeasuredStep:
         return times is not None and len(times.samples) < MOST_SAMPLES
 
     def metrics(self) -> dict[str, float]:
-        """Every metric of the step: bytes, counts, seconds, items per second."""
+        """Return every metric of the step: bytes, counts, seconds, items per second."""
         figures = self.figures
         metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
         times = figures.times
@@ -190,15 +190,15 @@ class PreparedStep:
         times, time_budget = step.figures.times, self.context.time_budget
         assert times is not None, "only a step that was timed is timed again"
         assert time_budget is not None, "same"
-        sample = sample_again(self.phases, self.context.device, self._storages, time_budget.second_look)
-        time_budget.look(SECONDS_BETWEEN_SAMPLES + sample.spent)
+        sample = sample_again(self.phases, self.context.device, self._storages, time_budget.second_sample)
+        time_budget.spend_on_second_sample(SECONDS_BETWEEN_SAMPLES + sample.spent)
         times = replace(times, samples=(*times.samples, sample))
         return replace(step, figures=replace(step.figures, times=times))
 
     def locate(self, step: MeasuredStep) -> MeasuredStep:
         """Return ``step`` with the lines at which what it counts is called; the step is run once more for that."""
         counted, context = step.figures.counted, self.context
-        # Kernels are told by the GPU, which does not know lines.
+        # The GPU counts kernels and does not know lines.
         if not any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs")):
             return step
         assert context.sites is not None, "only called where something is explained"
@@ -208,7 +208,7 @@ class PreparedStep:
         return replace(step, figures=replace(step.figures, counted=counted))
 
     def explain(self, step: MeasuredStep) -> Explanation | str:
-        """Run the step once more, recorded, and tell what its peak is made of; a clause says why it cannot be told."""
+        """Run the step once more, recorded, and return what its peak is made of, or a clause that says why not."""
         figures = step.figures
         memory = figures.memory
         expected = Expected(
@@ -219,7 +219,7 @@ class PreparedStep:
         return self.context.explain(self.subject(), expected)
 
     def subject(self) -> Subject:
-        """The step as it is recorded."""
+        """Return the step as what is to be recorded."""
 
         def run(tracker: Tracker) -> None:
             for one in self.phases:
@@ -268,7 +268,7 @@ class PreparedStep:
 def prepared_function(
     context: MeasuringContext, fn: Callable[[], object], items: float | None = None
 ) -> Iterator[PreparedStep]:
-    """Within, ``fn()`` stands ready as a step that repeats. What it holds belongs to the step."""
+    """Make ``fn()`` ready to run as a step that repeats. What it holds belongs to the step."""
     with random_numbers_given_back(context.device):
         foreign = context.begin(fn)
         yield PreparedStep(
@@ -278,7 +278,7 @@ def prepared_function(
 
 @contextmanager
 def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
-    """Mode, matrix precision, key/value cache and autocast as the config wants them, whatever is outside."""
+    """Set mode, matrix precision, key/value cache and autocast as in the config, whatever is set outside."""
     # With cache=on the calls say so themselves.
     cache = False if training or config.cache == "off" else None
     with (
@@ -309,14 +309,14 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: D
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter or buffer of a lazy module that has not been called."""
+    """Return whether it is a parameter or buffer of a lazy module that has not been called."""
     import torch
 
     return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 
 def can_run(device: Device, config: StepConfig) -> None:
-    """Raises `CannotRun` when the device cannot run a step under this config."""
+    """Raise `CannotRun` if the device cannot run a step under this config."""
     for feature in (config.precision, config.checkpointing.kind.name, config.compile):
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """Python's, NumPy's, torch's and those of the device's own accelerators, at one moment.
+    """States of Python's, NumPy's, torch's and the device's own random numbers at one moment.
 
     Kept as bytes: a tensor would be memory of the device that is measured.
     """
@@ -31,7 +31,7 @@ class RandomNumbers:
 
     @classmethod
     def now(cls, device: Device) -> RandomNumbers:
-        """The state that they are in."""
+        """Return the current states."""
         # Whatever mode the test is in.
         with beneath_modes():
             return cls._now(device)
@@ -43,14 +43,14 @@ class RandomNumbers:
         return cls(
             device,
             random.getstate(),
-            # Where nobody has loaded NumPy, nobody has drawn from it.
+            # Where NumPy is not loaded, nothing was drawn from it.
             numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None,
             bytes(torch.get_rng_state().tolist()),
             tuple((index, bytes(device.random_state(index).tolist())) for index in device.random_devices()),
         )
 
     def restore(self) -> None:
-        """Go on from here."""
+        """Set the generators to these states."""
         import torch
 
         random.setstate(self.python)
@@ -64,7 +64,7 @@ class RandomNumbers:
 
 @contextmanager
 def random_numbers_given_back(device: Device) -> Iterator[None]:
-    """What a test draws afterwards does not depend on how many steps were timed, or recorded."""
+    """Restore random numbers afterwards, so that what a test draws does not depend on how many steps were run."""
     state = RandomNumbers.now(device)
     try:
         yield

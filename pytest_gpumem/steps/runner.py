@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Readings around a stretch. Live bytes and peaks count from the same zero.
+    """Readings around a stretch of code. Live bytes and peaks count from the same zero.
 
     ``foreign`` bytes are live all the time and are not the stretch's own. ``live_before`` is read before it ran; ``live_run``
     right after it ran; ``live_after`` when garbage has been collected.
@@ -47,16 +47,16 @@ class Figures:
 
     @property
     def own(self) -> int:
-        """The stretch's own bytes when it began."""
+        """Bytes of the stretch's own when it began."""
         return self.live_before - self.foreign
 
     @property
     def peak_allocated(self) -> int:
-        """The peak of the stretch's own bytes."""
+        """Peak of the stretch's own bytes."""
         return self.peak.allocated - self.foreign
 
     def memory_metrics(self) -> dict[str, int]:
-        """The memory metrics of the stretch, in bytes."""
+        """Return the memory metrics of the stretch, in bytes."""
         metrics = {"peak_allocated": self.peak_allocated}
         metrics |= {f"peak_{name}": peak.allocated - self.foreign for name, peak in self.phases.items()}
         if self.peak.reserved is not None and self.reserved_before is not None:
@@ -76,7 +76,7 @@ the same growth wherever the window begins. What is emptied at least once within
 
 
 def grows(live: Sequence[int]) -> bool:
-    """Whether bytes that are live after each of some steps grow: they never fall after their lowest and end higher.
+    """Return whether live bytes grow over some steps: they never fall after their lowest and end higher.
 
     Or they go up and down, but both their lowest and their highest are higher in the later half than in the earlier one.
     """
@@ -109,7 +109,7 @@ MOST_WARM_UPS = 6
 SECONDS_BETWEEN_SAMPLES = 1.0
 ROUNDS_TO_DECIDE = 3
 """A sample that a test may fail by has so many rounds, however long a step takes."""
-MOST_RESTLESS_WARM_UPS = 16
+MOST_UNSTABLE_WARM_UPS = 16
 """For steps that may compile anew, or overflow, before they repeat."""
 
 
@@ -122,7 +122,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What measuring a step gave: the memory of one step in the state that it repeats in, what it does, and its times."""
+    """Figures of a step: the memory of one step in the state that it repeats in, its counts, and its times."""
 
     memory: Figures
     settled: bool
@@ -144,16 +144,16 @@ class StepFigures:
         return min(*later, self.memory.peak_allocated)
 
     def memory_metrics(self) -> dict[str, int]:
-        """The memory metrics of the step, in bytes."""
+        """Return the memory metrics of the step, in bytes."""
         return {**self.memory.memory_metrics(), "growth": self.growth}
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader has to know of the figures: a clause for each thing."""
+        """Return notes on the figures, as clauses."""
         unsettled = () if self.settled else (self.unsettled_note(),)
         return (*unsettled, *(() if self.counted.trouble is None else (self.counted.trouble,)))
 
     def unsettled_note(self) -> str:
-        """A clause that says how the warm-up steps' peaks moved."""
+        """Return a clause that says how the warm-up steps' peaks moved."""
         first, last = self.warm_up_peaks[0], self.warm_up_peaks[-1]
         steps = len(self.warm_up_peaks)
         if self.growth and last > first:
@@ -178,24 +178,24 @@ def measure_step(
     Warms up until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
     optimizer state and autotuning are behind, then measures one more. ``foreign`` bytes are live that are not the step's own;
     ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
-    the gradient scale) is not like the next one, and up to `MOST_RESTLESS_WARM_UPS` are run until it stays. Without an
+    the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until it stays. Without an
     ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted.
     """
-    one_step = functools.partial(_one_step, phases, device, foreign)
+    run_step = functools.partial(_run_step, phases, device, foreign)
     since = device.known()
     device.quiesce()
     with cyclic_collector_off():
-        seen = [one_step()]
+        warm_ups = [run_step()]
         settled = False
-        most = MOST_WARM_UPS if state is None else MOST_RESTLESS_WARM_UPS
-        while not settled and len(seen) < most:
+        most = MOST_WARM_UPS if state is None else MOST_UNSTABLE_WARM_UPS
+        while not settled and len(warm_ups) < most:
             before = state() if state is not None else None
-            seen.append(one_step())
+            warm_ups.append(run_step())
             moved = state is not None and state() != before
-            settled = _same_peaks(seen[-2], seen[-1]) and not moved
-        memory = one_step()
-        keeps = any(figures.live_after > figures.live_before for figures in (seen[-1], memory))
-        growth = _growth(one_step, device) if keeps else 0
+            settled = _same_peaks(warm_ups[-2], warm_ups[-1]) and not moved
+        memory = run_step()
+        keeps = any(figures.live_after > figures.live_before for figures in (warm_ups[-1], memory))
+        growth = _growth(run_step, device) if keeps else 0
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         with device.peak_ignored():
@@ -204,28 +204,28 @@ def measure_step(
             try:
                 with device.unrecorded():
                     times = time_step(_whole(phases), phases, device, time_budget)
-                # A step that is seen replaces what the unseen ones left behind (gradients, say); what it did not is gone.
-                one_step()
+                # A recorded step replaces what the unrecorded ones left behind (gradients, say); the rest is gone.
+                run_step()
             finally:
                 # Also when a step raised: the test may go on, and measure another.
                 device.reconcile(since, own())
-    peaks = tuple(figures.peak_allocated for figures in seen)
+    peaks = tuple(figures.peak_allocated for figures in warm_ups)
     return StepFigures(memory, settled, peaks, times, counted, growth)
 
 
-def _growth(one_step: Callable[[Callable[[Device, int], int]], Figures], device: Device) -> int:
-    """Run more steps, which tell a leak from a cache that fills, and return the bytes that each of them keeps.
+def _growth(run_step: Callable[[Callable[[Device, int], int]], Figures], device: Device) -> int:
+    """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each of them keeps.
 
-    Garbage among all objects is looked for once, at the end: it can only have become more until then, so that what does not
-    grow with it does not grow without it. Only where there is some is it taken away after each step.
+    Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
+    with it does not grow without it. Only if there is some is it collected after each step.
     """
-    growth = _growth_of([one_step(_live_when_settled) for _ in range(SETTLING_STEPS + WINDOW)])
+    growth = _growth_of([run_step(_live_when_settled) for _ in range(SETTLING_STEPS + WINDOW)])
     if not growth:
         return 0
     live = device.live()
     if live_at_rest(device, 0) == live:
         return growth
-    return _growth_of([one_step(live_at_rest) for _ in range(SETTLING_STEPS + WINDOW)])
+    return _growth_of([run_step(live_at_rest) for _ in range(SETTLING_STEPS + WINDOW)])
 
 
 def _growth_of(steps: Sequence[Figures]) -> int:
@@ -239,12 +239,12 @@ def sample_again(
     own: Callable[[], Iterable[torch.UntypedStorage]],
     seconds: float,
 ) -> Sample:
-    """Another sample of a step that has been measured; a step that is seen ends it, as in `measure_step`.
+    """Return another sample of a step that has been measured. A recorded step ends it, as in `measure_step`.
 
-    Taken after a pause of `SECONDS_BETWEEN_SAMPLES`, so that one burst of somebody else's work is not in both.
+    Taken after a pause of `SECONDS_BETWEEN_SAMPLES`, so that one burst of another process is not in both.
     """
     time.sleep(SECONDS_BETWEEN_SAMPLES)
-    # What it holds may be replaced where nobody sees it: that is believed only as far as it is held in the end.
+    # What the step holds may be replaced while nothing is recorded: of that only what it holds in the end is live.
     held = {storage.data_ptr() for storage in own()}
     since = frozenset(block for block in device.known() if block[0] not in held)
     device.quiesce()
@@ -254,14 +254,14 @@ def sample_again(
                 # Settling has emptied the caches, and of few rounds none may be one that fills them again.
                 _whole(phases)()
                 sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
-            _one_step(phases, device, 0)
+            _run_step(phases, device, 0)
         finally:
             device.reconcile(since, own())
     return invalid_if(refused, sample, device)
 
 
 def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
-    """The step that the phases make."""
+    """Return the step that the phases make."""
 
     def step() -> None:
         for phase in phases:
@@ -271,13 +271,13 @@ def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
 
 
 def _live_when_settled(device: Device, _expected: int) -> int:
-    """Bytes that are live when garbage among young objects has been collected."""
+    """Return the bytes that are live when garbage among young objects has been collected."""
     device.quiesce()
     return device.live()
 
 
 def live_at_rest(device: Device, expected: int) -> int:
-    """Bytes that are live when garbage has been collected: among all objects where they are not as many as ``expected``."""
+    """Return the bytes that are live without garbage, which is collected among all objects unless they are as ``expected``."""
     live = _live_when_settled(device, expected)
     if live != expected:
         collect_everything()
@@ -286,13 +286,13 @@ def live_at_rest(device: Device, expected: int) -> int:
 
 
 def released_workspaces(device: Device) -> int:
-    """Have the backend's libraries drop their workspaces, and return how many bytes these were."""
+    """Release the workspaces of the backend's libraries, and return their bytes."""
     live = device.live()
     device.release_workspaces()
     return live - device.live()
 
 
-def _one_step(
+def _run_step(
     phases: Sequence[Phase],
     device: Device,
     foreign: int,
@@ -326,6 +326,6 @@ def _same_peaks(first: Figures, second: Figures) -> bool:
 
 
 def _settling(figures: Figures) -> dict[str, int]:
-    """What is alike in two steps that repeat; a phase need not have a metric of its own."""
+    """Return the metrics that are alike in two steps that repeat; a phase need not have a metric of its own."""
     metrics = figures.memory_metrics()
     return {name: metrics[name] for name in metrics if name not in METRICS or METRICS[name].settles}

@@ -56,13 +56,13 @@ class StateBytes:
 
 
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
-    """Run one more step and look at what model, optimizer and batch hold when all gradients are there."""
+    """Run one more step and return what model, optimizer and batch hold when all gradients are there."""
     training = prepared.training
     model, optimizer = training.model, training.optimizer
     device = prepared.context.device.torch_device
     parameters = [parameter for parameter in model.parameters() if not is_uninitialised(parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    seen: list[dict[str, int]] = []
+    found: list[dict[str, int]] = []
 
     def held(roots: Iterable[object], but: dict[int, int]) -> dict[int, int]:
         blocks = blocks_of(reachable_tensors(roots), device)
@@ -82,7 +82,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         buffers = held(model.buffers(), known)
         known |= buffers
         batch = held([training.batch], known)
-        seen.append(
+        found.append(
             {
                 "parameters": sum(weights.values()),
                 "gradients": sum(gradients.values()),
@@ -97,7 +97,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     for phase in training.phases():
         phase.run()
     training.before_optimizer = None
-    (bytes_of,) = seen
+    (bytes_of,) = found
     # Those that zero_grad only fills with zeros, and those of parameters that the optimizer does not hold.
     kept = sum(blocks_of((p.grad for p in parameters if p.grad is not None), device).values())
     at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + kept
@@ -119,7 +119,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
 
 
 def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None) -> int:
-    """Elements times the bytes of an element in the precision; in the parameter's own dtype where none is given."""
+    """Return elements times the bytes of an element in the precision, by default in the parameter's own dtype."""
     import torch
 
     precision = precision_named(word)
@@ -135,7 +135,7 @@ def _without_parameters(group: dict[str, object]) -> dict[str, object]:
 
 
 def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Float32 tensors of a half-precision parameter's shape that the optimizer calls its master."""
+    """Return the float32 tensors in the optimizer's state that it calls masters of half-precision parameters."""
     import torch
 
     return [
@@ -148,7 +148,7 @@ def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int | None:
-    """Bytes of an optimizer's state for ``parameters``, by formula; ``None`` for an optimizer without one.
+    """Return the bytes of an optimizer's state for ``parameters``, by formula; ``None`` for an optimizer without one.
 
     Adam and AdamW (Kingma and Ba 2014): two averages in the parameter's dtype, three with ``amsgrad``, and a count. SGD: one
     with momentum. Adafactor (Shazeer and Stern 2018): a row and a column for each matrix. torchao's 8-bit Adam (Dettmers

@@ -22,7 +22,7 @@ _COUNTERS = ("step", "mu_product")
 
 
 class HostTensors:
-    """Tells the host's tensors from the device's.
+    """Set of the tensors that are in the host's memory.
 
     On a GPU a tensor's device says it. On the CPU every tensor counts as one of a GPU's, but the counters of an optimizer,
     and what the step itself makes without a device, or copies to the host (`mark`); and what is computed from such alone.
@@ -43,7 +43,7 @@ class HostTensors:
         return storage is not None and storage.data_ptr() in self._marked
 
     def mark(self, result: object, *, host: bool = True) -> None:
-        """What tensors in ``result`` are from now on, where the CPU stands in."""
+        """Enter the tensors of ``result``, or with ``host=False`` remove them, where the CPU stands in."""
         if not self.stands_in:
             return
         for tensor in tensors_in([result]):
@@ -56,7 +56,7 @@ class HostTensors:
                 self._marked.pop(storage.data_ptr(), None)
 
     def follow(self, inputs: Iterable[object], result: object) -> None:
-        """What comes from the host's tensors alone is the host's."""
+        """Enter a ``result`` that was computed from the host's tensors alone."""
         if not self._marked:
             return
         tensors = list(tensors_in(list(inputs)))
@@ -65,7 +65,7 @@ class HostTensors:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """Within, the counters of every optimizer that steps are known; in the end, nothing is."""
+        """Enter the counters of every optimizer that steps within the context; at its end the set is emptied."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         if not self.stands_in:
@@ -93,9 +93,9 @@ _PUTS = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 
 
 class Syncs:
-    """Finds them, by the operators that are run and the functions that are called. ``host`` knows whose a tensor is.
+    """Detector of syncs, by the operators that are run and the functions that are called. ``host`` has the host's tensors.
 
-    ``in_operator`` and ``in_function`` are told the name of what the host waits in: the one before it runs, the other
+    ``in_operator`` and ``in_function`` are called with the name of what the host waits in: the one before it runs, the other
     whenever it is known.
     """
 
@@ -109,17 +109,17 @@ class Syncs:
         self.in_function = in_function
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An operator is run."""
+        """Look at an operator before it runs."""
         if _waits(operator, args, kwargs, self._host):
             self._in_operator(title_of(operator))
 
     def of_functions(self) -> AbstractContextManager[object]:
-        """Within, functions are watched for what no operator shows."""
+        """Return a context in which functions are watched for syncs that no operator shows."""
         return _watching_functions(self, self._host)
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
-    """Whether the host waits for the device in this call of an operator."""
+    """Return whether the host waits for the device in this call of an operator."""
     import torch
 
     if is_of_higher_order(func):
@@ -149,7 +149,7 @@ def _copies_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hos
 
 
 def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
-    """A mask is turned into as many indices as it has ones, which the host has to know; those of the host are copied."""
+    """Return whether the host waits to index: for the number of ones in a mask, or to copy indices of its own."""
     import torch
 
     subject = args[0]
@@ -167,7 +167,7 @@ def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def is_of_higher_order(func: Any) -> bool:
-    """Whether an operator takes functions, such as ``cond``: it has neither tags nor overloads."""
+    """Return whether an operator takes functions, such as ``cond``: it has neither tags nor overloads."""
     return not hasattr(func, "overloadpacket")
 
 
@@ -176,14 +176,14 @@ def name_of(func: Any) -> str:
 
 
 def title_of(func: Any) -> str:
-    """The name of an operator as people are told it: ``addmm``, ``library::name``."""
+    """Return the name of an operator for people: ``addmm``, ``library::name``."""
     if is_of_higher_order(func):
         return str(getattr(func, "__name__", type(func).__name__))
     return name_of(func) if func.namespace == "aten" else f"{func.namespace}::{name_of(func)}"
 
 
 def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
-    """Sees what no operator shows.
+    """Return a mode that detects syncs that no operator shows.
 
     Text made of a tensor; tensors made of Python's values, whose copy to the device torch hides; and where the CPU stands
     in, what would leave a GPU or reach one.
@@ -223,7 +223,7 @@ def _called(func: Any) -> str:
 
 
 def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: torch.Tensor, host: HostTensors) -> int:
-    """How often the host waited for a tensor made of Python's values: on a device, ``likeness``'s if there is one, or here."""
+    """Return how often the host waited for a tensor made of Python's values: on a device, that of ``likeness``, or here."""
     import torch
 
     if is_a(data, torch.Tensor):
@@ -239,7 +239,7 @@ def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: 
 def _moved(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, syncs: Syncs, host: HostTensors
 ) -> torch.Tensor:
-    """A tensor was sent somewhere; where the CPU stands in, it is its own copy there."""
+    """Count the copy of a tensor to another device, and return the copy; where the CPU stands in, it is one of its own."""
     source, target = args[0], _target(func, args, kwargs, host)
     if not host.stands_in or target is None or (source in host) == (target == "host"):
         return result
@@ -253,13 +253,13 @@ def _moved(
 
 
 def _is_array(data: object) -> bool:
-    """Whether it is an array of NumPy, whose copy to a device is an operator that shows."""
+    """Return whether it is an array of NumPy, whose copy to a device is an operator."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and is_a(data, numpy.ndarray)
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> str | None:
-    """Where a tensor is to go: ``"host"``, ``"device"``, or ``None`` where it is to stay.
+    """Return where a tensor is to go: ``"host"``, ``"device"``, or ``None`` where it is to stay.
 
     On the CPU the device that a test is given is ``cpu``, too: the host is meant by ``.cpu()`` and by the word.
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Training:
-    """What a training step works with. ``run`` is the model as it is called: itself, or compiled."""
+    """A training step's model, batch, optimizer and loss. ``run`` is the model as it is called: itself, or compiled."""
 
     model: torch.nn.Module
     run: Callable[..., Any]
@@ -42,7 +42,7 @@ class Training:
     device: torch.device
     scaler: torch.amp.GradScaler | None = None
     before_optimizer: Callable[[], object] | None = None
-    """Called when all gradients are there. While rehearsing only."""
+    """Called when all gradients are there, in the dry run only."""
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Training:
             self.scale_gradients()
 
     def phases(self) -> list[Phase]:
-        """Forward and backward of each micro-batch, then the optimizer with clipping and ``zero_grad``.
+        """Return forward and backward of each micro-batch, then the optimizer with clipping and ``zero_grad``.
 
         The output lives until the loss is known, the loss until the end of the step. Gradients are freed at the end, as in
         a training loop whose step is a function, so that every step begins alike.
@@ -69,11 +69,11 @@ class Training:
         return [*phases, Phase("optimizer", self._optimize)]
 
     def scale_gradients(self) -> None:
-        """Scale them where the precision asks for it, also without an optimizer."""
+        """Scale gradients if the precision asks for it, also without an optimizer."""
         self.scaler = scaler_of(self.config.precision, self.device)
 
     def scale(self) -> float | None:
-        """What the gradients are scaled by; reading it waits for the device."""
+        """Return the scale of the gradients; reading it waits for the device."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     def _forward(self, batch: Any, parts: int) -> None:
@@ -138,9 +138,9 @@ def prepared_train_step(
     optimizer: OptimizerOrFactory | None = None,
     items: float | str | None = None,
 ) -> Iterator[PreparedTrainStep]:
-    """Within, a training step stands ready: forward + backward + optimizer.
+    """Make a training step ready to run: forward + backward + optimizer.
 
-    It is built on the device, rehearsed if a config was given, and checkpointed. Without a config it runs plainly, in the
+    It is built on the device, run dry if a config was given, and checkpointed. Without a config it runs plainly, in the
     model's own precision, with AdamW. Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and
     `CannotRun` where the device cannot.
     """
@@ -155,7 +155,7 @@ def prepared_train_step(
     batch = batch_in_precision(on_device(batch, device), config.precision)
     given = given_model(model_or_factory)
     if given is not None:
-        # Gradients that somebody left would be in the first step and not in the others.
+        # Gradients that were left would be in the first step and not in the others.
         given.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
@@ -173,7 +173,7 @@ def prepared_train_step(
             # It compiles its step by itself.
             stack.enter_context(warnings_of_compiling())
         stack.enter_context(surroundings(model, config, context.device, training=True))
-        seen = dry_run(training) if config_given else DryRun()
+        tried = dry_run(training) if config_given else DryRun()
         stack.enter_context(checkpointed(model, config))
         compiles = config.compile != "none"
         if compiles:
@@ -181,8 +181,8 @@ def prepared_train_step(
         phases = training.phases()
         if compiles:
             compile_now(phases, config.compile)
-        # A scale that falls in every step tells nothing of the next one.
-        scales = training.scaler is not None and not seen.overflows
+        # A scale that falls in every step does not show whether the next one repeats it.
+        scales = training.scaler is not None and not tried.overflows
         yield PreparedTrainStep(
             context=context,
             name="train_step",
@@ -195,8 +195,8 @@ def prepared_train_step(
             config=config,
             items=items,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
-            notes=seen.notes,
-            recomputed=seen.recomputed,
+            notes=tried.notes,
+            recomputed=tried.recomputed,
             creation_sites=creation_sites,
             training=training,
         )

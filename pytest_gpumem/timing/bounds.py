@@ -73,7 +73,7 @@ def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
     return max(throttled, 1.0 if clock is None else clock**-GPU_CLOCK)
 
 
-def crowded(now: Conditions) -> float:
+def contended(now: Conditions) -> float:
     """Return the largest factor by which another measured test can slow a step that was not alone on the device.
 
     Where other processes' CPU time is read, that one shows there. On a GPU it is none of them.

@@ -25,10 +25,10 @@ DEFAULT_SECONDS = 2.0
 class TimeBudget:
     """The seconds that a test has left for timing. A step may take half of it, so that there is some for the ones to come."""
 
-    __slots__ = ("_left", "_left_to_look", "_seconds")
+    __slots__ = ("_left", "_left_for_second_samples", "_seconds")
 
     def __init__(self, seconds: float = DEFAULT_SECONDS) -> None:
-        self._seconds = self._left = self._left_to_look = seconds
+        self._seconds = self._left = self._left_for_second_samples = seconds
 
     @property
     def share(self) -> float:
@@ -36,18 +36,18 @@ class TimeBudget:
         return self._left / 2
 
     @property
-    def second_look(self) -> float:
+    def second_sample(self) -> float:
         """Seconds for a second sample of a step: as long as a first one, whatever is left."""
         return self._seconds / 2
 
     @property
-    def may_look_again(self) -> bool:
+    def may_sample_again(self) -> bool:
         """Whether seconds are left for second samples that decide nothing. One that fails the test is always taken."""
-        return self._left_to_look > 0
+        return self._left_for_second_samples > 0
 
-    def look(self, seconds: float) -> None:
-        """A second look took these ``seconds``."""
-        self._left_to_look -= seconds
+    def spend_on_second_sample(self, seconds: float) -> None:
+        """Subtract the ``seconds`` that a second sample took."""
+        self._left_for_second_samples -= seconds
 
     def spend(self, seconds: float) -> None:
         """Timing took these ``seconds``."""
@@ -192,7 +192,7 @@ def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
     if refused is None:
         return sample
     slowed = sample.slowed or Slowed()
-    shared = max(slowed.shared, bounds.crowded(device.conditions()))
+    shared = max(slowed.shared, bounds.contended(device.conditions()))
     return replace(sample, invalid=refused, slowed=replace(slowed, shared=shared))
 
 

@@ -55,7 +55,7 @@ def finished(*processes):
 def test_a_device_is_shared_but_for_a_stretch_alone(lock, locks):
     with lock.shared():
         assert state_of(locks) == "shared"
-        with lock.alone() as refused:
+        with lock.exclusive() as refused:
             assert refused is None
             assert state_of(locks) == "alone"
         assert state_of(locks) == "shared"
@@ -65,7 +65,7 @@ def test_a_device_is_shared_but_for_a_stretch_alone(lock, locks):
 def test_the_gate_is_open_for_whoever_comes_next(lock, locks):
     with lock.shared():
         assert state_of(locks, GATE) == "free"
-        with lock.alone():
+        with lock.exclusive():
             assert state_of(locks, GATE) == "free"
 
 
@@ -73,7 +73,7 @@ def test_a_process_does_not_wait_for_itself(lock, locks):
     # As when a test of this very suite, while it is measured, runs another session within its own process.
     inner = DeviceLock("GPU-0", folder=locks)
     with lock.shared(), inner.shared():
-        with inner.alone() as refused, lock.alone() as refused_again:
+        with inner.exclusive() as refused, lock.exclusive() as refused_again:
             assert (refused, refused_again) == (None, None)
             with lock.shared():
                 assert state_of(locks) == "alone"
@@ -92,7 +92,7 @@ def test_the_share_is_kept_until_the_last_of_a_process_leaves(lock, locks):
 def test_a_device_that_is_closed_while_alone_is_free_afterwards(lock, locks):
     share = lock.shared()
     share.__enter__()
-    with lock.alone():
+    with lock.exclusive():
         share.__exit__(None, None, None)
         assert state_of(locks) == "alone"
     assert state_of(locks) == "free"
@@ -116,7 +116,7 @@ for _ in range(3):
         note("shares")
         time.sleep(0.01)
         note("waits")
-        with lock.alone() as refused:
+        with lock.exclusive() as refused:
             assert refused is None
             note("alone")
             time.sleep(0.01)
@@ -152,7 +152,7 @@ def test_two_that_share_and_both_want_to_be_alone_both_get_their_turn(tmp_path):
             note("shares")
             wait_for("shares " + ("b" if me == "a" else "a"))
             note("waits")
-            with lock.alone() as refused:
+            with lock.exclusive() as refused:
                 assert refused is None
                 note("alone")
             note("leaves")
@@ -166,7 +166,7 @@ def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, l
     waits = """
         with lock.shared():
             note("waits")
-            with lock.alone() as refused:
+            with lock.exclusive() as refused:
                 assert refused is None
                 note("alone")
     """
@@ -192,9 +192,9 @@ def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, l
 @pytest.mark.parametrize(
     "doing",
     [
-        "with lock.shared(), lock.alone(): note('there'); time.sleep(60)",
+        "with lock.shared(), lock.exclusive(): note('there'); time.sleep(60)",
         # A worker of a DataLoader, say, that has inherited what the killed process had open.
-        "with lock.shared(), lock.alone(): os.fork() or time.sleep(5) or os._exit(0); note('there'); time.sleep(60)",
+        "with lock.shared(), lock.exclusive(): os.fork() or time.sleep(5) or os._exit(0); note('there'); time.sleep(60)",
     ],
     ids=["alone", "with a child that lives on"],
 )
@@ -205,13 +205,13 @@ def test_a_holder_that_is_killed_blocks_nobody(tmp_path, lock, locks, doing):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert state_of(locks) == "free"
-    with lock.shared(), lock.alone() as refused:
+    with lock.shared(), lock.exclusive() as refused:
         assert refused is None
 
 
 def test_one_that_is_killed_while_waiting_to_be_alone_leaves_the_gate_open(tmp_path, lock, locks):
     with lock.shared():
-        waiting = start("with lock.shared(): \n with lock.alone(): pass", tmp_path, "waiting")
+        waiting = start("with lock.shared(): \n with lock.exclusive(): pass", tmp_path, "waiting")
         while not list(locks.iterdir()) or state_of(locks, GATE) == "free":
             assert waiting.poll() is None
         waiting.send_signal(signal.SIGKILL)
@@ -223,12 +223,12 @@ def test_a_forked_child_takes_nothing_from_its_parent(tmp_path):
     forks = """
         share = lock.shared()
         share.__enter__()
-        with lock.alone():
+        with lock.exclusive():
             child = os.fork()
         share.__exit__(None, None, None)
         if child:
             assert os.waitpid(child, 0)[1] == 0
-        with lock.shared(), lock.alone() as refused:
+        with lock.shared(), lock.exclusive() as refused:
             assert refused is None
         note("done")
     """
@@ -238,11 +238,11 @@ def test_a_forked_child_takes_nothing_from_its_parent(tmp_path):
 
 def test_a_child_that_is_forked_while_its_parent_is_alone_holds_nothing(tmp_path, locks):
     forks = """
-        with lock.shared(), lock.alone():
+        with lock.shared(), lock.exclusive():
             child = os.fork()
             if child == 0:
                 device_lock.MOST_SECONDS_FOR_A_SHARE = device_lock.MOST_SECONDS_FOR_BEING_ALONE = 0.05
-                with lock.alone() as refused:
+                with lock.exclusive() as refused:
                     note(refused.replace(" ", "_")[:20])
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
@@ -256,7 +256,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(tmp_path):
         import threading
 
         def waits():
-            with lock.alone():
+            with lock.exclusive():
                 pass
 
         with lock.shared():
@@ -319,7 +319,7 @@ def somebody(doing, folder):
 def test_waiting_to_be_alone_ends_and_the_share_is_had_again(tmp_path, lock, locks, clock):
     with lock.shared(), ExitStack() as other:
         other.enter_context(somebody("lock.shared()", tmp_path))
-        with lock.alone() as refused:
+        with lock.exclusive() as refused:
             assert refused == "another measured test kept the GPU busy for 60 s"
             assert state_of(locks, GATE) == "free"
             other.close()
@@ -327,7 +327,7 @@ def test_waiting_to_be_alone_ends_and_the_share_is_had_again(tmp_path, lock, loc
 
 
 def test_after_a_wait_in_vain_the_next_is_short_until_one_succeeds(clock):
-    patience = device_lock._Patience(60)
+    patience = device_lock._Timeout(60)
     waited = []
     for success in (False, False, True, False):
         began = clock.now
@@ -337,9 +337,9 @@ def test_after_a_wait_in_vain_the_next_is_short_until_one_succeeds(clock):
 
 
 def test_somebody_who_is_alone_for_ever_is_not_waited_for_for_ever(tmp_path, lock, clock):
-    with somebody("lock.shared(), lock.alone()", tmp_path), lock.shared():
+    with somebody("lock.shared(), lock.exclusive()", tmp_path), lock.shared():
         assert round(clock.now) == 600
-        with lock.alone() as refused:
+        with lock.exclusive() as refused:
             assert refused == "another measured test kept the GPU busy for 60 s"
 
 
@@ -350,7 +350,7 @@ def test_ctrl_c_while_waiting_to_be_alone_gives_the_share_back_and_opens_the_gat
     with lock.shared():
         with somebody("lock.shared()", tmp_path):
             monkeypatch.setattr(device_lock.time, "sleep", interrupted)
-            with pytest.raises(KeyboardInterrupt), lock.alone():
+            with pytest.raises(KeyboardInterrupt), lock.exclusive():
                 raise AssertionError
             monkeypatch.undo()
             assert state_of(locks, GATE) == "free"
@@ -362,13 +362,13 @@ def test_ctrl_c_while_waiting_for_a_share_leaves_nothing_held(tmp_path, lock, lo
     def interrupted(_seconds):
         raise KeyboardInterrupt
 
-    with somebody("lock.shared(), lock.alone()", tmp_path):
+    with somebody("lock.shared(), lock.exclusive()", tmp_path):
         monkeypatch.setattr(device_lock.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt), lock.shared():
             raise AssertionError
         monkeypatch.undo()
         assert not any(os.path.samestat(status, (locks / "GPU-0.lock").stat()) for status in open_files())
-    with lock.shared(), lock.alone() as refused:
+    with lock.shared(), lock.exclusive() as refused:
         assert refused is None
     assert state_of(locks) == "free"
 
@@ -383,7 +383,7 @@ def open_files():
 
 
 def refused_by(lock):
-    with lock.shared(), lock.shared(), lock.alone() as refused:
+    with lock.shared(), lock.shared(), lock.exclusive() as refused:
         return refused
 
 
@@ -403,7 +403,7 @@ def test_where_no_lock_can_be_had_a_process_is_taken_to_be_alone_unless_it_is_a_
 
 def test_a_process_that_others_keep_from_being_alone_is_told_so_worker_or_not(tmp_path, lock, clock, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER")
-    with lock.shared(), somebody("lock.shared()", tmp_path), lock.alone() as refused:
+    with lock.shared(), somebody("lock.shared()", tmp_path), lock.exclusive() as refused:
         assert refused == "another measured test kept the GPU busy for 60 s"
 
 
@@ -461,10 +461,10 @@ def test_a_lock_that_fails_later_is_told_and_tried_again_by_the_next_test(lock, 
 
     with lock.shared():
         monkeypatch.setattr(fcntl, "lockf", unlockable)
-        with lock.alone() as refused:
+        with lock.exclusive() as refused:
             assert str(refused).startswith(NO_LOCK)
         monkeypatch.undo()
-        with lock.alone() as refused:
+        with lock.exclusive() as refused:
             assert str(refused).startswith(NO_LOCK)
     assert refused_by(lock) is None
     assert state_of(locks) == "free"

@@ -16,7 +16,7 @@ from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
 from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.runner import (
-    MOST_RESTLESS_WARM_UPS,
+    MOST_UNSTABLE_WARM_UPS,
     MOST_WARM_UPS,
     ROUNDS_TO_DECIDE,
     Figures,
@@ -358,9 +358,9 @@ def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device)
     run, state, ran = moving_state(stays_from=10**6)
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert not figures.settled
-    assert len(ran) == MOST_RESTLESS_WARM_UPS + 1 + AFTERWARDS
+    assert len(ran) == MOST_UNSTABLE_WARM_UPS + 1 + AFTERWARDS
     assert figures.unsettled_note() == (
-        f"none of {MOST_RESTLESS_WARM_UPS} warm-up steps was like the one before: recompiled, or overflowed"
+        f"none of {MOST_UNSTABLE_WARM_UPS} warm-up steps was like the one before: recompiled, or overflowed"
     )
 
 

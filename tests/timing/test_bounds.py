@@ -130,5 +130,5 @@ def test_a_low_clock_explains_what_it_lost_twice_unless_the_step_lowers_it_itsel
 
 
 def test_who_could_not_be_alone_has_neighbours_that_are_seen_on_a_cpu_and_not_on_a_gpu():
-    assert bounds.crowded(CPU) == 1.0
-    assert bounds.crowded(CUDA) == 2 * bounds.STRANGERS
+    assert bounds.contended(CPU) == 1.0
+    assert bounds.contended(CUDA) == 2 * bounds.STRANGERS

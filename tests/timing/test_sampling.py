@@ -381,15 +381,15 @@ def test_a_sample_may_take_half_of_what_is_left():
 def test_a_sample_that_a_verdict_hangs_on_is_as_long_as_a_first_one_whatever_is_left():
     time_budget = TimeBudget(3.0)
     time_budget.spend(3.0)
-    assert time_budget.second_look == 1.5
+    assert time_budget.second_sample == 1.5
 
 
 def test_second_looks_of_a_test_share_as_many_seconds_as_first_samples():
     time_budget = TimeBudget(2.0)
     time_budget.spend(2.0)
-    assert time_budget.may_look_again
-    time_budget.look(1.5)
-    assert time_budget.may_look_again
-    time_budget.look(0.5)
-    assert not time_budget.may_look_again
-    assert time_budget.second_look == 1.0
+    assert time_budget.may_sample_again
+    time_budget.spend_on_second_sample(1.5)
+    assert time_budget.may_sample_again
+    time_budget.spend_on_second_sample(0.5)
+    assert not time_budget.may_sample_again
+    assert time_budget.second_sample == 1.0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.session.fixture_setup import SpoiledFixtures, spoil_tests_in
+from pytest_gpumem.session.fixture_setup import InvalidFixtures, invalidate_tests_in
 
 
 class Device:
@@ -53,7 +53,7 @@ def set_up(spoiled, device, one, request=None, clause=None, asks=None):
 
 
 def test_every_test_that_uses_one_is_told_and_no_other_until_it_is_gone():
-    spoiled, device, bad, good = SpoiledFixtures(), Device(), fixture("bad"), fixture("good")
+    spoiled, device, bad, good = InvalidFixtures(), Device(), fixture("bad"), fixture("good")
     set_up(spoiled, device, bad, clause="a value is read")
     set_up(spoiled, device, good)
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_every_test_that_uses_one_is_told_and_no_other_until_it_is_gone():
 
 
 def test_one_that_asks_for_one_that_is_there_already_is_spoiled_as_well():
-    spoiled, device, bad, by_way = SpoiledFixtures(), Device(), fixture("bad"), fixture("by_way")
+    spoiled, device, bad, by_way = InvalidFixtures(), Device(), fixture("bad"), fixture("by_way")
     set_up(spoiled, device, bad, clause="a value is read")
     request = Request(bad=bad)
     set_up(spoiled, device, by_way, request, asks="bad")
@@ -75,7 +75,7 @@ def test_one_that_asks_for_one_that_is_there_already_is_spoiled_as_well():
 
 
 def test_what_was_lost_before_a_fixture_was_asked_for_is_lost_to_the_test_alone():
-    spoiled, device, good = SpoiledFixtures(), Device(), fixture("good")
+    spoiled, device, good = InvalidFixtures(), Device(), fixture("good")
     spoiled.begin()
     device.clause = "a value is read"
     set_up(spoiled, device, good)
@@ -87,10 +87,10 @@ def test_what_was_lost_before_a_fixture_was_asked_for_is_lost_to_the_test_alone(
 def test_what_was_lost_while_a_file_was_imported_is_lost_to_its_tests_alone():
     module = SimpleNamespace(stash=pytest.Stash(), nodeid="tests/test_it.py", name="test_it.py")
     other = SimpleNamespace(stash=pytest.Stash(), nodeid="tests/test_other.py", name="test_other.py")
-    spoil_tests_in(module, "a value is read")
-    spoil_tests_in(module, "another value is read")
+    invalidate_tests_in(module, "a value is read")
+    invalidate_tests_in(module, "another value is read")
     inside, outside = test_using(), test_using()
     inside.listchain, outside.listchain = lambda: [module], lambda: [other]
-    spoiled = SpoiledFixtures()
+    spoiled = InvalidFixtures()
     assert spoiled.lost(inside) == "a value is read (while tests/test_it.py was collected)"
     assert spoiled.lost(outside) is None
