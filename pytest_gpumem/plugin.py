@@ -158,10 +158,10 @@ class Collecting:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         result = yield
         if item.get_closest_marker(MARKER) is not None:
-            from pytest_gpumem.session.marker import tell_late_marker
+            from pytest_gpumem.session.marker import report_late_marker
 
             known = self._config.stash.get(SESSION, None)
-            tell_late_marker(item, gates=known is not None and known.settings.gates)
+            report_late_marker(item, gates=known is not None and known.settings.gates)
         return result
 
 

@@ -44,44 +44,44 @@ def test_using(*fixtures):
 test_using.__test__ = False
 
 
-def set_up(spoiled, device, one, request=None, clause=None, asks=None):
+def set_up(invalid, device, one, request=None, clause=None, asks=None):
     request = request or Request()
-    with spoiled.setting_up(one, request, device):
+    with invalid.setting_up(one, request, device):
         device.clause = clause
         if asks is not None:
             request.getfixturevalue(asks)
 
 
 def test_every_test_that_uses_one_is_told_and_no_other_until_it_is_gone():
-    spoiled, device, bad, good = InvalidFixtures(), Device(), fixture("bad"), fixture("good")
-    set_up(spoiled, device, bad, clause="a value is read")
-    set_up(spoiled, device, good)
+    invalid, device, bad, good = InvalidFixtures(), Device(), fixture("bad"), fixture("good")
+    set_up(invalid, device, bad, clause="a value is read")
+    set_up(invalid, device, good)
     for _ in range(2):
-        spoiled.begin()
-        assert spoiled.lost(test_using(bad)) == "a value is read (in fixture bad)"
-        assert spoiled.lost(test_using(good)) is None
-    spoiled.forget(bad)
-    assert spoiled.lost(test_using(bad)) is None
+        invalid.begin()
+        assert invalid.lost(test_using(bad)) == "a value is read (in fixture bad)"
+        assert invalid.lost(test_using(good)) is None
+    invalid.forget(bad)
+    assert invalid.lost(test_using(bad)) is None
 
 
 def test_one_that_asks_for_one_that_is_there_already_is_spoiled_as_well():
-    spoiled, device, bad, by_way = InvalidFixtures(), Device(), fixture("bad"), fixture("by_way")
-    set_up(spoiled, device, bad, clause="a value is read")
+    invalid, device, bad, by_way = InvalidFixtures(), Device(), fixture("bad"), fixture("by_way")
+    set_up(invalid, device, bad, clause="a value is read")
     request = Request(bad=bad)
-    set_up(spoiled, device, by_way, request, asks="bad")
-    spoiled.begin()
-    assert spoiled.lost(test_using(by_way)) == "a value is read (in fixture bad)"
+    set_up(invalid, device, by_way, request, asks="bad")
+    invalid.begin()
+    assert invalid.lost(test_using(by_way)) == "a value is read (in fixture bad)"
     assert "getfixturevalue" not in vars(request)
 
 
 def test_what_was_lost_before_a_fixture_was_asked_for_is_lost_to_the_test_alone():
-    spoiled, device, good = InvalidFixtures(), Device(), fixture("good")
-    spoiled.begin()
+    invalid, device, good = InvalidFixtures(), Device(), fixture("good")
+    invalid.begin()
     device.clause = "a value is read"
-    set_up(spoiled, device, good)
-    assert spoiled.lost(test_using(good)) == "a value is read"
-    spoiled.begin()
-    assert spoiled.lost(test_using(good)) is None
+    set_up(invalid, device, good)
+    assert invalid.lost(test_using(good)) == "a value is read"
+    invalid.begin()
+    assert invalid.lost(test_using(good)) is None
 
 
 def test_what_was_lost_while_a_file_was_imported_is_lost_to_its_tests_alone():
@@ -91,6 +91,6 @@ def test_what_was_lost_while_a_file_was_imported_is_lost_to_its_tests_alone():
     invalidate_tests_in(module, "another value is read")
     inside, outside = test_using(), test_using()
     inside.listchain, outside.listchain = lambda: [module], lambda: [other]
-    spoiled = InvalidFixtures()
-    assert spoiled.lost(inside) == "a value is read (while tests/test_it.py was collected)"
-    assert spoiled.lost(outside) is None
+    invalid = InvalidFixtures()
+    assert invalid.lost(inside) == "a value is read (while tests/test_it.py was collected)"
+    assert invalid.lost(outside) is None

@@ -1,7 +1,7 @@
 """A recorded stretch of CUDA: the profiler's events and the caching allocator's history made one list of tokens. Pure.
 
-The profiler tells in what something was allocated, in blocks as the allocator rounds them. The allocator's history tells
-what was asked for, and when a block was really free: one that another stream still uses is not when it is given back.
+The profiler records the spans of allocations, whose sizes are those of the allocator's blocks. The allocator's history has
+the requested sizes, and the times when blocks were really free: a block that another stream still uses is not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT = "alloc", "free_requested", "free_completed", "oom"
-_TOLD = (_ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT)
+_USED_ACTIONS = (_ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT)
 _NUMBERS_OF_A_THREAD = 2**40
 _AT_ONCE_NS = 100_000
 """A block that comes back this soon, with nothing in between, was not waited for."""
@@ -37,12 +37,12 @@ def history_of(trace: Iterable[Mapping[str, Any]]) -> list[HistoryEntry]:
     return [
         HistoryEntry(int(entry["time_us"]) * 1000, entry["action"], entry.get("addr", NOWHERE), entry["size"])
         for entry in trace
-        if entry["action"] in _TOLD
+        if entry["action"] in _USED_ACTIONS
     ]
 
 
 def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
-    """``tokens`` with autograd's numbers made unique: each thread counts from 0, and backward has its own.
+    """Return ``tokens`` with autograd's numbers made unique: each thread counts from 0, and backward has its own.
 
     ``threads`` are those of operators and nodes, by the time at which they began.
     """
@@ -86,15 +86,15 @@ def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[in
     """Return ``tokens`` in ``order``, with spans that nest.
 
     A mark, which is the recording thread's, ends the spans within it that are still open. Any other span waits for them: of two
-    threads nothing tells which one's an allocation is.
+    threads it is not known which one's an allocation is.
     """
-    told: list[Token] = []
+    ordered: list[Token] = []
     stack: list[int] = []
     ended: set[int] = set()
     for place in order:
         token = tokens[place]
         if not isinstance(token, Close):
-            told.append(token)
+            ordered.append(token)
             if isinstance(token, Open):
                 stack.append(place)
             continue
@@ -104,8 +104,8 @@ def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[in
         ended.add(opened)
         while stack and stack[-1] in ended:
             stack.pop()
-            told.append(token)
-    return told
+            ordered.append(token)
+    return ordered
 
 
 def _is_mark(token: Token) -> bool:
@@ -113,11 +113,11 @@ def _is_mark(token: Token) -> bool:
 
 
 def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> list[Token]:
-    """``tokens`` with the bytes that were asked for, and with each free where the block could be used again.
+    """Return ``tokens`` with requested sizes, and with each free where the block could be used again.
 
     Both have the same allocations in the same order. What only the history has stands between what both have, as near as
-    its clock tells: blocks that another stream used for longer, frees of threads that are not profiled, and allocations
-    that failed (of 0 bytes, at `NOWHERE`). Raises `MeasuringError` when the two do not tell the same.
+    its clock shows: blocks that another stream used for longer, frees of threads that are not profiled, and allocations
+    that failed (of 0 bytes, at `NOWHERE`). Raises `MeasuringError` when the two do not match.
     """
     join = _Join(tokens, history)
     for token in tokens:
@@ -127,7 +127,7 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
 
 class _Join:
     def __init__(self, tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> None:
-        self._left = deque(entry for entry in history if entry.action in _TOLD)
+        self._left = deque(entry for entry in history if entry.action in _USED_ACTIONS)
         self._told: list[Token] = []
         self._now = next((token.time_ns for token in tokens if not isinstance(token, Seen)), 0)
         self._ahead = 0
@@ -148,7 +148,7 @@ class _Join:
             return
         if not isinstance(token, Seen):
             while self._left and self._is_alone(self._left[0]) and self._left[0].time_ns + self._ahead <= token.time_ns:
-                self._tell(self._left.popleft())
+                self._emit(self._left.popleft())
             self._now = token.time_ns
         self._told.append(token)
 
@@ -183,7 +183,7 @@ class _Join:
             and (after.action, after.address) == (_FREE, token.address)
             and after.time_ns - entry.time_ns <= _AT_ONCE_NS
         ):
-            self._tell(self._left.popleft())
+            self._emit(self._left.popleft())
 
     @staticmethod
     def _is_alone(entry: HistoryEntry) -> bool:
@@ -191,7 +191,7 @@ class _Join:
         return entry.action in (_FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
-        """Return the next such entry, once what comes before it is told; ``None`` when an allocation, or the end, does."""
+        """Return the next such entry, once the ones before it are emitted; ``None`` when an allocation, or the end, does."""
         while self._left:
             entry = self._left.popleft()
             if entry.action == action and address in (None, entry.address):
@@ -199,10 +199,10 @@ class _Join:
             if entry.action == _ALLOCATED:
                 self._left.appendleft(entry)
                 return None
-            self._tell(entry)
+            self._emit(entry)
         return None
 
-    def _tell(self, entry: HistoryEntry) -> None:
+    def _emit(self, entry: HistoryEntry) -> None:
         # At the time of the tokens around it: the history's clock is another one.
         if entry.action == _FREE:
             self._told.append(AllocationEvent(self._now, entry.address, -entry.nbytes))

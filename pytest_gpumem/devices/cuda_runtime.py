@@ -90,7 +90,7 @@ class TorchCuda:
         if torch.version.cuda is None and torch.version.hip is None:
             raise DeviceUnavailable(f"no CUDA device: torch {torch.__version__} is built without CUDA")
         with warnings.catch_warnings():
-            # A missing or old driver is told by a warning, which a suite may have turned into an error.
+            # A missing or old driver is reported by a warning, which a suite may have turned into an error.
             warnings.simplefilter("ignore")
             available = torch.cuda.is_available()
         if not available:

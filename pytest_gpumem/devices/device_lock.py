@@ -260,7 +260,7 @@ class _ReadersWriterLock:
     def _take(self, kind: int, byte: int) -> bool:
         try:
             self._fcntl.lockf(self._file, kind | self._fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):  # POSIX allows both for "somebody else holds it"
+        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another process holds
             return False
         return True
 

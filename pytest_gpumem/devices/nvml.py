@@ -1,6 +1,6 @@
 """A GPU as NVML sees it: its clocks, what slows it down, and which processes use it. Through nvidia-ml-py.
 
-Nothing here raises: what NVML cannot tell, or where there is no NVML, is ``None``.
+Nothing here raises: what NVML does not know, or where there is no NVML, is ``None``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EVENTS = {
 }
 """The bits of ``nvmlClocksEventReasons`` (nvml.h), whose names have changed once while the bits have not."""
 _LONGEST_SAMPLING = 1.0
-"""NVML looks at a GPU's use every 1/6 to 1 second, as the product has it (nvml.h, ``nvmlUtilization_t``)."""
+"""NVML samples a GPU's use every 1/6 to 1 second, depending on the product (nvml.h, ``nvmlUtilization_t``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class NvmlGpu:
             found = self._asked("nvmlDeviceGetHandleByUUID", prefix + self._uuid)
             if found is not None:
                 self._instance = found
-                # Clocks are the whole GPU's, and NVML tells them of it only; of a GPU that is whole this is refused.
+                # NVML has clocks of a whole GPU only; it refuses this question for one that is not partitioned.
                 parent = self._asked("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", found)
                 self._physical = found if parent is None else parent
                 break
@@ -184,7 +184,7 @@ def other_processes(
 
     ``ours`` are the pids that this session's processes have here, and ``workers`` is how many of them measure. Where
     none of them is listed, NVML speaks of pids of another namespace: then as many as there are workers are taken to be
-    this session's, whichever they are. ``working`` is ``None`` where nobody knows, and then all are believed to work.
+    this session's, whichever they are. ``working`` is ``None`` where it is not known, and then all count as working.
     """
     if processes is None:
         return None

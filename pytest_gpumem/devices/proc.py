@@ -1,4 +1,4 @@
-"""What Linux tells in /proc of this thread's waiting, of the machine's cores and of who else uses them.
+"""Linux's /proc: the waiting of this thread, the machine's cores, and the other processes that use them.
 
 Where there is no such file (macOS, Windows), every reading is ``None``.
 """
@@ -78,8 +78,8 @@ def is_of_session(pid: int) -> bool:
 
 def workers_of_session() -> int:
     """Return how many processes of this session measure: pytest-xdist's workers, or only this one."""
-    told = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
-    return int(told) if told.isdigit() else 1
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
+    return int(workers) if workers.isdigit() else 1
 
 
 def machine(path: Path = Path("/proc/cpuinfo")) -> str:

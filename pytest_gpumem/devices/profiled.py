@@ -1,4 +1,4 @@
-"""What torch's profiler tells of a stretch: its allocations among operators, nodes and marks, and CUDA's kernel launches."""
+"""Recordings of torch's profiler: allocations among operators, nodes and marks, and CUDA's kernel launches."""
 
 from __future__ import annotations
 
@@ -31,13 +31,8 @@ _ENGINE = "torch::autograd::"
 _DISPATCH_MODE = "PythonDispatchMode"
 
 
-def tokens_of(
-    profiler: Profile, device: torch.device, told: Callable[[int, str], Iterable[Token]] | None = None
-) -> list[Token]:
+def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
     """Return the tokens of one thread that a stopped profiler recorded with ``profile_memory=True, record_shapes=True``.
-
-    A source without allocations of its own tells them by names of spans: a span for whose time (in ns) and name ``told``
-    gives tokens is replaced by them.
 
     The tree is private to torch, as in `allocation_events`; the public views lose addresses, nesting and order.
     """
@@ -54,20 +49,15 @@ def tokens_of(
             if fields.device.type == device.type and device.index in (None, fields.device.index):
                 tokens.append(AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size))
             continue
-        if kind == "TorchOp" and event.name != _DISPATCH_MODE:
-            instead = list(told(event.start_time_ns, event.name)) if told is not None else []
-            if instead:
-                tokens += instead
-                continue
-            if not _somebody_elses(event):
-                tokens.append(_opened(event))
-                tokens.extend(_inputs(event.extra_fields.inputs))
-                stack.append(Close(event.end_time_ns))
+        if kind == "TorchOp" and event.name != _DISPATCH_MODE and not _is_of_measured_code(event):
+            tokens.append(_opened(event))
+            tokens.extend(_inputs(event.extra_fields.inputs))
+            stack.append(Close(event.end_time_ns))
         stack.extend(reversed(event.children))
     return tokens
 
 
-def _somebody_elses(event: Any) -> bool:
+def _is_of_measured_code(event: Any) -> bool:
     """Return whether it is a `record_function` of the measured code, or of an optimizer: a name, and no operator."""
     return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
 

@@ -1,4 +1,4 @@
-"""Several pytest-xdist workers and the GPUs of one machine: who gets which."""
+"""Assignment of a machine's GPUs to pytest-xdist workers."""
 
 from __future__ import annotations
 

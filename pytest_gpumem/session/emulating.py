@@ -22,7 +22,7 @@ def begin(config: pytest.Config) -> None:
         try:
             word = (read_table(config.rootpath / "pyproject.toml") or {}).get("device")
         except SettingsError:
-            return  # told when the settings are read
+            return  # an error when the settings are read
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _TYPED = "--gpumem-baseline"
 _TELLS_OF_PYTEST = ("help", "version", "markers")
-"""Options under which pytest tells of itself: nobody takes that for a run of tests."""
+"""Options under which pytest shows information about itself and runs no test."""
 _SHOWS = {
     "collectonly": "--collect-only",
     "showfixtures": "--fixtures",

@@ -22,7 +22,7 @@ _RESERVED = ("slug", "device")
 
 
 class HookError(ValueError):
-    """Error of a wrong result of a hook; the message names the hook, who implements it, and what would be right."""
+    """Error of a wrong result of a hook; the message names the hook, the plugins that implement it, and what would be right."""
 
 
 def checked_tolerance(result: object, metric: str, default: Tolerance, hook: pluggy.HookCaller) -> Tolerance:

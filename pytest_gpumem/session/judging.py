@@ -146,21 +146,18 @@ class Judging:
 
         Of a test that came to the end of its call.
         """
+        if not self._compares:
+            return ()
+        compared = self._settings.compared_slug(slug)
+        stored = self._stored(lambda: self._store.names(compared, self.measured.file, self.measured.test))
         taken = {one.measurement.name: one for one in judged}
         missing = []
-        for name in self.stored_names(slug):
+        for name in stored:
             if name not in taken:
                 missing.append(name)
             elif uncounted := _uncounted(taken[name]):
                 missing.append(f"{name} ({', '.join(uncounted)})")
         return tuple(missing)
-
-    def stored_names(self, slug: str) -> list[str]:
-        """Return the names of the test's measurements that have a baseline for the device called ``slug``."""
-        if not self._compares:
-            return []
-        compared = self._settings.compared_slug(slug)
-        return self._stored(lambda: self._store.names(compared, self.measured.file, self.measured.test))
 
     def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:
         """Return whether to time a step once more: its speed has changed, or its times cannot become a baseline.

@@ -104,20 +104,20 @@ def remember_markers(item: pytest.Item) -> None:
     item.stash[_KNOWN] = tuple(item.iter_markers(MARKER))
 
 
-def tell_late_marker(item: pytest.Item, *, gates: bool) -> None:
+def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
     """Fail a test that got a marker later than its session could measure by it; warn of it where nothing ``gates``.
 
-    A gate must not pass over a test that somebody wanted to be held, and says so where everybody looks.
+    A gate must not skip a test that was meant to be gated without a failure.
     """
     if tuple(item.iter_markers(MARKER)) == item.stash.get(_KNOWN, ()):
         return
-    said = (
+    message = (
         f"@pytest.mark.{MARKER} was added to this test when it was running already, and has no effect: add it while tests "
         "are collected, in pytest_collection_modifyitems or pytest_itemcollected of a conftest.py"
     )
     if gates:
-        pytest.fail(said, pytrace=False)
-    item.warn(pytest.PytestWarning(f"{item.nodeid}: {said}"))
+        pytest.fail(message, pytrace=False)
+    item.warn(pytest.PytestWarning(f"{item.nodeid}: {message}"))
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:

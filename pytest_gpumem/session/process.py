@@ -120,7 +120,7 @@ class GpumemSession:
         except (BudgetError, SettingsError) as error:
             if self._worker is None:
                 raise pytest.UsageError(str(error)) from None
-            # An exception here would look like a crash of the worker: the controller is told, and ends the session.
+            # An exception here would look like a crash of the worker: the controller gets the error, and ends the session.
             self.selection = Selection(error=str(error))
             return False
         for item in self._measured:

@@ -66,7 +66,7 @@ class PatternBudget:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything a session was told. ``store`` is a URL or a path; a relative path counts from ``store_base``."""
+    """Settings of a session. ``store`` is a URL or a path; a relative path counts from ``store_base``."""
 
     baseline: bool = False
     update: UpdateMode | None = None
@@ -94,7 +94,7 @@ class Settings:
     measure: tuple[str, ...] = ()
     """Patterns of the tests that are measured as if they had the marker."""
     explicit: bool = False
-    """Whether anything at all was said: an option, or a ``[tool.gpumem]`` table."""
+    """Whether anything was set: an option, or a ``[tool.gpumem]`` table."""
 
     def compared_slug(self, slug: str) -> str:
         """Return the slug of the device with whose baselines the figures of the one called ``slug`` are compared."""
@@ -137,7 +137,7 @@ _OPTIONS: dict[str, type] = {
     "report": list,
 }
 _ONLY_TYPED = frozenset({"reason", "against"})
-"""What is said of one session, and so is no key of the table."""
+"""Options of one session, which are no keys of the table."""
 _KEYS: dict[str, type] = {
     **{name: kind for name, kind in _OPTIONS.items() if name not in _ONLY_TYPED},
     "units": str,
@@ -158,28 +158,28 @@ def settings_of(config: pytest.Config) -> Settings:
     settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
     root = config.rootpath
     settings = replace(settings, store_base=root, artifacts_base=root, report_base=root, explicit=table is not None)
-    said = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
-    if not said:
+    options = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
+    if not options:
         return settings
-    if "update" in said:
+    if "update" in options:
         # `gpumem ab` switches updating off where the table asks for it, which no mode does.
-        said["update"] = said["update"] or None
-    if "store" in said:
+        options["update"] = options["update"] or None
+    if "store" in options:
         settings = replace(settings, store_base=config.invocation_params.dir)
-    if "artifacts" in said:
-        if not said["artifacts"]:
+    if "artifacts" in options:
+        if not options["artifacts"]:
             raise SettingsError("--gpumem-artifacts is empty, expected a folder")
         settings = replace(settings, artifacts_base=config.invocation_params.dir)
-    if "report" in said:
-        said["report"] = tuple(said["report"])
-        _check_reports(said["report"], "--gpumem-report")
+    if "report" in options:
+        options["report"] = tuple(options["report"])
+        _check_reports(options["report"], "--gpumem-report")
         settings = replace(settings, report_base=config.invocation_params.dir)
-    if "reason" in said:
+    if "reason" in options:
         # An argument may hold bytes that are no text, which no file of the store can.
-        said["reason"] = " ".join(said["reason"].encode("utf-8", "backslashreplace").decode("utf-8").split())
-        if not said["reason"]:
+        options["reason"] = " ".join(options["reason"].encode("utf-8", "backslashreplace").decode("utf-8").split())
+        if not options["reason"]:
             raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
-    settings = replace(settings, explicit=True, **said)
+    settings = replace(settings, explicit=True, **options)
     if settings.reason is not None and settings.update is None:
         raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
     _check_against(settings)
@@ -189,23 +189,23 @@ def settings_of(config: pytest.Config) -> Settings:
 def _check_against(settings: Settings) -> None:
     if settings.against is None:
         return
-    said = f"--gpumem-against={settings.against}"
+    option = f"--gpumem-against={settings.against}"
     if not settings.device.startswith(EMULATED):
         raise SettingsError(
-            f"{said} compares the figures of an emulated GPU with the baselines of a real one, and this session measures on "
+            f"{option} compares the figures of an emulated GPU with the baselines of a real one, and this session measures on "
             f"{settings.device}: add --gpumem-device=emulated:h100, say"
         )
     if settings.against.startswith(EMULATED_SLUG):
         raise SettingsError(
-            f"{said} is no real GPU; an emulated one's own baselines are compared with without this option"
+            f"{option} is no real GPU; an emulated one's own baselines are compared with without this option"
         )
     if settings.update is not None:
         raise SettingsError(
-            f"{said} compares only: a real GPU's baselines are not written on an emulated one. Leave "
+            f"{option} compares only: a real GPU's baselines are not written on an emulated one. Leave "
             f"--gpumem-update={settings.update} out"
         )
     if not settings.baseline:
-        raise SettingsError(f"{said} is what to compare with, and nothing is compared: add --gpumem-baseline")
+        raise SettingsError(f"{option} is what to compare with, and nothing is compared: add --gpumem-baseline")
 
 
 def _check_reports(files: tuple[str, ...], where: str) -> None:

@@ -16,7 +16,7 @@ class PassingOn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def spans_of(run, told=None) -> tuple[list[tuple[str, ...]], int]:
+def spans_of(run) -> tuple[list[tuple[str, ...]], int]:
     """The names of the spans around each allocation, and how many spans were left open."""
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
     profiler.start()
@@ -26,7 +26,7 @@ def spans_of(run, told=None) -> tuple[list[tuple[str, ...]], int]:
         profiler.stop()
     around: list[tuple[str, ...]] = []
     open_spans: list[str] = []
-    for token in tokens_of(profiler, torch.device("cpu"), told):
+    for token in tokens_of(profiler, torch.device("cpu")):
         if isinstance(token, Open):
             open_spans.append(token.name or f"mark {token.mark}")
         elif isinstance(token, Close):
@@ -81,18 +81,6 @@ def test_a_node_has_the_number_of_its_function_also_where_a_hook_comes_first():
 
     assert run(hooked=True) == run(hooked=False)
     assert ("ExpBackward0", "aten::exp") in run(hooked=True)
-
-
-def test_a_span_that_tells_tokens_is_replaced_by_them():
-    def told(time_ns, name):
-        if name == "made":
-            yield AllocationEvent(time_ns, 7, 70)
-
-    def run() -> None:
-        with span(f"{MARK_PREFIX}0"), span("made"):
-            pass
-
-    assert spans_of(run, told) == ([("mark 0",)], 0)
 
 
 # What a token tells

@@ -107,12 +107,12 @@ def test_a_timeline_counts_as_the_ledger_does(events, before):
     """What is measured and what explains it follow the same events by the same rules."""
     ledger = LiveBlocks()
     ledger.register_existing(before)
-    ledger.pop_peak()
+    ledger.reset_peak()
     start = ledger.live
     ledger.apply(events)
     timeline = timeline_of(Trace(tuple(events), before=before))
     assert (timeline.live[-1] if events else 0) == ledger.live - start
-    assert timeline.peak_bytes == ledger.pop_peak().allocated - start
+    assert timeline.peak_bytes == ledger.peak.allocated - start
     at_the_end = {block.address: block.nbytes for block in timeline.at(len(events))}
     assert at_the_end == ledger.blocks
 
