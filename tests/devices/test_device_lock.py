@@ -241,7 +241,7 @@ def test_a_child_that_is_forked_while_its_parent_is_alone_holds_nothing(tmp_path
         with lock.shared(), lock.exclusive():
             child = os.fork()
             if child == 0:
-                device_lock.MOST_SECONDS_FOR_A_SHARE = device_lock.MOST_SECONDS_FOR_BEING_ALONE = 0.05
+                device_lock.MOST_SECONDS_FOR_SHARED = device_lock.MOST_SECONDS_FOR_EXCLUSIVE = 0.05
                 with lock.exclusive() as refused:
                     note(refused.replace(" ", "_")[:20])
                 os._exit(0)
@@ -262,7 +262,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(tmp_path):
         with lock.shared():
             thread = threading.Thread(target=waits)
             thread.start()
-            while thread.is_alive() and not device_lock._turns_of.cache_info().currsize:
+            while thread.is_alive() and not device_lock._process_lock.cache_info().currsize:
                 pass
             time.sleep(0.1)
             child = os.fork()
