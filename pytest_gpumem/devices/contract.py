@@ -7,13 +7,14 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.cuda_history import in_order_of_time
 from pytest_gpumem.devices.profiled import check_change, profiled
+from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.values.interference import Conditions
@@ -68,6 +69,12 @@ class Window:
     """A stretch of time between `Device.open_window` and `Device.close_window`, and the highest peak in it so far."""
 
     peak: Peak | None = None
+
+    @property
+    def highest(self) -> Peak:
+        """The highest peak, after the window has been closed."""
+        assert self.peak is not None, "a window sees a peak at the latest when it is closed"
+        return self.peak
 
 
 class Device(ABC):
@@ -244,10 +251,23 @@ class Device(ABC):
 
     def close_window(self, window: Window) -> Peak:
         """Return the highest peak since ``window`` was opened."""
-        self.pop_peak()
-        self._windows = tuple(other for other in self._windows if other is not window)
-        assert window.peak is not None, "every open window has just seen a peak"
-        return window.peak
+        try:
+            self.pop_peak()
+        finally:
+            self._windows = tuple(other for other in self._windows if other is not window)
+        return window.highest
+
+    @contextmanager
+    def window(self) -> Iterator[Window]:
+        """Give a window that sees the peaks of what runs within. An error within is raised, also if no peak can be read."""
+        window = self.open_window()
+        try:
+            yield window
+        except BaseException:
+            with suppress(MeasuringError):
+                self.close_window(window)
+            raise
+        self.close_window(window)
 
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
@@ -256,9 +276,13 @@ class Device(ABC):
         kept = self._kept
         try:
             yield
-        finally:
             # A device that counts events has to read those of the stretch before it can reset its peak.
             self.peak()
+        except BaseException:
+            with suppress(MeasuringError):
+                self.peak()
+            raise
+        finally:
             self.reset_peak()
             self._kept = kept
 

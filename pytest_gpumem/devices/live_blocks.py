@@ -24,7 +24,11 @@ AnyToken = TypeVar("AnyToken", bound=Token)
 
 
 class FreeCallbacks:
-    """Deallocation callbacks of storages, and the storages that were freed since `put_into` was last called."""
+    """Deallocation callbacks of storages, and the storages that were freed since `put_into` was last called.
+
+    The profiler reports the free of a block only if it has seen its allocation. Of an older storage, a weak reference tells
+    that it is freed, and a tiny allocation at that moment marks the place among the recorded events.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -95,11 +95,12 @@ def _wait_for_autograd() -> None:
 def _threads_of_autograd() -> dict[str, tuple[bool, str]]:
     """Return, for each thread of autograd by its id, whether it sleeps, and how often it has gone to sleep."""
     found = {}
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in Path("/proc/self/task").glob("*"):
         try:
-            status = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines())
+            # A thread's name may be any bytes.
+            if (thread / "comm").read_bytes().startswith(b"pt_autograd"):
+                status = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines())
+                found[thread.name] = status["State"].startswith("S"), status.get("voluntary_ctxt_switches", "")
         except OSError:
             continue  # it has ended
-        if status["Name"].startswith("pt_autograd"):
-            found[thread.name] = status["State"].startswith("S"), status.get("voluntary_ctxt_switches", "")
     return found

@@ -27,7 +27,7 @@ MOST_DEVICES = 64
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as CUDA describes it: its numbers are in the order of ``native/emulated.h``, their sources in ``gpus.toml``."""
+    """A GPU as CUDA describes it; the sources of its numbers are in ``gpus.toml``."""
 
     word: str
     name: str

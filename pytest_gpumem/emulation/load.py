@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,17 @@ CONTEXT_BYTES = 520 * 2**20
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
-_NUMBERS = tuple(
-    field.name for field in fields(Gpu) if field.type == "int" and field.name not in ("total_bytes", "count")
+_NUMBERS = (
+    "multiprocessors",
+    "threads_per_multiprocessor",
+    "blocks_per_multiprocessor",
+    "shared_per_block",
+    "shared_per_block_optin",
+    "shared_per_multiprocessor",
+    "l2_bytes",
+    "bus_bits",
+    "sm_khz",
+    "memory_khz",
 )
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
 

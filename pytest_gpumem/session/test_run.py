@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import Expected, Left, Subject
-from pytest_gpumem.measurement import Measurement, MeasuringError
+from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.session.explaining import call_again
 from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.steps.runner import Figures, live_at_rest, released_workspaces
@@ -111,16 +111,10 @@ class TestRun:
         reserved_before = device.reserved()
         ended: list[Figures] = []
         turnover = device.turnover()
-        window = device.open_window()
         with cyclic_collector_off():
-            try:
+            with device.window() as window:
                 yield lambda: ended[0]
-            except BaseException:
-                # What went wrong in the test matters more than what then could not be measured.
-                with suppress(MeasuringError):
-                    device.close_window(window)
-                raise
-            peak = device.close_window(window)
+            peak = window.highest
             turnover = device.turnover() - turnover
             workspaces = released_workspaces(device)
             live_run = device.live()

@@ -148,12 +148,16 @@ def _join(path: str, name: str) -> str:
 
 
 class Segment:
-    """Two or more consecutive blocks. ``forwards()`` are what their ``forward`` is to be replaced by."""
+    """Two or more consecutive blocks that are recomputed as one. ``forwards()`` are the replacements of their ``forward``.
+
+    The first block runs all of them; the others hand on what they get. That is right only where the model's loop runs each
+    block once and in order, does nothing between two and gives each the same arguments, so all of that is checked each time.
+    """
 
     def __init__(self, blocks: Sequence[Block], recompute: Recompute) -> None:
-        """Args:
-        blocks: The blocks, in the order in which they run.
-        recompute: ``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward.
+        """Make the segment of ``blocks``, in the order in which they run.
+
+        ``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward.
         """
         self._paths = [block.path for block in blocks]
         self._own = [block.module.forward for block in blocks]

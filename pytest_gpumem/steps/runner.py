@@ -301,24 +301,20 @@ def _run_step(
     started = device.live()
     reserved = device.reserved()
     turnover = device.turnover()
-    whole = device.open_window()
     peaks: dict[str, Peak] = {}
-    try:
+    with device.window() as whole:
         for phase in phases:
-            window = device.open_window()
-            try:
+            with device.window() as window:
                 phase.run()
-            finally:
-                peak = device.close_window(window)
-                peaks[phase.name] = highest(peaks.get(phase.name), peak)
-    finally:
-        peak = device.close_window(whole)
+            peaks[phase.name] = highest(peaks.get(phase.name), window.highest)
     turnover = device.turnover() - turnover
     workspaces = released_workspaces(device)
     live_run = device.live()
     live_after = rest(device, started)
     named = peaks if len(peaks) > 1 else {}
-    return Figures(foreign, started, reserved, peak, live_run, live_after, named, turnover, workspaces=workspaces)
+    return Figures(
+        foreign, started, reserved, whole.highest, live_run, live_after, named, turnover, workspaces=workspaces
+    )
 
 
 def _same_peaks(first: Figures, second: Figures) -> bool:

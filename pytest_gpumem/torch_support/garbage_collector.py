@@ -58,7 +58,7 @@ class FrozenHeap:
         """Shared fixtures that were set up since the heap was frozen."""
 
     def freeze(self) -> None:
-        """Freeze all live objects, unless other code has: its objects are not thawed."""
+        """Freeze all live objects, unless other code has: thawing ours would thaw its objects, too."""
         if not gc.get_freeze_count():
             gc.freeze()
             self.frozen = True

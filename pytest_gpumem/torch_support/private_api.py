@@ -363,7 +363,7 @@ def when_cuda_begins(call: Callable[[], None]) -> None:
 
 
 def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
-    """Call ``call(device, precision, total, free)`` (bytes) each time that an allocation is about to fail for good.
+    """Call ``call(device, requested, total, free)`` (bytes) each time that an allocation is about to fail for good.
 
     It runs in the thread that allocates, before the error is raised. CUDA must have begun, or be about to
     (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such observer.

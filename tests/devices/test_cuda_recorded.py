@@ -176,8 +176,8 @@ def test_a_recording_of_a_step_survives_its_file(made_up_step: StepRecording) ->
 
 
 def test_a_recording_of_a_step_of_another_format_is_refused(made_up_step: StepRecording) -> None:
-    text = made_up_step.to_json().replace('"format":1', '"format":0')
-    with pytest.raises(ValueError, match="not a recording of a step of format 1"):
+    text = made_up_step.to_json().replace('"format":2', '"format":1')
+    with pytest.raises(ValueError, match="not a recording of a step of format 2"):
         StepRecording.from_json(text)
 
 

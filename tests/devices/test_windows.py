@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.contract import Device, Peak, highest
+from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement import Environment
@@ -118,6 +119,32 @@ def test_no_window_sees_the_peak_of_an_ignored_stretch(memory):
         memory.spike(50)
     memory.spike(20)
     assert memory.close_window(window) == Peak(30, 60)
+
+
+@pytest.mark.parametrize("stretch", ["window", "peak_ignored"])
+def test_an_error_within_is_raised_where_the_peak_cannot_be_read(memory, stretch, monkeypatch):
+    outer = memory.open_window()
+    memory.spike(30)
+
+    def unreadable() -> Peak:
+        raise MeasuringError("the recording was cut short")
+
+    def interrupted() -> None:
+        with getattr(memory, stretch)():
+            memory.spike(50)
+            monkeypatch.setattr(memory, "peak", unreadable)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with pytest.raises(MeasuringError), getattr(memory, stretch)():
+        pass
+    monkeypatch.undo()
+    memory.spike(20)
+    seen = 50 if stretch == "window" else 30
+    assert memory.close_window(outer) == Peak(seen, 2 * seen)
+    memory.spike(70)
+    assert outer.peak == Peak(seen, 2 * seen)
 
 
 def test_the_higher_of_two_peaks_is_so_field_by_field():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.values.composition import Explanation
 
-FORMAT = 1
+FORMAT = 2
 WIDTH, CLASSES, SAMPLES = 36, 10, 24
 
 

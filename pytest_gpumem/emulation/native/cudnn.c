@@ -91,7 +91,9 @@ int cudnnBackendFinalize(Descriptor *descriptor) {
 }
 int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *pack) {
     if (plan->convolution) __atomic_add_fetch(&convolutions, 1, __ATOMIC_RELAXED);
-    if (plan->most > gpumem_most_workspace) gpumem_most_workspace = plan->most;
+    int64_t most = __atomic_load_n(&gpumem_most_workspace, __ATOMIC_RELAXED);
+    while (plan->most > most
+           && !__atomic_compare_exchange_n(&gpumem_most_workspace, &most, plan->most, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     gpumem_launched("cudnnBackendExecute");
     return 0;
 }
