@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from pytest_gpumem.explain import holders
-from pytest_gpumem.torch_support import garbage_collector
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_freeze = gc.freeze
 
 
 @contextmanager
@@ -19,24 +18,26 @@ def own_objects_out_of_sight() -> Iterator[None]:
     """Hide what this process holds from the collections within, of which there are several in every measurement.
 
     Each would go through all of it, for a quarter of a second; those of all objects then go through what was made within.
+    A session within, or the one that runs the suite, neither thaws the objects nor freezes others.
     """
-    if gc.get_freeze_count is _objects_are_frozen:
-        yield  # they already are
+    if gc.freeze is _do_nothing:
+        gc.collect()
+        _freeze()  # what the test has made since
+        yield
         return
-    heap = garbage_collector.FrozenHeap()
-    heap.freeze()
+    gc.freeze()
     try:
         with (
+            patch.object(gc, "freeze", _do_nothing),
+            patch.object(gc, "unfreeze", _do_nothing),
             # Counting them goes through all of them, too.
-            patch.object(gc, "get_freeze_count", _objects_are_frozen),
-            patch.object(garbage_collector, "everything_in_sight", nullcontext),
-            patch.object(holders, "everything_in_sight", nullcontext),
+            patch.object(gc, "get_freeze_count", lambda: 1),
         ):
             yield
     finally:
         gc.collect()
-        heap.thaw()
+        gc.unfreeze()
 
 
-def _objects_are_frozen() -> int:
-    return 1
+def _do_nothing() -> None:
+    pass
