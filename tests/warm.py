@@ -74,8 +74,11 @@ with socket.socket(socket.AF_UNIX) as server:
     code = server.recv(8, socket.MSG_WAITALL)
 os._exit(int(code) if code else 70)
 """
-_READ_WHEN_LOADED = ("CUDA_", "MKL_", "OMP_", "PYTORCH_")
-"""Variables that begin so are read when torch is loaded: with others a command is a process of its own."""
+_READ_WHEN_LOADED = ("MKL_", "OMP_", "PYTORCH_")
+"""Variables that begin so are read when torch is loaded: with others a command is a process of its own.
+
+Those of CUDA are read when it is first used, which is never in the process that is forked.
+"""
 _NAMES = ("python", "python3", "pytest", "gpumem", "pip")
 
 

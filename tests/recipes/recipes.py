@@ -19,13 +19,23 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent, indent
 
 ROOT = Path(__file__).parents[2]
 _FOR_THE_READER = ("text", "console")
+_RUN = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "pytest_gpumem"]:
+    del sys.modules[name]
+kind, what, *sys.argv[1:] = sys.argv[1:]
+if kind == "-m":
+    runpy.run_module(what, run_name="__main__", alter_sys=True)
+else:
+    exec(what, {"__name__": "__main__"})
+"""
+"""As `python` runs ``-m module`` or ``-c code``, in a process that has loaded torch, and the package from elsewhere."""
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 _INTRODUCTION = re.compile(
     r"In\s+`(?P<path>[^`]+)`,\s+(?:(?P<where>after|before|instead\s+of)\s+`(?P<anchor>[^`]+)`|(?P<whole>at\s+the\s+end|a\s+new\s+file)):\s*\Z"
@@ -92,31 +102,36 @@ def _without_code(text: str) -> str:
     return _BLOCK.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
 
 
-def copy_of_the_package(folder: Path, edits: list[Edit]) -> Path:
-    """A copy of the package in ``folder``, which is to be on PYTHONPATH, with these edits made."""
+def copy_of_the_package(folder: Path, python: str, edits: list[Edit]) -> Package:
+    """A copy of the package in ``folder`` with these edits made."""
     shutil.copytree(ROOT / "pytest_gpumem", folder / "pytest_gpumem", ignore=shutil.ignore_patterns("__pycache__"))
     for edit in edits:
         edit.apply(folder)
-    return folder
+    return Package(folder, python)
 
 
-def run_pytest(package: Path, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in ``project``, with the package that lies in ``package``, on the CPU."""
-    return run_python(package, project, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=cpu", *arguments)
+@dataclass(frozen=True)
+class Package:
+    """A copy of the package, in ``folder``, and a ``python`` that runs code with it."""
 
+    folder: Path
+    python: str
 
-def run_python(package: Path, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in ``project``, with the package that lies in ``package``."""
-    environment = {**os.environ, "PYTHONPATH": str(package)}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    def pytest(self, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run pytest in ``project``, on the CPU."""
+        return self.run(project, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=cpu", *arguments)
+
+    def run(self, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``-m module`` or ``-c code`` in ``project``."""
+        return subprocess.run(
+            [self.python, "-X", "forked", "-c", _RUN, *arguments],
+            cwd=project,
+            env={**os.environ, "PYTHONPATH": str(self.folder)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
 
 
 def write_tests(project: Path, code: str) -> None:

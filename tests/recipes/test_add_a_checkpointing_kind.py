@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, run_pytest, run_python, write_tests
+from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
 
 MODEL = """
     import pytest
@@ -31,10 +31,10 @@ MODEL = """
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(tmp_path_factory, warm_python):
     edits = recipe("Add a checkpointing kind", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) <= 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), edits)
 
 
 def test_the_new_kind_recomputes_saves_memory_and_learns_the_same(package, tmp_path):
@@ -68,7 +68,7 @@ def test_the_new_kind_recomputes_saves_memory_and_learns_the_same(package, tmp_p
         gpumem.train_step(Model, batch, config=gpumem_config)
     """,
     )
-    done = run_pytest(package, tmp_path, "--gpumem-no-time", "-v")
+    done = package.pytest(tmp_path, "--gpumem-no-time", "-v")
     assert "6 passed" in done.stdout, done.stdout + done.stderr
     assert "test_matrix[ckpt-first2] PASSED" in done.stdout
 
@@ -85,7 +85,7 @@ for word in ("fist:2", "first", "first:0"):
 
 
 def test_messages_list_it_in_its_place_and_say_how_it_is_written(package, tmp_path):
-    done = run_python(package, tmp_path, "-c", WRONG)
+    done = package.run(tmp_path, "-c", WRONG)
     valid = "none, blocks, every:N, sequential:S, sqrt, first:N, modules:PATTERN, ops, offload, budget:F"
     assert done.stdout.splitlines() == [
         f"unknown checkpoint 'fist:2'; did you mean 'first:N'? Valid: {valid}",

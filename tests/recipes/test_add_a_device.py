@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, run_pytest, run_python, write_tests
+from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
 
 THERE, HERE = 'torch.device("xpu", torch.xpu.current_device())', 'torch.device("cpu")'
 NO_XPU = "import sys; from pytest_gpumem.devices.registry import BUILT_IN; BUILT_IN['xpu']()"
@@ -41,12 +41,12 @@ def test_step(gpumem):
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(tmp_path_factory, warm_python):
     """The package with the recipe's edits."""
     edits = recipe("Add a device", ROOT / "CONTRIBUTING.md")
     assert sum(edit.code.count(THERE) for edit in edits) == 1
     on_the_host = [replace(edit, code=edit.code.replace(THERE, HERE)) for edit in edits]
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), on_the_host)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), on_the_host)
 
 
 def test_a_device_that_was_added_by_the_recipe_gates(package, tmp_path):
@@ -55,12 +55,12 @@ def test_a_device_that_was_added_by_the_recipe_gates(package, tmp_path):
         write_tests(tmp_path, TESTS.format(count=count))
         (tmp_path / "conftest.py").write_text(CONFTEST)
         mode = "--gpumem-update=new" if count == 1_000_000 else "--gpumem-baseline"
-        done = run_pytest(package, tmp_path, "--gpumem-device=xpu", mode)
+        done = package.pytest(tmp_path, "--gpumem-device=xpu", mode)
         assert outcome in done.stdout, done.stdout + done.stderr
     assert "GPU memory over budget: peak 8.00 MB, budget 5.00 MB" in done.stdout
     assert [path.name for path in (tmp_path / "gpumem-baselines").iterdir() if path.is_dir()] == ["host-1550"]
 
 
 def test_without_the_hardware_it_says_so(package, tmp_path):
-    done = run_python(package, tmp_path, "-c", NO_XPU)
+    done = package.run(tmp_path, "-c", NO_XPU)
     assert "DeviceUnavailable: no XPU: torch " in done.stderr

@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, run_pytest, run_python, write_tests
+from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
 
 EDITS = recipe("Add a metric", ROOT / "CONTRIBUTING.md")
 IN_PARTS = """
@@ -33,14 +33,14 @@ print(json.dumps(report_schema()))
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), EDITS)
+def package(tmp_path_factory, warm_python):
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), EDITS)
 
 
 def run(package, project, code, *arguments):
     """Run pytest on this code with the package; gives the exit status and what it said."""
     write_tests(project, code)
-    done = run_pytest(package, project, "--gpumem-no-time", *arguments)
+    done = package.pytest(project, "--gpumem-no-time", *arguments)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -69,7 +69,7 @@ def test_the_metric_is_reported(package, recorded):
     report = json.loads((project / "report.json").read_text())
     verdict = report["results"][0]["verdict"]["verdicts"][0]
     assert verdict["measurement"]["metrics"]["largest_allocation"] == 4_000_000
-    read = run_python(package, project, "-c", VALID)
+    read = package.run(project, "-c", VALID)
     assert read.returncode == 0, read.stderr
     jsonschema.Draft202012Validator(json.loads(read.stdout)).validate(report)
     assert "| largest allocation |" in (project / "report.md").read_text()

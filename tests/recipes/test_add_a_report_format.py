@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, run_pytest, run_python, write_tests
+from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
 
 TESTS = """
     import sys
@@ -24,15 +24,15 @@ TESTS = """
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(tmp_path_factory, warm_python):
     edits = recipe("Add a report format", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) <= 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), edits)
 
 
 def test_a_session_writes_the_new_format(package, tmp_path):
     write_tests(tmp_path, TESTS)
-    done = run_pytest(package, tmp_path, "--gpumem-report=new/gpumem.csv", "--gpumem-report=gpumem.json")
+    done = package.pytest(tmp_path, "--gpumem-report=new/gpumem.csv", "--gpumem-report=gpumem.json")
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     with (tmp_path / "new" / "gpumem.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -44,8 +44,8 @@ def test_a_session_writes_the_new_format(package, tmp_path):
         "test_sizes[small, and quiet]": (40, "ok"),
     }
 
-    merged = run_python(
-        package, tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "gpumem.json", "--report", "merged.csv"
+    merged = package.run(
+        tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "gpumem.json", "--report", "merged.csv"
     )
     assert merged.returncode == 1, merged.stdout + merged.stderr
     assert (tmp_path / "merged.csv").read_text() == (tmp_path / "new" / "gpumem.csv").read_text()
@@ -53,10 +53,10 @@ def test_a_session_writes_the_new_format(package, tmp_path):
 
 def test_help_and_the_message_about_a_wrong_suffix_list_it(package, tmp_path):
     write_tests(tmp_path, TESTS)
-    options = " ".join(run_pytest(package, tmp_path, "--help").stdout.split())
+    options = " ".join(package.pytest(tmp_path, "--help").stdout.split())
     assert ".json for programs and `gpumem merge`, .csv for spreadsheets; may be repeated" in options
-    merge = " ".join(run_python(package, tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "--help").stdout.split())
+    merge = " ".join(package.run(tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "--help").stdout.split())
     assert "in the format of the suffix: .html, .md, .json or .csv." in merge
-    wrong = run_pytest(package, tmp_path, "--gpumem-report=gpumem.txt")
+    wrong = package.pytest(tmp_path, "--gpumem-report=gpumem.txt")
     assert wrong.returncode == pytest.ExitCode.USAGE_ERROR
     assert "'gpumem.txt' has to end with .csv, .json, .md or .html" in wrong.stderr
