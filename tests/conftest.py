@@ -29,17 +29,18 @@ pytest_plugins = ["pytester", "tests.chance"]
 LONGEST = (
     "test_example_project.py",
     "models/test_configs.py",
+    "browser/test_page.py",
     "test_scenarios.py",
     "test_explain.py",
     "models/test_transformers.py",
-    "benchmarks/test_truth.py",
+    "test_docs.py",
     "test_ab.py",
-    "browser/test_page.py",
-    "test_advise.py",
     "test_ci_docs.py",
-    "devices/test_cuda_recorded.py",
-    "test_time_gate.py",
+    "test_prune.py",
     "test_workers.py",
+    "test_time_gate.py",
+    "test_counts.py",
+    "test_faults.py",
 )
 """Files that take longest, the longest first: one that a worker begins last is what the others would wait for."""
 

@@ -66,6 +66,8 @@ BREAKS_CHECKPOINTING = {
 """What is replaced in the GPT, by what, the test that fails for it, and what it says."""
 KEPT_BYTES = 4 * 8 * 4 * 256 * 256 * 4
 """Of float32 scores, when 4 layers keep those of 8 sequences, 4 heads and 256 x 256 tokens."""
+SOME = ("-k", "test_gpt.py and not learns or test_evaluation or test_matrix[fp32")
+"""Tests of each kind, for runs that need not be of all: these are most of what the suite spends on the project."""
 CHECKPOINTING = ("", ",checkpoint=ops", ",checkpoint=blocks")
 REVERSES = """
 import pytest
@@ -187,18 +189,16 @@ def committed(warm_python) -> Example:
 
 @pytest.fixture(scope="module")
 def recorded(committed, tmp_path_factory) -> tuple[Example, Run]:
-    """A copy whose baselines were recorded here, in the order of the files, and the run that did it."""
+    """A copy in which baselines of `SOME` were recorded here, in the order of the files, and the run that did it."""
     example = committed.copy(tmp_path_factory.mktemp("recorded"))
     shutil.rmtree(example.store, ignore_errors=True)
-    return example, example.run("--gpumem-update=new", "--gpumem-no-time", "-p", "no:randomly")
+    return example, example.run("--gpumem-update=new", "--gpumem-no-time", "-p", "no:randomly", *SOME)
 
 
 @pytest.fixture(scope="module")
-def reversed_run(committed, recorded, tmp_path_factory) -> Run:
-    """A copy gated in one process in the reversed order, timed: against the committed baselines where they are for this machine."""
-    example = (committed if platform.machine() == COMMITTED_FOR else recorded[0]).copy(
-        tmp_path_factory.mktemp("reversed")
-    )
+def reversed_run(committed, tmp_path_factory) -> Run:
+    """A copy gated in one process in the reversed order, timed, against the committed baselines."""
+    example = committed.copy(tmp_path_factory.mktemp("reversed"))
     (example.folder.parent / "reversed_order.py").write_text(REVERSES, encoding="utf-8")
     example.time_for("100 ms")
     return example.run("--gpumem-baseline", "-v", "-p", "no:randomly", "-p", "reversed_order")
@@ -208,7 +208,7 @@ def reversed_run(committed, recorded, tmp_path_factory) -> Run:
     platform.machine() != COMMITTED_FOR,
     reason=f"the committed baselines were recorded on {COMMITTED_FOR}, this is {platform.machine()}",
 )
-def test_the_committed_baselines_hold(recorded, reversed_run):
+def test_the_committed_baselines_hold(reversed_run):
     assert reversed_run.code == 0, reversed_run.output
     # They keep no times, which would be those of one machine: the tests that time a step say so.
     assert reversed_run.accounting == "20 gated, 14 new"
@@ -230,7 +230,7 @@ def test_recording_writes_what_was_measured(recorded):
 
 @pytest.mark.parametrize(
     ("which", "device", "number"),
-    [("committed", "cpu-", 21), ("recorded", "cpu-", 21), ("committed", "emulated-h100-80gb", 19)],
+    [("committed", "cpu-", 21), ("recorded", "cpu-", 11), ("committed", "emulated-h100-80gb", 19)],
 )
 def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(committed, recorded, which, device, number):
     example = committed if which == "committed" else recorded[0]
@@ -250,19 +250,20 @@ def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(comm
 @pytest.mark.thorough
 def test_figures_are_the_same_on_any_worker(recorded, tmp_path):
     first, expected = recorded
-    run = first.copy(tmp_path).run("--gpumem-baseline", "-v", "--gpumem-no-time", "-n", "2")
+    run = first.copy(tmp_path).run("--gpumem-baseline", "-v", "--gpumem-no-time", "-n", "2", *SOME)
     assert run.code == 0, run.output
-    assert run.accounting == "20 gated"
+    assert run.accounting == "10 gated"
     assert run.figures == expected.figures
     assert run.printed == expected.printed
 
 
 def test_figures_are_the_same_in_the_reversed_order_and_beside_times(recorded, reversed_run):
     _, expected = recorded
-    assert reversed_run.code == 0, reversed_run.output
-    assert reversed_run.order == expected.order[::-1]
-    assert reversed_run.figures == expected.figures
-    assert reversed_run.printed == expected.printed
+    assert [test for test in reversed_run.order if test in expected.order] == expected.order[::-1]
+    assert expected.figures
+    assert reversed_run.figures.items() >= expected.figures.items()
+    assert expected.printed
+    assert reversed_run.printed.items() >= expected.printed.items()
 
 
 def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
@@ -344,8 +345,8 @@ def test_a_broken_model_fails_its_relation(recorded, tmp_path, line, fault, test
     assert run.accounting == "0 gated, 1 failed by itself"
 
 
-def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(recorded):
-    _, run = recorded
+def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(reversed_run):
+    run = reversed_run
     table = run.output.partition("tests/test_gpt_configs.py::test_matrix ")[2].splitlines()[1:7]
     configs = [f"{precision}{ckpt}" for precision in ("fp32", "amp-bf16") for ckpt in CHECKPOINTING]
     assert [line.split()[0] for line in table] == configs

@@ -119,7 +119,10 @@ def test_a_project_whose_tests_fail_has_no_figures(project: GpuProject) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so that nothing is skipped")
-def test_without_a_gpu_every_test_of_the_suite_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+def test_without_a_gpu_every_test_of_the_suite_is_skipped_with_the_reason(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, warm_python: Callable[[], str]
+) -> None:
+    monkeypatch.setattr("sys.executable", warm_python())
     result = pytester.runpytest_subprocess(
         *("-p", "no:randomly", "-p", "no:cacheprovider", "-c", str(REPOSITORY / "pyproject.toml")),
         *("--rootdir", str(REPOSITORY), "-rs", str(SUITE)),

@@ -345,7 +345,10 @@ class Folder:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module", params=[pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers")])
+ALONE, WORKERS = pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers")
+
+
+@pytest.fixture(scope="module", params=[ALONE, WORKERS])
 def folder(request, tmp_path_factory, warm_python) -> Folder:
     path = tmp_path_factory.mktemp("scenarios")
     (path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
@@ -397,6 +400,8 @@ def test_what_is_planted_is_red_and_told(runs, scenario):
         assert fnmatch.filter(lines, expected), f"{expected!r} is not in\n{result['verdict']['failure']}"
 
 
+# One test is one worker's, whichever that is.
+@pytest.mark.parametrize("folder", [ALONE], indirect=True)
 def test_a_step_that_takes_twenty_times_as_long_is_red_and_its_clean_twin_green_whatever_else_is_at_work(folder):
     assert folder.run("timed", "--gpumem-update=all", "--gpumem-no-time") == 0
     # As if recorded when nothing was at work, which nobody can wait for: of a step that took half as long again.

@@ -69,6 +69,7 @@ def report(browser, tmp_path_factory, warm_python) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_the_report_of_the_example_project_in_pictures(opens, report, tmp_path):
     page = opens(report)
     assert page.locator(".accounting").inner_text() == "4 gated, 3 regressed"

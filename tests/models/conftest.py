@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from pytest_gpumem.steps.counting import NOTHING_COUNTED
+from tests.heap import own_objects_out_of_sight
 from tests.models.architectures import BERT, GPT2, LLAMA, VIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,6 +23,13 @@ def _transformers_are_loaded() -> None:
     """
     for architecture in (GPT2, LLAMA, BERT, VIT):
         architecture.build()
+
+
+@pytest.fixture(autouse=True)
+def _what_earlier_tests_loaded_is_out_of_sight(_own_objects_out_of_sight: None) -> Iterator[None]:
+    """As what was there before the module's tests: a compiler is as many objects again."""
+    with own_objects_out_of_sight():
+        yield
 
 
 @pytest.fixture

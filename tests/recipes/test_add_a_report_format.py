@@ -44,9 +44,7 @@ def test_a_session_writes_the_new_format(package, tmp_path):
         "test_sizes[small, and quiet]": (40, "ok"),
     }
 
-    merged = package.run(
-        tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "gpumem.json", "--report", "merged.csv"
-    )
+    merged = package.run(tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "gpumem.json", "--report", "merged.csv")
     assert merged.returncode == 1, merged.stdout + merged.stderr
     assert (tmp_path / "merged.csv").read_text() == (tmp_path / "new" / "gpumem.csv").read_text()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, collect_everything, cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.values.interference import Conditions
+from tests.heap import own_objects_out_of_sight
 from tests.locking import state_of
 
 KB = 1000
@@ -44,8 +45,15 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
+def own_objects(request):
+    """The suite's are only looked through by tests of what was there before."""
+    with nullcontext() if "frozen" in request.fixturenames else own_objects_out_of_sight():
+        yield
+
+
+@pytest.fixture
 def frozen():
-    """As while a test is measured: what was there before is not looked through again and again."""
+    """As while a test is measured: what was there before is frozen."""
     gc.unfreeze()  # a measured test of this process may have left it so
     heap = FrozenHeap()
     heap.freeze()
