@@ -228,19 +228,25 @@ def verdicts_of(report: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
-    """Return the path of a `python` that has loaded torch, which begins when it is first asked for."""
+def warm_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Commands]]:
+    """Return the commands that have loaded torch, which begin when they are first asked for."""
     begun: list[Commands] = []
     environment = dict(os.environ)  # a test may have another when it asks
 
-    def python() -> str:
+    def commands() -> Commands:
         if not begun:
             begun.append(Commands(tmp_path_factory.mktemp("bin"), environment))
-        return begun[0].python
+        return begun[0]
 
-    yield python
-    for commands in begun:
-        commands.close()
+    yield commands
+    for one in begun:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(warm_commands: Callable[[], Commands]) -> Callable[[], str]:
+    """Return the path of a `python` that has loaded torch."""
+    return lambda: warm_commands().python
 
 
 @pytest.fixture

@@ -19,11 +19,12 @@ import pytest
 
 from tests.fake_github import fake_github
 from tests.test_ci import PROPOSING, done_by, keeps_no_token, names_the_gpu, valid
-from tests.warm import Commands
 from tests.workflows import ROOT, Runner, read_yaml
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.warm import Commands
 
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -129,16 +130,9 @@ class Repository:
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    started = Commands(tmp_path_factory.mktemp("bin"))
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory, commands) -> Repository:
+def started(tmp_path_factory, warm_commands) -> Repository:
     """A repository in which everything was done that makes a gate from nothing."""
-    mine = Repository(tmp_path_factory.mktemp("reader"), commands)
+    mine = Repository(tmp_path_factory.mktemp("reader"), warm_commands())
     mine.shell("git init --bare --quiet --initial-branch=main ../origin.git")
     mine.shell("git init --quiet --initial-branch=main && git remote add origin ../origin.git")
     for one in START:
@@ -147,9 +141,9 @@ def started(tmp_path_factory, commands) -> Repository:
 
 
 @pytest.fixture
-def mine(started, tmp_path, commands) -> Repository:
+def mine(started, tmp_path, warm_commands) -> Repository:
     shutil.copytree(started.folder, tmp_path / "project")
-    return Repository(tmp_path, commands)
+    return Repository(tmp_path, warm_commands())
 
 
 def test_an_empty_repository_gets_baselines_and_a_workflow_of_five_lines(started):
