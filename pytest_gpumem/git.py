@@ -57,9 +57,9 @@ def is_shallow(folder: Path) -> bool:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the abbreviated hash of the commit checked out in ``folder``; ``None`` outside of a repository, or without git."""
+    """Return the abbreviated hash of the commit checked out in ``folder``; ``None`` where git does not say it within 10 s."""
     try:
-        return git(folder, "rev-parse", "--short=9", "HEAD").strip()
+        return _answer(folder, ("rev-parse", "--short=9", "HEAD"), seconds=10).decode().strip()
     except GitError:
         return None
 
@@ -84,7 +84,7 @@ def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:
     return found
 
 
-def _answer(folder: Path, arguments: tuple[str, ...], given: bytes = b"") -> bytes:
+def _answer(folder: Path, arguments: tuple[str, ...], given: bytes = b"", seconds: float | None = None) -> bytes:
     try:
         answer = subprocess.run(
             ["git", *arguments],
@@ -95,7 +95,10 @@ def _answer(folder: Path, arguments: tuple[str, ...], given: bytes = b"") -> byt
             capture_output=True,
             check=False,
             start_new_session=True,
+            timeout=seconds,
         )
+    except subprocess.TimeoutExpired:
+        raise GitError(f"git {arguments[0]} did not end within {seconds} s") from None
     except OSError as error:
         raise GitError(f"git cannot be run: {error.strerror}") from None
     if answer.returncode:

@@ -47,6 +47,12 @@ def test_the_help_of_all_names_every_command_and_fits_a_terminal():
     assert max(map(len, result.output.splitlines())) <= 80
 
 
+def test_a_misspelt_command_is_told_with_the_nearest_one():
+    done = CliRunner().invoke(main, ["shwo"])
+    assert done.exit_code == 2
+    assert "No such command 'shwo'; did you mean 'show'?" in done.output
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_wrong_usage_ends_with_2(command):
     assert CliRunner().invoke(main, [command, "--no-such-option"]).exit_code == (1 if command == "prune" else 2)

@@ -8,6 +8,7 @@ import sys
 import click
 
 from pytest_gpumem import __version__
+from pytest_gpumem.units import nearest
 
 _COMMANDS = ("ab", "advise", "comment", "compare", "emulate", "export", "fit", "history", "merge", "prune", "show")
 
@@ -23,6 +24,14 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(f"pytest_gpumem.cli.{cmd_name}"), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"No such command {name!r}; {nearest(name, list(_COMMANDS))}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

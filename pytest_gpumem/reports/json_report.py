@@ -143,9 +143,8 @@ def _outlined(plain: Any) -> Any:
     if not isinstance(plain, list):
         return plain
     kinds = set(map(type, plain))
-    if kinds == {int} and min(plain) >= -(2**63) and max(plain) < 2**63:
-        return plain[:_FEW]
-    if kinds == {float} and len(set(map(float.is_integer, plain))) == 1:
+    alike = kinds == {int} or (kinds == {float} and len(set(map(float.is_integer, plain))) == 1)
+    if alike and min(plain) >= -(2**63) and max(plain) < 2**63:
         return plain[:_FEW]
     return [_outlined(one) for one in plain]
 
@@ -156,17 +155,22 @@ def _mistake(error: JsonSchemaValueException) -> str:
         valid = error.definition["properties"] if error.rule_definition is False else error.rule_definition["enum"]
         unknown = next(name for name in error.value if name not in valid)
         return f"{_shown(f'{path}.{unknown}')} is no key of it; {nearest(unknown[:_LONGEST], sorted(valid))}"
+    if error.rule == "required":
+        return (
+            f"{_shown(f'{path}.' + next(name for name in error.rule_definition if name not in error.value))} is missing"
+        )
     what = error.message.removeprefix(f"{path} ")
-    if error.rule == "anyOf":
-        what = f"must be {' or '.join(map(_kind, error.rule_definition))}"
-    # That there are too few or too many says enough.
-    but = "" if error.rule in ("required", "minItems", "maxItems") else f", but is {_value(error.value)}"
-    return f"{_shown(path)} {what}{but}"
+    if error.rule in ("anyOf", "enum"):
+        what = f"must be {_kind(error.definition)}"
+    but = f"has {len(error.value)}" if error.rule in ("minItems", "maxItems") else f"is {_value(error.value)}"
+    return f"{_shown(path)} {what}, but {but}"
 
 
 def _kind(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
     if "enum" in schema:
-        return f"one of {schema['enum']}"
+        return f"one of {', '.join(map(json.dumps, schema['enum']))}"
     return str(schema.get("type") or schema["$ref"].rpartition("/")[2])
 
 

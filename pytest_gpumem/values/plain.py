@@ -58,6 +58,10 @@ def _number(plain: float | str) -> float:
     return float(plain) if isinstance(plain, str) else plain
 
 
+def _whole(plain: Any) -> Any:
+    return int(plain) if isinstance(plain, float) and plain.is_integer() else plain
+
+
 _AS_IT_IS = _Codec(_same, _same)
 # To JSON 2.0 is a whole number.
 _NUMBERS = {int: _Codec(int, _same), float: _Codec(_number, _same)}
@@ -118,6 +122,8 @@ def _union(*kinds: Any) -> _Codec:
     """Of one type and ``None``, or of types that are plain as they are."""
     others = [kind for kind in kinds if kind is not NoneType]
     read, write = _codec(others[0]) if len(others) == 1 else _AS_IT_IS
+    if len(others) > 1 and int in others and float not in others:
+        read = _whole
     return _Codec(
         lambda plain: None if plain is None else read(plain), lambda value: None if value is None else write(value)
     )
