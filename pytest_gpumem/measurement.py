@@ -106,7 +106,7 @@ class Measurement(MetricAttributes):
     """Whether two consecutive steps gave the same peak before this one was measured."""
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
-    """Training steps under a config: module calls that were repeated in backward; ``None`` where nobody looked."""
+    """Training steps under a config: module calls that were repeated in backward; ``None`` where it was not counted."""
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
     """What the peak, and what was retained, is made of, where that was recorded; of that the largest rows are written."""
     times: Times | None = None

@@ -124,7 +124,7 @@ def test_where_everything_fits_one_config_is_enough(advise):
 def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch):
     emulation = SimpleNamespace(cudnn=SimpleNamespace(lacking=lambda: "no cuDNN is installed"))
     with monkeypatch.context() as patch:
-        patch.setattr("pytest_gpumem.emulation.load.current_emulation", lambda: emulation)
+        patch.setattr("pytest_gpumem.cli.advise.current_emulation", lambda: emulation)
         told = advise("advised_models:make", "--fits", "1 GB").stdout
     assert "peaks may be too low: no cuDNN is installed\n" in told
     assert "too low" not in advise("advised_models:make", "--fits", "1 GB").stdout
@@ -133,7 +133,7 @@ def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch
 @pytest.mark.thorough
 def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advise, monkeypatch):
     # Without the 8-bit optimizer, which takes seconds to compile.
-    monkeypatch.setattr(trial, "try_config", without("adamw-8bit", trial.try_config))
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", without("adamw-8bit", trial.try_config))
     result = advise("advised_models:make", "--fits", "1 kB")
     assert result.exit_code == 1
     smallest = "amp-bf16,checkpoint=blocks,accumulate=16"
@@ -168,7 +168,7 @@ def test_an_error_of_a_later_config_does_not_throw_away_what_was_measured(advise
 
 
 def test_blocks_that_are_named_are_measured_and_stand_in_the_code(advise, monkeypatch):
-    monkeypatch.setattr(trial, "try_config", without("adamw-8bit", trial.try_config))
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", without("adamw-8bit", trial.try_config))
     unnamed = advise("advised_models:make_unlisted", "--fits", "2.5 MB")
     assert "amp-bf16,checkpoint=blocks ... the model has no repeated blocks" in unnamed.stderr
     assert "name them with --blocks PATTERN" in unnamed.stdout
@@ -187,7 +187,7 @@ def interrupted(monkeypatch, peaks):
             return trial.Tried(config, peak, 1.0) if peak else trial.Tried(config, why_not="out of memory")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trial, "try_config", answer)
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         asked.append(config)
         return trial.Tried(config, 1000 - len(asked), 1.0)
 
-    monkeypatch.setattr(trial, "try_config", answer)
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
     result = advise("advised_models:make", "--all")
     assert result.exit_code == 0
     assert len(asked) == len(set(asked)) == 96

@@ -44,7 +44,7 @@ def ran(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(load, "stand_ins", lambda torch: ())
     monkeypatch.setattr(load, "installed_torch", lambda: None)
-    monkeypatch.setattr(run, "run_on", run_one)
+    monkeypatch.setattr("pytest_gpumem.cli.fit.run_on", run_one)
     return called, comes
 
 
@@ -198,13 +198,13 @@ sys.exit(3)
 
 def test_the_program_finds_the_gpu_and_a_folder_to_leave_its_usage_in():
     done = run_on("emulated:l4", [sys.executable, "-c", SHOW], {**os.environ, PEAKS: "1"}, steps=2)
-    folder, told = done.said.splitlines()
+    folder, told = done.output.splitlines()
     assert (done.status, done.processes) == (3, ())
     assert folder.endswith(", '2']") or folder.startswith("['2', ")
     assert told == "emulated:l4 None True"
 
 
 def test_what_a_program_says_on_standard_output_is_kept_where_it_says_nothing_else():
-    assert run_on("emulated:l4", [sys.executable, "-c", "print('lost')"], os.environ).said == "lost"
+    assert run_on("emulated:l4", [sys.executable, "-c", "print('lost')"], os.environ).output == "lost"
     with pytest.raises(FileNotFoundError):
         run_on("emulated:l4", ["/nowhere/python"], os.environ)

@@ -115,7 +115,7 @@ def ab(
     with noted_signals() as stop:
         ended = compare_revisions(plan, stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
-        _tell(ended, json_file, markdown_file)
+        _print(ended, json_file, markdown_file)
     if setup is not None:
         click.echo(
             "--setup ran in worktrees that are gone now: what it installed may have to be installed again", err=True
@@ -125,7 +125,7 @@ def ab(
     context.exit(ended.exit_status)
 
 
-def _tell(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
+def _print(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
     assert ended.report is not None, "there is a result"
     finished = ended.why is None
     write_lines(lines(ended.report, ended.units, screen()))

@@ -85,7 +85,7 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
         raise InputError("which repository is not known: give --repository OWNER/NAME")
     number = pull_request or _number_of_event()
     if number is None:
-        _tell("there is no comment, since this job runs for no pull request")
+        _print("there is no comment, since this job runs for no pull request")
         return
     api = Api(
         token,
@@ -95,7 +95,7 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
     try:
         is_new, address = put_comment(api, PullRequest(repository, number), name, _body(report, name, link))
     except NotAllowedError as error:
-        _tell(
+        _print(
             "there is no comment, since the token may not write one, as for pull requests from forks; otherwise give the "
             f"job the permission pull-requests: write ({error})"
         )
@@ -136,6 +136,6 @@ def _number_of_event() -> int | None:
         raise InputError(f"GITHUB_EVENT_PATH: {error}") from None
 
 
-def _tell(sentence: str) -> None:
+def _print(sentence: str) -> None:
     """Print a sentence, in GitHub Actions as a notice of the run."""
     click.echo(notice_line(sentence) if is_github(os.environ) else f"gpumem: {sentence}")

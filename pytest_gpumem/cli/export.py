@@ -128,7 +128,7 @@ def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
     with input_errors(ExportError, OSError):
         found = figures_of(_read(reports), metrics, over_time=True)
         write_scalars(found.figures, output, seconds if step == "time" else commits(Path.cwd()))
-    _tell(found)
+    _print(found)
 
 
 def _export(
@@ -141,14 +141,14 @@ def _export(
             click.echo(text.encode(), nl=False)
         else:
             write_whole(output, text)
-    _tell(found)
+    _print(found)
 
 
 def _read(files: Sequence[str]) -> dict[str, SessionReport]:
     return {str(path): read_report(path) for path in files_of(files)}
 
 
-def _tell(found: Figures) -> None:
+def _print(found: Figures) -> None:
     # It may hold ids of tests.
     screen = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
     click.echo(screen.legible(found.summary), err=True)

@@ -64,7 +64,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
     except KeyboardInterrupt:
         click.echo(f"interrupted: {len(found)} of {len(gpus)} GPUs were tried", err=True)
         if found:
-            _say(found, arguments, INTERRUPTED, as_json=as_json)
+            _print(found, arguments, INTERRUPTED, as_json=as_json)
         sys.exit(INTERRUPTED)
     if found[0].plain.without_statistics:
         raise InputError(
@@ -73,7 +73,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
     if found[0].plain.outcome is Outcome.UNUSED:
         raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
     status = exit_status(found, every=bool(words))
-    _say(found, arguments, status, as_json=as_json)
+    _print(found, arguments, status, as_json=as_json)
     sys.exit(status)
 
 
@@ -120,7 +120,7 @@ def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], ste
             return
 
 
-def _say(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
+def _print(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(found, command, status), nl=False)
         return

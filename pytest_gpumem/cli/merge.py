@@ -82,7 +82,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         whole = merged(parts, [str(path) for path in paths])
     if shards is not None:
         _check_shards(shards, paths, parts, whole)
-    _tell(whole, parts, verbose)
+    _print(whole, parts, verbose)
     for path in files:
         try:
             write_report(path, whole)
@@ -106,7 +106,7 @@ def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], wh
         )
 
 
-def _tell(whole: SessionReport, parts: list[SessionReport], verbose: int) -> None:
+def _print(whole: SessionReport, parts: list[SessionReport], verbose: int) -> None:
     again, idle = several(parts), in_no_shard(whole)
     lines = [*whole.said, f"merged: {counted(whole.shards, 'shard')}"]
     if again:

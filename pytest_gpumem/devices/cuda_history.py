@@ -128,7 +128,7 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
 class _Join:
     def __init__(self, tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> None:
         self._left = deque(entry for entry in history if entry.action in _USED_ACTIONS)
-        self._told: list[Token] = []
+        self._tokens: list[Token] = []
         self._now = next((token.time_ns for token in tokens if not isinstance(token, Seen)), 0)
         self._ahead = 0
         """How far the profiler's clock is ahead of the history's, by the latest event that both have."""
@@ -150,13 +150,13 @@ class _Join:
             while self._left and self._is_alone(self._left[0]) and self._left[0].time_ns + self._ahead <= token.time_ns:
                 self._emit(self._left.popleft())
             self._now = token.time_ns
-        self._told.append(token)
+        self._tokens.append(token)
 
     def end(self) -> list[Token]:
         entry = self._reach(_ALLOCATED)
         if entry is not None:
             raise self._mismatch(f"the history goes on with {entry.nbytes} bytes at {entry.address:#x}")
-        return self._told
+        return self._tokens
 
     def _allocated(self, token: AllocationEvent) -> None:
         self._seen += 1
@@ -167,7 +167,7 @@ class _Join:
         if entry.address != token.address or entry.nbytes > token.nbytes:
             raise self._mismatch(f"{known}, and {entry.nbytes} bytes at {entry.address:#x} to the history")
         self._ahead = token.time_ns - entry.time_ns
-        self._told.append(token._replace(nbytes=entry.nbytes))
+        self._tokens.append(token._replace(nbytes=entry.nbytes))
 
     def _given_back(self, token: AllocationEvent) -> None:
         entry = self._reach(_GIVEN_BACK, token.address)
@@ -205,9 +205,9 @@ class _Join:
     def _emit(self, entry: HistoryEntry) -> None:
         # At the time of the tokens around it: the history's clock is another one.
         if entry.action == _FREE:
-            self._told.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
+            self._tokens.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
         elif entry.action == _RAN_OUT:
-            self._told.append(AllocationEvent(self._now, NOWHERE, 0))
+            self._tokens.append(AllocationEvent(self._now, NOWHERE, 0))
 
     def _mismatch(self, what: str) -> MeasuringError:
         profiled, kept = self._counts

@@ -195,9 +195,9 @@ class TorchCuda:
                 yield stretch
                 self.synchronize()
             return
-        somebody_elses = cuda_history_is_on()
-        skipped = len(self._trace(cuda_snapshot())) if somebody_elses else 0
-        if not somebody_elses:
+        was_on = cuda_history_is_on()
+        skipped = len(self._trace(cuda_snapshot())) if was_on else 0
+        if not was_on:
             start_cuda_history()
         try:
             with profiled(stretch.tokens, self.torch_device()):
@@ -206,7 +206,7 @@ class TorchCuda:
             stretch.snapshot = cuda_snapshot()
             stretch.history = history_of(self._trace(stretch.snapshot)[skipped:])
         finally:
-            if not somebody_elses:
+            if not was_on:
                 stop_cuda_history()
 
     def _seen_by_nvml(self) -> NvmlGpu:

@@ -59,9 +59,9 @@ class _BeforeTorch(MetaPathFinder):
 
                 values.begin()
                 if os.environ.get(PEAKS):
-                    from pytest_gpumem.emulation.peaks import tell_at_the_end
+                    from pytest_gpumem.emulation.peaks import print_at_exit
 
-                    tell_at_the_end()
+                    print_at_exit()
                 if folder := os.environ.get(USAGE):
                     from pytest_gpumem.emulation.usage_recorder import record_usage
 

@@ -231,9 +231,9 @@ class HostValues(TorchDispatchMode):
     def _read(self, tensors: Iterable[torch.Tensor], what: str) -> None:
         """Note that the host reads values of these tensors."""
         if not self._knows(tensors):
-            self._tell(what)
+            self._note_trouble(what)
 
-    def _tell(self, what: str) -> None:
+    def _note_trouble(self, what: str) -> None:
         if self.trouble is None and not _initialises():
             self.trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}"
             self.first_trouble = self.first_trouble or self.trouble

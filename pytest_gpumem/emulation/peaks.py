@@ -105,7 +105,7 @@ def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
     return NOWHERE
 
 
-def tell_at_the_end() -> None:
+def print_at_exit() -> None:
     """Record the allocator once CUDA is used, and print the peaks when the process ends."""
     when_cuda_begins(_begin)
 
@@ -116,10 +116,10 @@ def _begin() -> None:
     backend = torch.cuda.memory.get_allocator_backend()
     if backend == "native":
         start_cuda_history()
-    atexit.register(_tell, peaks, backend)
+    atexit.register(_print, peaks, backend)
 
 
-def _tell(peaks: KeptPeaks, backend: str) -> None:
+def _print(peaks: KeptPeaks, backend: str) -> None:
     peaks.take()
     if not keeps_statistics():
         _say(f"gpumem: no peaks: the program's allocator ({backend}) keeps no statistics")

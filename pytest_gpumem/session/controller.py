@@ -130,7 +130,7 @@ class Controller:
         self._tell_of_convolutions(results)
         if self._complete and session.testsfailed == 0:
             try:
-                self._tell_unused(results)
+                self._note_unused(results)
             except (StoreError, BackendError) as error:
                 self._errors.append(str(error))
         self._report = self._reported(results, ended_early)
@@ -163,8 +163,8 @@ class Controller:
         But where no test was selected: it may be a shard whose tests others run.
         """
         if self._report is not None and self._report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
-            said = f"pytest ended with exit status {int(status)}, and no test made it red"
-            self._report = replace(self._report, errors=(*self._report.errors, said))
+            error = f"pytest ended with exit status {int(status)}, and no test made it red"
+            self._report = replace(self._report, errors=(*self._report.errors, error))
             self._files.write(self._report)
 
     def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
@@ -262,7 +262,7 @@ class Controller:
                 f"{emulation.cudnn.lacking() or emulation.cudnn.why_zero()}"
             )
 
-    def _tell_unused(self, results: list[TestResult]) -> None:
+    def _note_unused(self, results: list[TestResult]) -> None:
         if self._selection is None or not (self._settings.baseline or self._settings.update):
             return
         slugs = self._compared_slugs(results)
@@ -287,16 +287,16 @@ class Controller:
         if not results and not self._selected() and not self._errors and not idle and not self._settings.baseline:
             return
         report = self._report or SessionReport("", __version__, selection=self._selection or Selection())
-        said = terminal_text(
+        summary = terminal_text(
             # A report's file that could not be written is told, too. What is unused, a report tells of the whole.
             replace(report, errors=tuple(self._errors), said=(*self._closing, *self._unused)),
             screen_of(terminalreporter),
             self._config.get_verbosity(),
             explain_all=self._settings.explain == "always",
         )
-        if said.tables:
+        if summary.tables:
             terminalreporter.write_sep("=", "gpumem")
-        for line in (*said.tables, *said.lines):
+        for line in (*summary.tables, *summary.lines):
             terminalreporter.ensure_newline()
             for span in line:
                 terminalreporter.write(span.text, **MARKUP[span.style])

@@ -105,7 +105,7 @@ class StepConfig:
                 if name not in AXES:
                     raise ConfigError(_unknown("setting", name, AXES))
                 if name in values:
-                    raise ConfigError(f"{name} is said twice")
+                    raise ConfigError(f"{name} is given twice")
                 values[name] = value
             return cls(**values)
         except ConfigError as error:

@@ -125,12 +125,12 @@ def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparis
     if any(one.outcome != "faster" for one in compared):
         compared = [replace(one, outcome="not slower") if one.outcome == "faster" else one for one in compared]
     order: list[SpeedOutcome] = ["not slower", "faster", "uncertain", "slower"]
-    said = min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
+    believed = min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
     slower = [one for one in compared if one.outcome == "slower"]
-    if said.outcome == "uncertain" and len(slower) >= AGREEING:
+    if believed.outcome == "uncertain" and len(slower) >= AGREEING:
         # One that cannot tell is no contradiction.
         return min(slower, key=lambda one: one.ratio)
-    return said
+    return believed
 
 
 def is_undecided(now: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:

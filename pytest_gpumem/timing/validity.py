@@ -16,7 +16,7 @@ STOLEN = 0.03
 OTHERS = 0.25
 """Share of the other cores that other processes may have used. On two cores with a common L3 cache, computing on the other
 one cost GPT-2 steps up to 8 %, and copying through memory up to 41 %; copying for a quarter of the time, up to 9 %. Steps
-of 3 ms moved by 15 %, 76 % and 11 %, and by up to 38 % where nobody was to be seen."""
+of 3 ms moved by 15 %, 76 % and 11 %, and by up to 38 % with no other process at work."""
 SLOWEST_CLOCK = 0.75
 """Of the default SM clock, as in NVIDIA's nvbench, which discards samples below."""
 
@@ -32,7 +32,7 @@ _SLOWDOWNS = {
 }
 _CLOCK_MEANS_NOTHING = frozenset({"GpuIdle", "SwPowerCap", "ApplicationsClocksSetting"})
 """An idle GPU lowers its clock. Its power limit lowers it in every large matrix product, and is the step's own doing;
-lower application clocks are somebody's wish, and the same in every run."""
+lower application clocks are set on purpose, and the same in every run."""
 
 
 def disturbance(before: Conditions, after: Conditions) -> str | None:

@@ -72,7 +72,7 @@ class Row:
     operator: str = ""
     """The operator that allocated (``_softmax``), or the node of the autograd graph in backward (``MulBackward0``)."""
     tensor: str = ""
-    """Dtype and shape: ``float32[8, 12, 1024, 1024]``; empty where nobody looked at it as a tensor."""
+    """Dtype and shape: ``float32[8, 12, 1024, 1024]``; empty where no tensor was seen in it."""
     count: int = 1
 
     @property

@@ -286,7 +286,7 @@ def test_a_value_that_is_wrong_or_contradicts_another_is_told(text, message):
 
 
 def test_a_setting_is_said_once():
-    with raises("step config 'bf16,fp16': precision is said twice"):
+    with raises("step config 'bf16,fp16': precision is given twice"):
         StepConfig.parse("bf16,fp16")
 
 
