@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.module_calls import Calls, calls_from_text, outermost
-from pytest_gpumem.values.operator_counts import EVERYWHERE, counted, no_longer
+from pytest_gpumem.values.module_calls import EVERYWHERE, Calls, calls_from_text, counted, no_longer, outermost
 
 PATHS = st.lists(st.sampled_from(["a", "b", "*", "attn"]), min_size=1, max_size=3).map(".".join)
 SHARES = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda two: Calls(two[0], two[0] + two[1]))

@@ -117,7 +117,7 @@ def test_a_right_first_row_is_right_and_a_wrong_expectation_is_counted_wrong(sho
 
 def test_what_is_in_a_later_row_does_not_count(shown: Shown):
     changes = shown.difference.changes
-    other = replace(changes[0], after=replace(changes[0].row, site="gpt.py:2"))
+    other = changes[0]._replace(after=replace(changes[0].row, site="gpt.py:2"))
     swapped = replace(shown.difference, changes=(other, *changes))
     assert what_is_wrong(ONE_HOT, replace(shown, difference=swapped)) == "line"
 
