@@ -132,7 +132,7 @@ def _foreign_code(foreign_modules: Mapping[str, str]) -> str:
 ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--gpumem-strict")
 PLUGIN = "gpumem_ab_collector"
 MOST_LINES = 25
-"""How many of its last lines are shown of a run that failed."""
+"""Number of last lines that are shown of a run that failed."""
 
 
 def refused(arguments: Sequence[str], checkout: Path) -> str | None:

@@ -94,7 +94,7 @@ class Device(ABC):
     tells_time = False
     """Whether seconds on this device mean something: `laps` waits for it, by `synchronize` if not by itself."""
     seconds_between_readings = 0.0
-    """How far apart pace and conditions are to be read: as far as that would show in the steps that come next."""
+    """Seconds between readings of pace and conditions, where a reading would show in the steps that come next."""
     lock: DeviceLock | None = None
     """Keeps measured tests of other processes off while times are taken; without one, none are kept off."""
 

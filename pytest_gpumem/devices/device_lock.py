@@ -193,7 +193,7 @@ def _process_lock(folder: Path | None, file_name: str, process: int) -> _Process
 
 
 class _Timeout:
-    """How long to wait for a lock that others hold."""
+    """Deadline of waiting for a lock that others hold."""
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds

@@ -157,14 +157,14 @@ _NO_KERNELS = (
     "Activity Buffer Request",
     "UVM Activity Init",
 )
-"""How the names of other events of CUPTI begin: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
+"""Prefixes of the names of other events of CUPTI: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
 
 Such as ``Memcpy DtoH (Device -> Pageable)``. Which of them come depends on what the driver happens to do.
 """
 
 
 _FUNCTOR = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl)\w*|cutlass_\w+")
-"""What a kernel of ATen's computes, by the names of its template's arguments."""
+"""Names of template arguments that say what a kernel of ATen computes."""
 _LONGEST_NAME = 100
 
 

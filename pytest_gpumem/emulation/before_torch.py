@@ -27,7 +27,7 @@ USAGE = "GPUMEM_EMULATED_USAGE"
 STEPS = "GPUMEM_EMULATED_STEPS"
 """With `USAGE`: the number of an optimizer's steps after which a process ends, if it does."""
 _MOST_SECONDS = 10.0
-"""How long the end of a process waits for autograd's threads, as long as torch itself does."""
+"""Seconds that the end of a process waits for autograd's threads: as many as torch itself waits."""
 
 
 class _BeforeTorch(MetaPathFinder):

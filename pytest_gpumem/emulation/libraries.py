@@ -24,7 +24,7 @@ class Library:
     by_name: tuple[str, ...] = ()
     """Functions that are asked for while torch runs, all at once, by which torch 2.6 asserts that each is there."""
     quiet: bool = False
-    """Whether calls of its stubs are normal, and print nothing."""
+    """True if its stubs are called normally, and print nothing."""
 
 
 LIBRARIES = (
