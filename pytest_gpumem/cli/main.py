@@ -10,7 +10,20 @@ import click
 from pytest_gpumem import __version__
 from pytest_gpumem.units import nearest
 
-_COMMANDS = ("ab", "advise", "comment", "compare", "emulate", "export", "fit", "history", "merge", "prune", "show")
+_COMMANDS = {
+    "ab": "Compare two revisions on this machine, without a baseline.",
+    "advise": "Find the step config with which a training step fits into a GPU.",
+    "comment": "Put a report into the pull request, as one comment.",
+    "compare": "Tell what changed between reports, revisions or devices.",
+    "emulate": "Run a program on an emulated GPU, and tell its peaks.",
+    "export": "Give the figures of reports to another tool.",
+    "fit": "Tell which GPUs a program fits into, by emulating them.",
+    "history": "Tell how a baseline came to be what it is.",
+    "merge": "Make one report and one verdict of the shards of a run.",
+    "prune": "Remove baselines of tests that are gone.",
+    "show": "Show the baselines that are in the store.",
+}
+"""Each subcommand with its line in the help of all, which imports none of them."""
 
 
 class _LazyGroup(click.Group):
@@ -24,6 +37,10 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(f"pytest_gpumem.cli.{cmd_name}"), cmd_name)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
