@@ -15,6 +15,7 @@ from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
+from tests.reports.sessions import everything
 from tests.test_merging import A100, H100, measured, shard, skipped
 
 
@@ -242,3 +243,26 @@ def test_two_shards_of_one_file_are_judged_as_a_whole(project):
     alone = merge(files[1])
     assert alone.exit_code == 1
     assert "nothing was gated: 1 test unmeasured" in alone.output
+
+
+@pytest.mark.parametrize(("metric", "number", "shown"), [("peak_allocated", 0, "| 0 B |"), ("step_time", 0.0, "| - |")])
+def test_a_matrix_in_a_report_with_a_figure_of_0_is_written_without_ratios_to_it(folder, metric, number, shown):
+    # Such reports are other programs'.
+    plain = json.loads(to_json(everything("x")))
+    for result in plain["results"][:2]:
+        for verdict in result["verdict"]["verdicts"]:
+            verdict["measurement"]["metrics"][metric] = number
+    (folder / "a.json").write_text(json.dumps(plain), encoding="utf-8")
+    done = merge("a.json", "--report", "a.md")
+    assert done.exit_code == 1, done.output
+    assert not isinstance(done.exception, ArithmeticError)
+    assert shown in (folder / "a.md").read_text(encoding="utf-8")
+
+
+def test_a_measurement_without_its_peak_is_told_with_file_and_key(folder):
+    plain = json.loads(to_json(everything("x")))
+    del plain["results"][0]["verdict"]["verdicts"][0]["measurement"]["metrics"]["peak_allocated"]
+    (folder / "a.json").write_text(json.dumps(plain), encoding="utf-8")
+    done = merge("a.json")
+    assert done.exit_code == 2
+    assert "a.json: results[0].verdict.verdicts[0].measurement.metrics.peak_allocated is missing" in done.output

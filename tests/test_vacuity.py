@@ -209,3 +209,20 @@ def test_without_strict_what_was_refused_is_skipped(project):
     project.write(REFUSED)
     result = project.run("--gpumem-no-time")
     assert result.ret == 0
+
+
+@pytest.mark.parametrize("where", ["marker", "settings"])
+def test_a_budget_of_a_metric_that_this_device_lacks_is_told(project, where):
+    marker = '@pytest.mark.gpumem(max_reserved="8 GB")' if where == "marker" else "@pytest.mark.gpumem"
+    if where == "settings":
+        project.settings('[[tool.gpumem.budget]]\ntests = "test_it.py"\nmax_reserved = "8 GB"\n')
+    project.write(f"{marker}\ndef test_it():\n    torch.ones(1_000_000).sum()\n")
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "note: test_it.py::test_it: max_reserved = 8.00 GB has no effect: there is no peak_reserved on *",
+            "gpumem: 0 gated, 1 recorded *",
+        ]
+    )
+    project.run("--gpumem-strict").assert_outcomes(failed=1)

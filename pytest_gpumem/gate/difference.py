@@ -80,6 +80,10 @@ class Difference:
     after: int
     changes: tuple[Change, ...]
 
+    def __post_init__(self) -> None:
+        if any(one.before is None and one.after is None for one in self.changes):
+            raise ValueError("growth.changes: a change needs a row before or a row after")
+
     @property
     def growth(self) -> int:
         """In bytes."""

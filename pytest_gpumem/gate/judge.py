@@ -12,6 +12,7 @@ from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
+from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.operator_counts import kept
 
 if TYPE_CHECKING:
@@ -71,7 +72,17 @@ def judge(
     if entry is not None:
         torch = str(entry.environment.details.get("torch", "?"))
         origin = Origin(entry.recorded, entry.environment.device, torch, entry.commit, entry.reason)
-    return with_differences(Verdict(measurement, metrics, origin, why_not, elsewhere), measurement, baseline)
+    noted = replace(measurement, notes=(*measurement.notes, *_idle_limits(budget, measurement)))
+    return with_differences(Verdict(noted, metrics, origin, why_not, elsewhere), noted, baseline)
+
+
+def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:
+    """Return a note on each limit of a metric that the measurement does not have."""
+    return [
+        f"{METRICS[name].budget} = {format_bytes(limit)} has no effect: there is no {name} on {measurement.environment.device}"
+        for name, limit in budget.limits.items()
+        if name not in measurement.metrics
+    ]
 
 
 def with_differences(verdict: Verdict, measurement: Measurement, baseline: Baseline | NoBaseline | None) -> Verdict:

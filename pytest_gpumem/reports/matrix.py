@@ -97,14 +97,21 @@ def legend_of(rows: Sequence[Row]) -> str | None:
 def _cells(row: Row, first: Row | None, units: UnitSystem, *, timed: bool) -> list[str]:
     if row.peak is None or first is None or first.peak is None:
         return [row.config, *["-"] * (5 if timed else 2)]
-    saving = (first.peak - row.peak) / first.peak
+    # A report of another program may have a figure of 0, to which nothing has a ratio.
+    saving = (first.peak - row.peak) / first.peak if first.peak else None
     is_first = row is first
-    cells = [row.config, format_bytes(row.peak, units), "" if is_first else format_ratio(saving)]
+    cells = [row.config, format_bytes(row.peak, units), "" if is_first else _ratio(saving)]
     if not timed:
         return cells
     if row.time is None or first.time is None:
         return [*cells, "-", "-", "-"]
-    cost = (row.time - first.time) / first.time
-    roi = return_on(saving, cost)
-    shown = "free" if roi == float("inf") else f"{roi:.1f}"
-    return [*cells, format_seconds(row.time), *(("", "") if is_first else (format_ratio(cost), shown))]
+    if is_first:
+        return [*cells, format_seconds(row.time), "", ""]
+    cost = (row.time - first.time) / first.time if first.time else None
+    roi = None if saving is None or cost is None else return_on(saving, cost)
+    shown = "-" if roi is None else "free" if roi == float("inf") else f"{roi:.1f}"
+    return [*cells, format_seconds(row.time), _ratio(cost), shown]
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else format_ratio(ratio)

@@ -158,10 +158,16 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
 
 
 def notes(measured: Iterable[Measured]) -> list[str]:
-    """Return the notes of measurements; those of a step that had not settled are with the verdict that rests on it."""
-    return [
-        f"note: {one.title}: {note}"
-        for one in measured
-        if one.verdict.measurement.settled
-        for note in one.verdict.measurement.notes
-    ]
+    """Return the notes of measurements, each once, with the first measurement that has it and how many others do.
+
+    Those of a step that had not settled are with the verdict that rests on it.
+    """
+    having: dict[str, list[str]] = {}
+    for one in measured:
+        for note in one.verdict.measurement.notes if one.verdict.measurement.settled else ():
+            having.setdefault(note, []).append(one.title)
+    return [f"note: {_first_of(titles)}: {note}" for note, titles in having.items()]
+
+
+def _first_of(titles: Sequence[str]) -> str:
+    return titles[0] if len(titles) == 1 else f"{titles[0]} and {counted(len(titles) - 1, 'other')}"

@@ -65,10 +65,12 @@ class Rate(float):
 def saves(mine: Measured, other: Measured) -> Rate:
     """The memory saving rate: (other - mine) / other, of ``peak_allocated`` without workspaces. 0.3 is 30 % less.
 
-    Raises ``ValueError`` for measurements of different devices.
+    Raises ``ValueError`` for measurements of different devices, or where ``other`` has no bytes to save.
     """
     _comparable(mine, other)
     before = other.peak_allocated - other.workspaces
+    if before <= 0:
+        raise ValueError(f"{other.name!r} has no bytes to save: its peak without workspaces is {format_bytes(before)}")
     rate = (before - mine.peak_allocated + mine.workspaces) / before
     return Rate(
         rate,

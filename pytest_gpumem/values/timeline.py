@@ -38,6 +38,11 @@ class OverTime:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "categories", MappingProxyType(dict(self.categories)))
+        moments = len(self.time_ns)
+        if any(len(series) != moments for series in (self.total, *self.categories.values())):
+            raise ValueError(f"over_time: total and each category need a value for each of the {moments} moments")
+        if not 0 <= self.peak < moments:
+            raise ValueError(f"over_time.peak is {self.peak}, expected the number of one of the {moments} moments")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (OverTime, to_plain(self))

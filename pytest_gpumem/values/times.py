@@ -156,6 +156,12 @@ def _sample(columns: _Columns) -> Sample:
         Round(seconds, pace, columns.disturbed.get(str(number)), columns.taken.get(str(number), 1.0))
         for number, (seconds, pace) in enumerate(zip(columns.seconds, columns.pace, strict=True))
     )
+    wrong = next((number for number, one in enumerate(rounds) if not (one.seconds > 0 and one.taken >= 1)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"times.samples: round {wrong} has seconds {rounds[wrong].seconds} and taken {rounds[wrong].taken}, "
+            "expected seconds above 0 and a factor of at least 1"
+        )
     return Sample(rounds, columns.steps, columns.invalid, columns.slowed)
 
 

@@ -82,6 +82,16 @@ def test_each_budget_is_its_own_metrics(metric):
     }
 
 
+def test_a_budget_of_a_metric_that_the_measurement_lacks_is_told_and_gates_nothing():
+    now = measured(peak_allocated=6)
+    verdict = judge(now, Budget({"peak_allocated": 8, "peak_reserved": GB}), None, DEFAULT_TOLERANCES)
+    assert verdict.measurement.notes == (
+        "max_reserved = 1.00 GB has no effect: there is no peak_reserved on NVIDIA H100 80GB HBM3",
+    )
+    assert [one.metric for one in verdict.metrics] == ["peak_allocated"]
+    assert judge(now, Budget({"peak_allocated": 8}), None, DEFAULT_TOLERANCES).measurement.notes == ()
+
+
 def test_a_budget_of_zero_bytes_is_a_budget():
     assert outcome_of(measured(retained=1), Budget({"retained": 0}), metric="retained") is Outcome.OVER_BUDGET
     assert outcome_of(measured(retained=0), Budget({"retained": 0}), metric="retained") is Outcome.OK

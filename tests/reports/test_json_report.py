@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import re
@@ -19,7 +20,13 @@ from hypothesis import strategies as st
 from pytest_gpumem import __version__
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.reports.comparison import compared, side_of_report
+from pytest_gpumem.reports.comparison_formats import markdown
+from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, mistake_in, report_schema, to_json
+from pytest_gpumem.reports.layout import Screen
+from pytest_gpumem.reports.terminal import terminal_text
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.values.composition import CATEGORIES
 from pytest_gpumem.values.plain import to_plain
 from tests.hostile import TEXTS
@@ -33,6 +40,29 @@ PLAIN = json.loads(FULL)
 SMALL = {**PLAIN, "results": [copy.deepcopy(PLAIN["results"][0])]}
 """All that is in the other results is in the first, and in the first of its two verdicts."""
 del SMALL["results"][0]["verdict"]["verdicts"][1]
+
+
+def places(value, path=()):
+    """The paths of all keys and values within a plain one."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in parts:
+        yield (*path, key)
+        yield from places(one, (*path, key))
+
+
+def holder(plain, path):
+    for key in path[:-1]:
+        plain = plain[key]
+    return plain
+
+
+PATHS = list(places(SMALL))
+VERDICT = SMALL["results"][0]["verdict"]["verdicts"][0]
+FIGURES = [
+    path
+    for path in places(VERDICT)
+    if type(holder(VERDICT, path)[path[-1]]) in (int, float) and not {"seconds", "taken", "metrics"}.isdisjoint(path)
+]
 
 
 # There and back
@@ -91,6 +121,50 @@ def test_a_whole_number_is_one_however_it_is_written():
     assert to_json(report) == FULL
 
 
+def test_bytes_and_counts_are_ints_again_where_another_program_wrote_them_with_a_point():
+    changed = json.loads(FULL)
+    for verdict in (one for each in changed["results"] for one in each["verdict"]["verdicts"]):
+        for holds, keys in [
+            (verdict["measurement"]["metrics"], ("peak_allocated",)),
+            (verdict["metrics"][0], ("value", "baseline")),
+            (verdict["metrics"][3], ("value", "baseline")),
+        ]:
+            holds.update({key: float(holds[key]) for key in keys})
+    text = json.dumps(changed)
+    assert '"peak_allocated": 9000000000.0' in text
+    assert to_json(from_json(text, "a.json")) == FULL
+
+
+@pytest.mark.parametrize("number", [0, 12.0, None], ids=["zero", "12.0", "missing"])
+@pytest.mark.parametrize(
+    "path",
+    [*FIGURES, ("measurement", "explanation", "over_time", "peak")],
+    ids=lambda path: ".".join(map(str, path[-3:])),
+)
+def test_every_format_shows_a_report_with_another_programs_figure_or_it_is_refused(path, number):
+    changed = {**PLAIN, "results": copy.deepcopy(PLAIN["results"][:2])}
+    for test, verdict in itertools.product((0, 1), repeat=2):
+        holds = holder(changed["results"][test]["verdict"]["verdicts"][verdict], path)
+        if number is None and isinstance(holds, dict):
+            del holds[path[-1]]
+        else:
+            holds[path[-1]] = number
+    try:
+        report = from_json(json.dumps(changed), "a.json")
+    except ReportError as error:
+        report, refused = None, str(error)
+    if report is None:
+        assert refused.startswith("a.json: ")
+        assert any(isinstance(key, str) and key in refused for key in path)
+        return
+    for one in FORMATS:
+        assert one.render(report)
+    assert terminal_text(report, Screen(100, "utf-8"), verbosity=2)
+    old, new = side_of_report("old", from_json(FULL, "b.json")), side_of_report("new", report)
+    for pair in ((old, new), (new, old)):
+        assert markdown(compared(*pair, DEFAULT_TOLERANCES), "si")
+
+
 # The schema
 
 
@@ -141,23 +215,6 @@ def test_the_reference_tells_of_every_key():
     section = text[text.index("### JSON") : text.index("## Reports for machines")]
     keys = {key for one in objects(SCHEMA) for key in one.get("properties", ())}
     assert {key for key in keys if f"`{key}`" not in section} == set()
-
-
-def places(value, path=()):
-    """The paths of all keys and values within a plain one."""
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in parts:
-        yield (*path, key)
-        yield from places(one, (*path, key))
-
-
-def holder(plain, path):
-    for key in path[:-1]:
-        plain = plain[key]
-    return plain
-
-
-PATHS = list(places(SMALL))
 
 
 def objects(schema):

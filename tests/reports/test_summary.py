@@ -222,6 +222,14 @@ def test_a_note_is_told_with_its_test_unless_the_step_had_not_settled():
     assert notes(measured_in([said, unsettled])) == ["note: a.py::test_a: not counted"]
 
 
+def test_a_note_of_many_measurements_is_told_once():
+    same = [
+        result(verdict_on({"peak_allocated": GB}, None, notes=("not counted",)), test=f"test_{name}") for name in "abc"
+    ]
+    assert notes(measured_in(same[:2])) == ["note: a.py::test_a and 1 other: not counted"]
+    assert notes(measured_in(same)) == ["note: a.py::test_a and 2 others: not counted"]
+
+
 # Columns
 
 
