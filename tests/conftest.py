@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     With common ones, whoever times a step would wait for the other workers' tests to end, up to a minute. What torch
     compiles stays common.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts what it runs in the background so, and every process of the suite would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor_gpumem_suite")))
         folder = tempfile.TemporaryDirectory(prefix="gpumem-suite-")
