@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -45,6 +47,19 @@ def test_the_help_of_all_names_every_command_and_fits_a_terminal():
     result = CliRunner().invoke(main, ["--help"])
     assert set(COMMANDS) <= set(re.findall(r"^  (\w+) ", result.output, flags=re.MULTILINE))
     assert max(map(len, result.output.splitlines())) <= 80
+    assert len(re.findall(r"^  \w+  +[A-Z].*\.$", result.output, flags=re.MULTILINE)) >= len(COMMANDS), "one line each"
+
+
+def test_the_help_of_all_imports_no_command_and_none_of_what_commands_need():
+    code = (
+        "import sys\n"
+        "from pytest_gpumem.cli.main import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "print(*(name for name in sys.modules if name.startswith('pytest_gpumem.')), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Compare two revisions" in done.stdout
+    assert set(done.stderr.split()) == {"pytest_gpumem.cli", "pytest_gpumem.cli.main", "pytest_gpumem.units"}
 
 
 def test_a_misspelt_command_is_told_with_the_nearest_one():
