@@ -119,7 +119,7 @@ ALL_OBJECTS_IN_SIGHT = (
     "explain/test_holders.py",
     "gpu",
     "steps/test_runner.py",
-    "test_collector.py",
+    "torch_support/test_garbage_collector.py",
     "test_footprint.py",
     "test_order.py",
 )

@@ -29,7 +29,7 @@ from pytest_gpumem.values.times import Round, Sample, Times
 from tests.git_store import H100, MB, Repository, entry
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
-from tests.test_merging import TEST, measured, shard, skipped
+from tests.reports.test_merging import TEST, measured, shard, skipped
 
 A100 = Environment("a100", "NVIDIA A100", {"torch": "2.11.0"})
 KEY = Key("a.py", "test_a", "call")

@@ -16,7 +16,7 @@ from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.reports.sessions import everything
-from tests.test_merging import A100, H100, measured, shard, skipped
+from tests.reports.test_merging import A100, H100, measured, shard, skipped
 
 
 @pytest.fixture

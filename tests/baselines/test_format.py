@@ -543,7 +543,7 @@ def test_the_total_of_a_composition_is_the_peak_and_what_was_not_kept_its_rest()
 
 
 def test_a_composition_with_somebody_elses_bytes_missing_can_be_read_back():
-    # What was kept of it, never more: tests/test_composition.py.
+    # What was kept of it, never more: tests/values/test_composition.py.
     rows = (Row("activation", 60), Row("gradient", 50), Row("unattributed", -10))
     entry = replace(CALL, metrics={"peak_allocated": 100}, composition=Composition(100, rows).kept())
     entries = {Key(FILE, "test_a", "call"): entry}
