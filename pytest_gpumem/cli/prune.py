@@ -64,7 +64,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         present = session.present_devices() if any(exists(key.file) for _, key in found) else frozenset[str]()
         left = of_absent_devices(found, present=present, exists=exists)
         gone = [entry for entry in found if entry not in left]
-        unguarded = store.change({}, gone) if gone and not dry_run else None
+        unlocked = store.change({}, gone) if gone and not dry_run else None
     except (StoreError, BackendError) as error:
         raise click.ClickException(str(error)) from None
     for slug, key in gone:
@@ -81,8 +81,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             f"{have} left alone: this machine does not have the device ({devices}), and where it is, the tests may be "
             "collected; run gpumem prune there"
         )
-    if unguarded is not None:
-        click.echo(f"warning: {unguarded}", err=True)
+    if unlocked is not None:
+        click.echo(f"warning: {unlocked}", err=True)
 
 
 class _Collected:

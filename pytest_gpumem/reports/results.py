@@ -187,9 +187,9 @@ def recording_notes(results: Iterable[TestResult]) -> list[str]:
             explanation = one.measurement.explanation
             for note in explanation.peak.notes if explanation is not None else ():
                 first.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
-    told = list(first.values())
-    more = len(told) - _MOST_NOTES
-    return [*told[:_MOST_NOTES], *([f"... and {more} more notes on recordings"] if more > 0 else [])]
+    found = list(first.values())
+    more = len(found) - _MOST_NOTES
+    return [*found[:_MOST_NOTES], *([f"... and {more} more notes on recordings"] if more > 0 else [])]
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:

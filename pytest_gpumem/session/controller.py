@@ -28,6 +28,7 @@ from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.options import is_measured
+from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import NO_CUDNN
 from pytest_gpumem.values.plain import from_plain
 from pytest_gpumem.values.selection import Selection
@@ -61,7 +62,7 @@ class Controller:
             self._files.begin()
 
     def select(self, selection: Selection) -> None:
-        """A process that collects tells what it selected; with several, each tells the same."""
+        """Take the selection of a process that has collected; with several workers, each has the same."""
         self._selection = selection
         if self._selected():
             self._files.begin()
@@ -75,7 +76,7 @@ class Controller:
             self._complete = False
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        # Whether others run is nothing to the store.
+        # Other tests have no baselines.
         if any(map(is_measured, items)):
             self._complete = False
 
@@ -106,7 +107,7 @@ class Controller:
 
     @pytest.hookimpl
     def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
-        """Where no test was begun, the report says so: an earlier one in its place must not be taken for this session's."""
+        """Write a report that says so where no test was begun: an earlier file must not be taken for this session's."""
         if self._began or not self._files.wanted:
             return
         error = self._selection.error if self._selection is not None else None
@@ -120,14 +121,14 @@ class Controller:
         self._errors += [
             f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"
             for result in self._results.rewritten()
-            # What becomes of a test's own failure is its project's affair where no gate was asked for.
+            # Without a gate a project may report a test's own failure otherwise.
             if result.verdict.failure is not None or self._settings.gates
         ]
         if self._settings.gates:
             self._check_selected(session)
         if self._settings.update is not None:
             self._update(results)
-        self._tell_of_convolutions(results)
+        self._note_convolutions(results)
         if self._complete and session.testsfailed == 0:
             try:
                 self._note_unused(results)
@@ -147,7 +148,7 @@ class Controller:
 
     def _check_selected(self, session: pytest.Session) -> None:
         if self._selection is None:
-            self._errors.append("no process told which tests it was to measure")
+            self._errors.append("no process reported which tests it selected")
         elif session.testscollected == 0 and not self._selection.collected:
             # A shard may have left all its measured tests to others.
             self._errors.append("no test was collected")
@@ -169,14 +170,14 @@ class Controller:
 
     def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
         settings, selection = self._settings, self._selection or Selection()
-        told = {(result.verdict.file, result.verdict.test) for result in results}
+        reported = {(result.verdict.file, result.verdict.test) for result in results}
         return SessionReport(
             ended=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             version=__version__,
             commit=commit_of(self._config.rootpath) if self._files.wanted else None,
             terms=Terms(settings.baseline, settings.strict, settings.update, settings.units),
             results=tuple(results),
-            not_run=tuple(sorted(selection.measured - told)),
+            not_run=tuple(sorted(selection.measured - reported)),
             selection=selection,
             stored=self._stored(results) if self._files.wanted else Stored(),
             said=tuple(self._closing),
@@ -187,7 +188,7 @@ class Controller:
         )
 
     def _stored(self, results: list[TestResult]) -> Stored:
-        """Return what a merged report needs to know of the store: a shard alone cannot tell what is unused."""
+        """Return what a merged report needs to know of the store: a shard alone does not know what is unused."""
         if not (self._settings.baseline or self._settings.update):
             return Stored()
         slugs = self._compared_slugs(results)
@@ -216,26 +217,26 @@ class Controller:
                 measured[key] = verdict, baseline_of(verdict.measurement, recorded, commit, self._settings.reason)
         try:
             stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
-            wanted = entries_to_write(mode, measured, stored)
+            accepted = entries_to_write(mode, measured, stored)
             gone = self._renamed(measured) if mode == "all" else []
-            unguarded = self._store.change(wanted, gone) if wanted or gone else None
+            unlocked = self._store.change(accepted, gone) if accepted or gone else None
         except (StoreError, BackendError) as error:
             self._errors.append(f"baselines were not written: {error}")
             return
-        kept_out = len(results) - len(passed)
-        note = f"; {kept_out} not written, because the test did not pass" if kept_out else ""
-        refused = times_left_out(mode, measured, stored)
-        if refused:
-            note += f"; {len(refused)} without {'its' if len(refused) == 1 else 'their'} times: {refused[0]}"
+        not_passed = len(results) - len(passed)
+        note = f"; {not_passed} not written, because the test did not pass" if not_passed else ""
+        left_out = times_left_out(mode, measured, stored)
+        if left_out:
+            note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"
         reason = self._settings.reason
         if reason is not None:
-            note += f"; the reason is kept with {sum(entry.reason == reason for entry in wanted.values())}"
+            note += f"; the reason is kept with {sum(entry.reason == reason for entry in accepted.values())}"
         self._closing.append(
-            f"store: {len(wanted)} baseline{'' if len(wanted) == 1 else 's'} written ({mode}), "
-            f"{len(measured) - len(wanted)} left as they were{note}"
+            f"store: {counted(len(accepted), 'baseline')} written ({mode}), "
+            f"{len(measured) - len(accepted)} left as they were{note}"
         )
-        if unguarded is not None:
-            self._closing.append(f"store: {unguarded}")
+        if unlocked is not None:
+            self._closing.append(f"store: {unlocked}")
 
     def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
         """Return baselines of tests that passed, for measurements that these tests no longer take."""
@@ -247,8 +248,8 @@ class Controller:
             if (slug, key.file, key.test) in tests and key not in measured
         ]
 
-    def _tell_of_convolutions(self, results: list[TestResult]) -> None:
-        """Say of how many measurements the peaks lack what convolutions take on a GPU."""
+    def _note_convolutions(self, results: list[TestResult]) -> None:
+        """Note how many measurements have peaks without the workspaces that convolutions take on a GPU."""
         environments = [one.measurement.environment for result in results for one in result.verdict.verdicts]
         without = sum(environment.details.get("emulated_cudnn") == NO_CUDNN for environment in environments)
         if not without:
@@ -258,7 +259,7 @@ class Controller:
         emulation = current_emulation()
         if emulation is not None:
             self._closing.append(
-                f"convolutions: the peaks of {without} measurement{'' if without == 1 else 's'} may be too low: "
+                f"convolutions: the peaks of {counted(without, 'measurement')} may be too low: "
                 f"{emulation.cudnn.lacking() or emulation.cudnn.why_zero()}"
             )
 
@@ -288,7 +289,7 @@ class Controller:
             return
         report = self._report or SessionReport("", __version__, selection=self._selection or Selection())
         summary = terminal_text(
-            # A report's file that could not be written is told, too. What is unused, a report tells of the whole.
+            # Errors of writing the report's files came after it; unused baselines are a field of its own there.
             replace(report, errors=tuple(self._errors), said=(*self._closing, *self._unused)),
             screen_of(terminalreporter),
             self._config.get_verbosity(),

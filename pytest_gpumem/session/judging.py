@@ -169,12 +169,12 @@ class Judging:
         assert times is not None, "only asked for what was timed"
         if len(times.samples) > 1:
             return _is_undecided(judged)
-        doubted = {
+        reconsidered = {
             "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if self._compares else set(),
             "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
         }
         metrics = judged.verdict.metrics
-        changed = {one.outcome for one in metrics if one.outcome in doubted.get(one.metric, ())}
+        changed = {one.outcome for one in metrics if one.outcome in reconsidered.get(one.metric, ())}
         if decides_only:
             return not changed.isdisjoint(self.failing(self.verdict([judged])))
         return bool(changed) or (self._settings.update is not None and times.best.invalid is not None)

@@ -19,8 +19,8 @@ from pytest_gpumem.values.interference import Slowed
 if TYPE_CHECKING:
     from pytest_gpumem.values.interference import Conditions
 
-BESIDE = 0.2
-"""For each other core that is kept busy. At most 0.12 was measured where the pace stayed; where it did not, it tells more."""
+OTHER_CORES = 0.2
+"""For each other core that is kept busy. At most 0.12 was measured where the pace stayed; elsewhere the pace shows more."""
 REFILLING = 0.45
 """For each second of waiting, over the seconds on a core: caches are another process's when the thread comes back. At most 0.25
 was measured on the EPYC where it waited up to 60 % of the time (1.14 times as long at 40 %, 1.34 at 50 %). It has no limit:
@@ -30,7 +30,7 @@ MOST_SLOWED = 5.0
 MOST_STOLEN = 0.95
 THROTTLED = 4.0
 """The hardware lowers the GPU's clock to a half (``nvmlClocksEventReasonHwSlowdown`` in nvml.h), and that may count twice."""
-STRANGERS = 2.0
+OTHERS_ON_GPU = 2.0
 """On a GPU, for each process including this one: they take turns by equal slices of time, and that may count twice."""
 SECONDS_A_RETRY = 1.0
 """For the allocator to give back all that it cached, up to a whole GPU's memory, and to take it again."""
@@ -47,7 +47,7 @@ def taken(before: Conditions, after: Conditions) -> float:
         before.graphs, after.graphs
     )
     others = other_processes(before, after)
-    on_gpu = STRANGERS * (1 + others) if others else 1.0
+    on_gpu = OTHERS_ON_GPU * (1 + others) if others else 1.0
     seconds = elapsed(before, after)
     # Of a stretch that an event may have filled, nothing is known of the step.
     left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
@@ -60,10 +60,10 @@ def slowed(before: Conditions, after: Conditions) -> Slowed:
     Stolen time is counted for all cores together, so all of it may have been taken from this step's.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
-    away = 1 - (1 - _waited(before, after)) * (1 - stolen)
-    refilling = REFILLING * away / (1 - away)
-    beside = min(max(share(before, after, before.others, after.others) or 0.0, 0.0), (after.cores or 1) - 1)
-    return Slowed(min(1 + BESIDE * beside, MOST_SLOWED), (1 + refilling) / (1 - stolen))
+    off_core = 1 - (1 - _waited(before, after)) * (1 - stolen)
+    refilling = REFILLING * off_core / (1 - off_core)
+    busy_cores = min(max(share(before, after, before.others, after.others) or 0.0, 0.0), (after.cores or 1) - 1)
+    return Slowed(min(1 + OTHER_CORES * busy_cores, MOST_SLOWED), (1 + refilling) / (1 - stolen))
 
 
 def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
@@ -78,7 +78,7 @@ def contended(now: Conditions) -> float:
 
     Where other processes' CPU time is read, that one shows there. On a GPU it is none of them.
     """
-    return 1.0 if now.others is not None else 2 * STRANGERS
+    return 1.0 if now.others is not None else 2 * OTHERS_ON_GPU
 
 
 def _waited(before: Conditions, after: Conditions) -> float:

@@ -34,7 +34,7 @@ SLOWER_RUN = 0.10
 SLOWER_IN_TURNS = 0.02
 """The same of one side of an A/B, whose runs are neighbours: by the median over pairs."""
 AGREEING = 2
-"""Samples that show a slowdown, beside others that cannot tell, are enough for one."""
+"""Samples that show a slowdown, beside uncertain ones, are enough for one."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
 _BEYOND = "which cannot account for it"
@@ -118,23 +118,22 @@ def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparis
     """Compare the samples of this run with a baseline of earlier runs; ``tolerance`` is a ratio (0.05 is 5 %).
 
     Several samples are a first one and its re-measurements: a slowdown is what two of them show and none contradicts, and
-    faster is what each of them shows. What else is at work only adds time, so the one that speaks most against a slowdown is
-    the one to believe.
+    faster is what each of them shows. Interference only adds time, so the sample that shows the least slowdown decides.
     """
     compared = [_compared(sample, baseline, tolerance) for sample in now]
     if any(one.outcome != "faster" for one in compared):
         compared = [replace(one, outcome="not slower") if one.outcome == "faster" else one for one in compared]
     order: list[SpeedOutcome] = ["not slower", "faster", "uncertain", "slower"]
-    believed = min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
+    decisive = min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
     slower = [one for one in compared if one.outcome == "slower"]
-    if believed.outcome == "uncertain" and len(slower) >= AGREEING:
-        # One that cannot tell is no contradiction.
+    if decisive.outcome == "uncertain" and len(slower) >= AGREEING:
+        # An uncertain sample is no contradiction.
         return min(slower, key=lambda one: one.ratio)
-    return believed
+    return decisive
 
 
 def is_undecided(now: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
-    """Return whether a sample shows a slowdown that another neither confirms nor contradicts, so that one more may tell."""
+    """Return whether a sample shows a slowdown that another neither confirms nor contradicts, so that one more may decide."""
     outcomes = {_compared(sample, baseline, tolerance).outcome for sample in now}
     return outcomes == {"slower", "uncertain"} and compare(now, baseline, tolerance).outcome == "uncertain"
 
@@ -262,8 +261,8 @@ def _judged(
         cycles: The ratio in cycles of the clock; ``None`` where it was not read.
         tolerance: What is tolerated, as a ratio: 0.05 is 5 %.
         invalid: Why the samples cannot show a slowdown; ``None`` if they can.
-        known: From what it is known how far times vary.
-        lost: By what factor the clock ran slower; ``None`` where the two ratios tell.
+        known: A clause that says from how many runs the variation of times is known.
+        lost: By what factor the clock ran slower; ``None`` to take it from the two ratios.
     """
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]

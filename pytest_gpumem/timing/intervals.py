@@ -21,14 +21,14 @@ MOST_TABULATED = 100
 """The tables grow with the square of the number of values. More of them are resampled one by one."""
 
 
-def resampled_medians(values: Sequence[float], count: int, chance: random.Random) -> list[float]:
+def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -> list[float]:
     """Return the medians of ``count`` samples with replacement of ``values``, as many values in each."""
     size = len(values)
     if size > MOST_TABULATED:
-        return [statistics.median(chance.choices(values, k=size)) for _ in range(count)]
+        return [statistics.median(rng.choices(values, k=size)) for _ in range(count)]
     places, cumulative = _middles(size)
     ordered = sorted(values)
-    return chance.choices([(ordered[low] + ordered[high]) / 2 for low, high in places], cum_weights=cumulative, k=count)
+    return rng.choices([(ordered[low] + ordered[high]) / 2 for low, high in places], cum_weights=cumulative, k=count)
 
 
 @lru_cache(maxsize=MOST_TABULATED)
@@ -87,7 +87,7 @@ class Interval:
         return f"{format_ratio(self.ratio - 1)} ({format_ratio(self.low - 1)} to {format_ratio(self.high - 1)})"
 
 
-# A measurement is judged when its time is doubted, when it may be explained, and at the end: always by the same values.
+# A measurement is judged again after each further sample, partly by the same values.
 @lru_cache(maxsize=64)
 def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
     """Return the ratio of this run's median to that of earlier runs, from a bootstrap over rounds and runs.
@@ -96,10 +96,10 @@ def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interva
     known from few of them.
     """
     spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
-    chance = random.Random(0)  # noqa: S311 - the same samples give the same verdict
-    nows, thens = (resampled_medians(side, RESAMPLES, chance) for side in (rounds, runs))
+    rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict
+    nows, thens = (resampled_medians(side, RESAMPLES, rng) for side in (rounds, runs))
     both = spread * math.sqrt(1 + 1 / len(runs))
-    ratios = [math.log(now / then) + chance.gauss(0, both) for now, then in zip(nows, thens, strict=True)]
+    ratios = [math.log(now / then) + rng.gauss(0, both) for now, then in zip(nows, thens, strict=True)]
     return _interval(statistics.median(rounds) / statistics.median(runs), ratios)
 
 
@@ -114,20 +114,21 @@ def spread_of_runs(runs: Sequence[float]) -> float:
 
 
 def ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
-    chance = random.Random(0)  # noqa: S311 - the same samples give the same verdict
+    """Return the ratio of paired runs' medians, the second over the first, from a bootstrap over pairs and their rounds."""
+    rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict
     # A bootstrap of n values has (n - 1) / n of their variance.
-    wider = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
+    widening = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
     middle = statistics.fmean(math.log(statistics.median(head) / statistics.median(base)) for base, head in pairs)
     # Each time that a pair is drawn, its rounds are resampled anew.
-    drawn = chance.choices(range(len(pairs)), k=len(pairs) * RESAMPLES)
+    drawn = rng.choices(range(len(pairs)), k=len(pairs) * RESAMPLES)
     times = Counter(drawn)
     ratios = []
     for number, (base, head) in enumerate(pairs):
-        bases, heads = (resampled_medians(side, times[number], chance) for side in (base, head))
+        bases, heads = (resampled_medians(side, times[number], rng) for side in (base, head))
         ratios.append(iter([math.log(after / before) for before, after in zip(bases, heads, strict=True)]))
     logarithms = [next(ratios[number]) for number in drawn]
     means = [sum(logarithms[one : one + len(pairs)]) / len(pairs) for one in range(0, len(drawn), len(pairs))]
-    return _interval(math.exp(middle), [middle + (mean - middle) * wider for mean in means])
+    return _interval(math.exp(middle), [middle + (mean - middle) * widening for mean in means])
 
 
 def _interval(ratio: float, resampled: Sequence[float]) -> Interval:

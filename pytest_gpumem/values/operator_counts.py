@@ -57,8 +57,8 @@ def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
     for tally in tallies:
         key = tally.place, tally.operator
         found[key] = found.get(key, 0) + tally.amount
-    told = [Tally(operator, amount, place) for (place, operator), amount in found.items() if amount]
-    return tuple(sorted(told, key=lambda tally: (*_order(tally.place), tally.operator)))
+    nonzero = [Tally(operator, amount, place) for (place, operator), amount in found.items() if amount]
+    return tuple(sorted(nonzero, key=lambda tally: (*_order(tally.place), tally.operator)))
 
 
 def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]:
@@ -67,8 +67,8 @@ def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]
     for tally in tallies:
         amounts[tally.place] = amounts.get(tally.place, 0) + abs(tally.amount)
     places = sorted(amounts.keys() - {NOWHERE}, key=lambda place: (-amounts[place], _order(place)))
-    told = {*places[:most], NOWHERE}
-    return summed(tally if tally.place in told else replace(tally, place=NOWHERE) for tally in tallies)
+    kept_places = {*places[:most], NOWHERE}
+    return summed(tally if tally.place in kept_places else replace(tally, place=NOWHERE) for tally in tallies)
 
 
 def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:

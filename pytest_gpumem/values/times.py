@@ -167,7 +167,7 @@ def _sample(columns: _Columns) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The samples of a step, a second one where the first was doubted, and the median seconds of each phase."""
+    """The samples of a step, a second one where the first was not enough, and the median seconds of each phase."""
 
     samples: tuple[Annotated[Sample, Form(_Columns, _columns, _sample)], ...]
     phases: Mapping[str, float] = field(default_factory=dict)

@@ -142,8 +142,8 @@ def test_nobody_is_let_in_beside_another(backend, location, tmp_path):
     def add():
         mine = backend_of(location, tmp_path)
         for _ in range(3):
-            with mine.locked() as unguarded:
-                assert unguarded is None
+            with mine.locked() as unlocked:
+                assert unlocked is None
                 mine.write(PATH, f"{int(mine.read(PATH)) + 1}\n")
 
     backend.write(PATH, "0\n")

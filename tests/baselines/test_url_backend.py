@@ -114,8 +114,8 @@ def test_the_lock_of_a_holder_that_died_is_taken_over(url, monkeypatch):
     files, root = fsspec.core.url_to_fs(url)
     files.pipe_file(f"{root}/.lock/00000041", b'{"holder": "runner-7, process 12", "released": false}\n')
     monkeypatch.setattr("pytest_gpumem.baselines.distributed_lock.LASTS", 0.1)
-    with backend.locked() as unguarded:
-        assert unguarded is None
+    with backend.locked() as unlocked:
+        assert unlocked is None
         backend.write(PATH, "new\n")
     assert backend.read(PATH) == "new\n"
 
@@ -141,9 +141,9 @@ def test_a_place_that_cannot_be_locked_says_so_and_is_written(memory_url, monkey
     # One that overwrites what was to be created, and one that has no way of its own to create.
     for method in (lambda self, path, value, **_: self.open(path, "wb", data=value), AbstractFileSystem.pipe_file):
         monkeypatch.setattr(MemoryFileSystem, "pipe_file", method)
-        with backend.locked() as unguarded:
+        with backend.locked() as unlocked:
             backend.write(PATH, "text\n")
-        assert unguarded == f"nothing keeps others from writing into {memory_url} meanwhile: let one job write it"
+        assert unlocked == f"nothing keeps others from writing into {memory_url} meanwhile: let one job write it"
         assert [str(name) for name in backend._files.find(backend._root)] == [f"{backend._root}/{PATH}"]
 
 

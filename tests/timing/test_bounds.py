@@ -72,8 +72,8 @@ def test_where_waiting_is_not_counted_it_may_be_all_that_others_used():
 
 @pytest.mark.parametrize("readings", [{"other_processes": 1}, {"other_processes": 1, "other_pids": frozenset({7})}])
 def test_each_process_on_a_gpu_takes_its_turns(readings):
-    assert bounds.taken(*after(CUDA, **readings)) == 2 * bounds.STRANGERS
-    assert bounds.taken(*after(CUDA, other_processes=3)) == 4 * bounds.STRANGERS
+    assert bounds.taken(*after(CUDA, **readings)) == 2 * bounds.OTHERS_ON_GPU
+    assert bounds.taken(*after(CUDA, other_processes=3)) == 4 * bounds.OTHERS_ON_GPU
 
 
 def test_events_took_their_seconds_and_may_have_filled_a_short_stretch():
@@ -87,8 +87,8 @@ def test_events_took_their_seconds_and_may_have_filled_a_short_stretch():
 
 
 def test_a_neighbour_on_the_other_core_shares_caches_and_memory():
-    assert slowed(*after(CPU, others=51.0)) == pytest.approx(1 + bounds.BESIDE)
-    assert slowed(*after(CPU, others=50.5)) == pytest.approx(1 + bounds.BESIDE / 2)
+    assert slowed(*after(CPU, others=51.0)) == pytest.approx(1 + bounds.OTHER_CORES)
+    assert slowed(*after(CPU, others=50.5)) == pytest.approx(1 + bounds.OTHER_CORES / 2)
 
 
 def test_no_more_than_the_other_cores_are_beside_the_step():
@@ -103,7 +103,7 @@ def test_a_thread_that_waited_finds_its_caches_used_by_others():
 
 def test_many_neighbours_slow_a_step_by_no_more_than_a_limit():
     many = replace(CPU, cores=64)
-    assert slowed(*after(many, others=60.0)) == pytest.approx(1 + 10 * bounds.BESIDE)
+    assert slowed(*after(many, others=60.0)) == pytest.approx(1 + 10 * bounds.OTHER_CORES)
     assert slowed(*after(many, others=112.0)) == bounds.MOST_SLOWED
 
 
@@ -131,4 +131,4 @@ def test_a_low_clock_explains_what_it_lost_twice_unless_the_step_lowers_it_itsel
 
 def test_who_could_not_be_alone_has_neighbours_that_are_seen_on_a_cpu_and_not_on_a_gpu():
     assert bounds.contended(CPU) == 1.0
-    assert bounds.contended(CUDA) == 2 * bounds.STRANGERS
+    assert bounds.contended(CUDA) == 2 * bounds.OTHERS_ON_GPU
