@@ -6,6 +6,8 @@ import difflib
 import fnmatch
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.units import counted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -71,4 +73,4 @@ def of_absent_devices(
 def unused_line(gone: Sequence[tuple[str, Key]]) -> str:
     """Return the sentence on unused baselines, given as (slug, key)."""
     shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")
-    return f"store: {len(gone)} unused baseline{'' if len(gone) == 1 else 's'}: {shown}; `gpumem prune` removes them"
+    return f"store: {counted(len(gone), 'unused baseline')}: {shown}; `gpumem prune` removes them"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.units import counted
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -87,7 +89,7 @@ def machine(path: Path = Path("/proc/cpuinfo")) -> str:
     # Of the first core: on large machines the file is long, and the kernel slow to write it.
     model = model_of(_text(path, most=4096)) or platform_processor()
     cores = usable_cores()
-    return f"{model}, {cores} core{'' if cores == 1 else 's'}"
+    return f"{model}, {counted(cores, 'core')}"
 
 
 def platform_processor() -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import FailedIn, Outcome, TestVerdict
+from pytest_gpumem.units import counted
 from pytest_gpumem.values.plain import from_plain
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
             nothing = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
             reason = next((one.reason for one in result.verdict.verdicts if one.reason), nothing)
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
-    parts = [f"{count} test{'s' if count > 1 else ''} {what}" for what, count in counts.most_common()]
+    parts = [f"{counted(count, 'test')} {what}" for what, count in counts.most_common()]
     fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
     hint = " (record one with --gpumem-update=new)" if fresh else ""
     what = "no baseline was compared" if any(result.verdict.gated for result in everything) else "nothing was gated"

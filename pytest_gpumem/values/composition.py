@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pytest_gpumem.units import format_bytes, nearest
+from pytest_gpumem.units import counted, format_bytes, nearest
 from pytest_gpumem.values.module_calls import Calls, outermost
 from pytest_gpumem.values.plain import Form, from_plain, to_plain
 from pytest_gpumem.values.timeline import OverTime
@@ -155,7 +155,7 @@ class Composition:
     def __repr__(self) -> str:
         # Short, since it stands in every failed assertion about it.
         rows = len(self.rows)
-        return f"<Composition: {format_bytes(self.total)} in {rows} row{'' if rows == 1 else 's'}>"
+        return f"<Composition: {format_bytes(self.total)} in {counted(rows, 'row')}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (Composition, to_plain(self))
