@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pytest_gpumem.metrics import METRICS, MetricAttributes, whole
+from pytest_gpumem.metrics import METRICS, MetricAttributes
 from pytest_gpumem.units import format_count, format_large_count
 from pytest_gpumem.values.composition import (
     NOT_EXPLAINED,
@@ -123,7 +123,7 @@ class Measurement(MetricAttributes):
     """Bytes of the peaks that the backend's libraries keep for themselves (cuBLAS, on CUDA), whatever the code's size is."""
 
     def __post_init__(self) -> None:
-        ordered = {name: whole(name, self.metrics[name]) for name in METRICS if name in self.metrics}
+        ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
         object.__setattr__(self, "metrics", MappingProxyType(ordered))
         object.__setattr__(self, "work", MappingProxyType(dict(self.work)))
         object.__setattr__(self, "by_operator", MappingProxyType(dict(self.by_operator)))

@@ -236,8 +236,3 @@ class MetricAttributes:
 
 
 METRICS: dict[str, Metric] = {row.name: row for row in vars(MetricAttributes).values() if isinstance(row, Metric)}
-
-
-def whole(name: str, value: float) -> float:
-    """Return ``value`` as an int if the metric called ``name`` is of bytes or a count, which other programs write as 12.0."""
-    return int(value) if METRICS[name].unit in WHOLE and float(value).is_integer() else value

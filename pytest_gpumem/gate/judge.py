@@ -72,7 +72,8 @@ def judge(
     if entry is not None:
         torch = str(entry.environment.details.get("torch", "?"))
         origin = Origin(entry.recorded, entry.environment.device, torch, entry.commit, entry.reason)
-    noted = replace(measurement, notes=(*measurement.notes, *_idle_limits(budget, measurement)))
+    idle = _idle_limits(budget, measurement)
+    noted = replace(measurement, notes=(*measurement.notes, *idle)) if idle else measurement
     return with_differences(Verdict(noted, metrics, origin, why_not, elsewhere), noted, baseline)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.difference import Difference
 from pytest_gpumem.measurement import Measurement
-from pytest_gpumem.metrics import whole
 from pytest_gpumem.values.operator_counts import Tallies
 
 if TYPE_CHECKING:
@@ -65,12 +64,6 @@ class MetricVerdict:
     """The ends of the confidence interval of the ratio to the baseline, of a time."""
     of: str | None = None
     """What a throughput is of: ``samples``, ``tokens``, ``steps``, ``items``."""
-
-    def __post_init__(self) -> None:
-        for name in ("value", "baseline", "budget"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, whole(self.metric, value))
 
     @property
     def gated(self) -> bool:
