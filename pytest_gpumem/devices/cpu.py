@@ -42,7 +42,7 @@ _PROBE_BYTES = 61
 
 _LACKS = {
     "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
-    "offload": "saved tensors are moved to the host, and the CPU is the host",
+    "offload": "tensors are moved to the host, and the CPU is the host",
 }
 
 _CUT_SHORT = (

@@ -16,7 +16,7 @@ OFF = 0.02
 """Largest ratio by which a state may be off its formula without a finding."""
 _COPY = 0.1
 """Largest distance to whole copies, as a ratio, at which bytes are called copies."""
-_KINDS = ("parameters", "gradients", "optimizer_state", "master_weights")
+_KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "master_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,10 @@ class Estimate:
         return _formula(self.state.gradients)
 
     @property
+    def gradient_buckets(self) -> int:
+        return _formula(self.state.gradient_buckets)
+
+    @property
     def optimizer_state(self) -> int:
         """As measured for an optimizer without a formula."""
         return _formula(self.state.optimizer_state)
@@ -56,7 +60,13 @@ class Estimate:
     def table(self, units: UnitSystem = "si") -> list[str]:
         """Return lines: a row for each kind, by formula and as measured, then the findings."""
         state = self.state
-        rows = [_row(name.replace("_", " "), getattr(state, name), units) for name in _KINDS]
+        shares = {name.replace("_", " "): getattr(state, name) for name in _KINDS}
+        # Only DDP has them.
+        rows = [
+            _row(title, share, units)
+            for title, share in shares.items()
+            if share is not state.gradient_buckets or share.formula
+        ]
         measured = {"buffers": state.buffers, "batch": state.batch, "other at rest": state.other}
         rows += [(name, "", format_bytes(size, units), "") for name, size in measured.items() if size]
         rows.append(("activations in forward", "", format_bytes(state.activations, units), ""))

@@ -12,7 +12,7 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.dry_run import CastTo
 from pytest_gpumem.steps.model_step import build_model, given_model, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
@@ -71,6 +71,8 @@ def assert_same_gradients(
         raise TypeError("assert_same_gradients builds the model twice: pass a class or function, not a model")
     for config in configs:
         config.only_for("train_step")
+        if config.sharding is not None:
+            raise ConfigError(f"step config '{config}': a rank alone has gradients of its own; leave shard= out")
         can_run(device, config)
     no_values = device.lacks("values")
     if no_values is not None:

@@ -88,14 +88,14 @@ class Checkpointing(NamedTuple):
     argument: Any = None
 
 
-def whole_number(value: object) -> int:
-    """Return the number, 1 or more, that ``value`` is or says."""
+def whole_number(value: object, least: int = 1) -> int:
+    """Return the number, ``least`` or more, that ``value`` is or says."""
     try:
         count = int(str(value))
     except ValueError:
-        count = 0
-    if count < 1 or isinstance(value, bool):
-        raise ValueError("expected a whole number, 1 or more")
+        count = least - 1
+    if count < least or isinstance(value, bool):
+        raise ValueError(f"expected a whole number, {least} or more")
     return count
 
 

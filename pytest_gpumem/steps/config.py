@@ -10,13 +10,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_gpumem.steps.checkpoint_kinds import KINDS, Checkpointing, number, whole_number
+from pytest_gpumem.steps.shard_kinds import NONE, Sharding, read_offload
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
-PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "bf16", "fp16", "mp-bf16", "mp-fp16")
 CHECKPOINTS = tuple(kind.form for kind in KINDS.values())
 OPTIMIZERS = (
     "none",
@@ -30,6 +31,7 @@ COMPILES = ("none", "default", "reduce-overhead", "max-autotune", "max-autotune-
 """``torch.compile``'s modes, and two of its backends that need no compiler."""
 CACHES = ("on", "off")
 WEIGHTS = ("int8",)
+REDUCES = ("fp32", "bf16", "fp16")
 PLAIN = "plain"
 """The text of a config that asks for nothing."""
 
@@ -66,6 +68,16 @@ class StepConfig:
     """Infer steps: with (``on``) or without (``off``) a key/value cache; ``None`` is what the model does by itself."""
     weights: str | None = None
     """Infer steps: ``int8`` weights (weight-only quantisation, torchao)."""
+    shard: str = NONE
+    """Words of `SHARD_KINDS`, several with a plus: ``"fsdp+tp:2"``."""
+    world: int | None = None
+    """The number of ranks that share the job; ``None`` is that of the process group, or what ``shard`` needs at least."""
+    rank: int = 0
+    """The rank whose step is run where nobody else is there."""
+    reduce: str | None = None
+    """One of `REDUCES`: the dtype in which ``fully_shard`` reduces gradients; ``None`` is that of the parameters."""
+    offload: str = NONE
+    """Words of `OFFLOADS`, several with a plus: what is kept in the host's memory."""
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
@@ -80,14 +92,26 @@ class StepConfig:
             object.__setattr__(self, "clip", _read("clip=", number, self.clip))
             if not (self.clip > 0 and math.isfinite(self.clip)):
                 raise ConfigError(f"clip={self.clip}: the norm to clip to is a number above 0")
-        if self.blocks is not None and not kind.on_blocks:
-            raise ConfigError(
-                f"blocks={self.blocks} does nothing with checkpoint={self.checkpoint}: it takes no blocks"
-            )
         if kind.part_of_compiler and self.compile not in COMPILES[1:5]:
             raise ConfigError(f"checkpoint={self.checkpoint} is {kind.part_of_compiler}; add compile=default")
+        self._check_sharding()
         if self.weights is not None and self.precision in ("amp-fp16", "amp-bf16", "tf32"):
             raise ConfigError(f"weights={self.weights} goes with fp32, bf16 or fp16, not with {self.precision}")
+
+    def _check_sharding(self) -> None:
+        """Raise `ConfigError` for ranks that are no numbers, and for settings that contradict the sharding."""
+        try:
+            if self.world is not None:
+                object.__setattr__(self, "world", whole_number(self.world))
+            object.__setattr__(self, "rank", whole_number(self.rank, least=0))
+            sharding = self.sharding
+            for wrong, why in _against(self, sharding):
+                if wrong:
+                    raise ValueError(why)
+            if sharding is not None and self.world is not None:
+                sharding.over(self.world, self.rank)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     @classmethod
     def parse(cls, text: str) -> StepConfig:
@@ -115,6 +139,16 @@ class StepConfig:
     def checkpointing(self) -> Checkpointing:
         """Kind and argument of ``checkpoint``."""
         return _checkpointing(self.checkpoint)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The kinds of sharding that ``shard`` names; ``None`` where nothing is sharded."""
+        return None if self.shard == NONE else Sharding.parse(self.shard)
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """What is kept in the host's memory."""
+        return frozenset() if self.offload == NONE else read_offload(self.offload)
 
     def given(self) -> dict[str, str]:
         """Return the settings that differ from the defaults, as texts, by name."""
@@ -146,6 +180,45 @@ class StepConfig:
             raise ConfigError(f"step config '{self}': {', '.join(idle)} does nothing in gpumem.{kind}")
 
 
+def _against(config: StepConfig, sharding: Sharding | None) -> Iterator[tuple[bool, str]]:
+    """Yield what may be wrong with a config and its sharding: whether it is, and what would be right."""
+    offloaded, precision, checkpoint = config.offloaded, str(config.precision), config.checkpoint
+    fully, staged = sharding is not None and sharding.fully, sharding is not None and sharding.staged
+    kind = config.checkpointing.kind
+    policies = {
+        precision: precision.startswith("mp-"),
+        f"reduce={config.reduce}": config.reduce is not None,
+        "offload=params": "params" in offloaded,
+    }
+    for policy, given in policies.items():
+        yield given and not fully, f"{policy} is a policy of fully_shard; add shard=fsdp (or zero2, zero3, hsdp)"
+    for name, given in {
+        f"world={config.world}": config.world is not None,
+        f"rank={config.rank}": config.rank > 0,
+    }.items():
+        yield given and sharding is None, f"{name} does nothing without sharding; add shard="
+    yield (
+        config.blocks is not None and not (kind.on_blocks or fully or staged),
+        f"blocks={config.blocks} does nothing with checkpoint={checkpoint}: it takes no blocks",
+    )
+    yield (
+        staged and precision in ("amp-fp16", "mp-fp16"),
+        f"{precision} scales gradients, and the schedule of pp does not; use bfloat16",
+    )
+    yield (
+        fully and kind.name in ("sequential", "sqrt"),
+        f"checkpoint={checkpoint} runs several blocks as one, and fully_shard gathers each; use checkpoint=blocks or every:N",
+    )
+    yield (
+        "activations" in offloaded and checkpoint == "offload",
+        "checkpoint=offload and offload=activations are the same; leave one out",
+    )
+    yield (
+        {"optimizer", "params"} <= offloaded,
+        "offload=params has the optimizer in the host's memory, too; leave optimizer out",
+    )
+
+
 AXES = tuple(field.name for field in fields(StepConfig))
 _WORDS: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
@@ -154,10 +227,14 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "compile": COMPILES,
     "cache": CACHES,
     "weights": WEIGHTS,
+    "reduce": REDUCES,
 }
 _NOT_IN = {
     "train_step": {"cache", "weights"},
-    "infer_step": {"checkpoint", "blocks", "optimizer", "clip", "zero_grad", "accumulate"},
+    "infer_step": {
+        *("checkpoint", "blocks", "optimizer", "clip", "zero_grad", "accumulate"),
+        *("shard", "world", "rank", "reduce", "offload"),
+    },
 }
 _SHORT: dict[str, Callable[[str], str]] = {
     "precision": str,
@@ -170,6 +247,11 @@ _SHORT: dict[str, Callable[[str], str]] = {
     "compile": lambda value: "compile" if value == "default" else f"compile-{value}",
     "cache": lambda value: "cache" if value == "on" else "no-cache",
     "weights": str,
+    "shard": lambda value: value.replace("+", "-").replace(":", ""),
+    "world": lambda value: f"world{value}",
+    "rank": lambda value: f"rank{value}",
+    "reduce": lambda value: f"reduce-{value}",
+    "offload": lambda value: f"offload-{value.replace('+', '-')}",
 }
 
 

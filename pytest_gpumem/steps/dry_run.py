@@ -56,7 +56,8 @@ def dry_run(training: Training) -> DryRun:
             parts_before = runs.again()
             before = training.scale()
             for phase in training.phases():
-                with cast.watched() if phase.name == "forward" else again.counted():
+                forward = phase.name == "forward" or training.pipeline is not None
+                with cast.watched() if forward else again.counted():
                     phase.run()
             after = training.scale()
             if before is None or after is None or after >= before:

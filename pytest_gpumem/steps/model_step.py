@@ -7,7 +7,8 @@ import importlib
 import logging
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.trace import tensor_text
@@ -23,10 +24,14 @@ from pytest_gpumem.torch_support.static_access import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from types import ModuleType
 
     import torch
+
+    from pytest_gpumem.explain.sites import Site
+    from pytest_gpumem.steps.pipeline import Pipeline
 
     ModelOrFactory = torch.nn.Module | Callable[[], torch.nn.Module]
     OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -40,6 +45,24 @@ _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 class NotAStep(ValueError):
     """Model, batch, loss and optimizer do not make a step; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The model of a training step, on its device."""
+
+    model: torch.nn.Module
+    run: torch.nn.Module
+    """The model as it is called: itself, or what is around it."""
+    blocks: str | None
+    """The pattern of its repeated blocks, if they are not to be found."""
+    creation_sites: Mapping[int, Site]
+    """The lines that made its tensors, by address."""
+    pipeline: Pipeline | None = None
+    """The stage that runs its micro-batches."""
+    unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context around forward in which backward leaves gradients as this rank's own."""
+    notes: tuple[str, ...] = ()
 
 
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:

@@ -29,6 +29,8 @@ class Precision:
     """Whether gradients are scaled (``torch.amp.GradScaler``), as float16's narrow exponent asks for."""
     tf32: bool = False
     """Whether float32 products and convolutions of a GPU may run in TF32."""
+    computed: str | None = None
+    """The dtype to which ``fully_shard`` casts parameters when it gathers them."""
 
 
 _PRECISIONS = {
@@ -38,12 +40,19 @@ _PRECISIONS = {
     "amp-bf16": Precision("float32", autocast="bfloat16"),
     "bf16": Precision("bfloat16"),
     "fp16": Precision("float16"),
+    "mp-bf16": Precision("float32", computed="bfloat16"),
+    "mp-fp16": Precision("float32", computed="float16", scaled=True),
 }
 
 
 def precision_named(word: str | None) -> Precision | None:
     """Return the precision that a config names; ``None`` for the model's own."""
     return None if word is None else _PRECISIONS[word]
+
+
+def dtype_of(word: str) -> str:
+    """Return the name of the dtype that a word names: ``"bfloat16"`` for ``"bf16"``."""
+    return _PRECISIONS[word].weights
 
 
 def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch.nn.Module:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.prepared import is_uninitialised
-from pytest_gpumem.torch_support.reachability import blocks_of, is_host, reachable_tensors
-from pytest_gpumem.torch_support.static_access import is_a
+from pytest_gpumem.steps.sharded_optimizer import local_optimizer
+from pytest_gpumem.steps.sharding import buckets_of, has_buckets
+from pytest_gpumem.torch_support.reachability import blocks_of, is_host, is_on, reachable_tensors
+from pytest_gpumem.torch_support.static_access import gradient_of, is_a, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.steps.runner import StepFigures
-    from pytest_gpumem.steps.training import PreparedTrainStep
+    from pytest_gpumem.steps.training import PreparedTrainStep, Training
 
 
 COUNT = 4
@@ -46,6 +48,8 @@ class StateBytes:
     master_weights: Share
     """Full-precision copies of half-precision parameters, kept by an optimizer. None of torch's keeps one; under AMP the
     float32 parameters themselves are the masters."""
+    gradient_buckets: Share
+    """The copies of gradients that ``DistributedDataParallel`` keeps to send them."""
     buffers: int
     batch: int
     other: int
@@ -58,7 +62,8 @@ class StateBytes:
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     """Run one more step and return what model, optimizer and batch hold when all gradients are there."""
     training = prepared.training
-    model, optimizer = training.model, training.optimizer
+    model = training.model
+    optimizer = None if training.optimizer is None else local_optimizer(training.optimizer)
     device = prepared.context.device.torch_device
     parameters = [parameter for parameter in model.parameters() if not is_uninitialised(parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -69,9 +74,13 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         return {address: size for address, size in blocks.items() if address not in but}
 
     def look() -> None:
-        weights = blocks_of((parameter.detach() for parameter in parameters), device)
-        gradients = blocks_of((p.grad for p in parameters if p.grad is not None), device)
-        known = {**weights, **gradients}
+        weights = blocks_of((part for parameter in parameters for part in parts_of(parameter)), device)
+        gradients = _gradient_blocks(parameters, device)
+        # What says how a parameter is sharded is on the host.
+        meshes = blocks_of(
+            reachable_tensors(getattr(parameter, "device_mesh", None) for parameter in parameters), device
+        )
+        known = {**weights, **gradients, **meshes}
         masters: dict[int, int] = {}
         state: dict[int, int] = {}
         if optimizer is not None:
@@ -82,6 +91,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         buffers = held(model.buffers(), known)
         known |= buffers
         batch = held([training.batch], known)
+        buckets = held(buckets_of(training.run), known | batch)
         found.append(
             {
                 "parameters": sum(weights.values()),
@@ -90,6 +100,8 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
                 "master_weights": sum(masters.values()),
                 "buffers": sum(buffers.values()),
                 "batch": sum(batch.values()),
+                "buckets": sum(buckets.values()),
+                "meshes": sum(meshes.values()),
             }
         )
 
@@ -99,35 +111,87 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     training.before_optimizer = None
     (bytes_of,) = found
     # Those that zero_grad only fills with zeros, and those of parameters that the optimizer does not hold.
-    kept = sum(blocks_of((p.grad for p in parameters if p.grad is not None), device).values())
+    kept = sum(_gradient_blocks(parameters, device).values())
     at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + kept
     metrics = figures.memory.memory_metrics()
     # From the second micro-batch on, forward runs beside the gradients of those before.
     beside = bytes_of["gradients"] - kept if training.config.accumulate > 1 else 0
     word = training.config.precision
+    other = figures.memory.own - at_rest
+    buckets = 0
+    if has_buckets(training.run):
+        buckets = _bytes_in(trained, word, device)
+        if not bytes_of["buckets"]:
+            # DDP shows them to nobody where other ranks are there: bytes at rest without another owner.
+            bytes_of["buckets"] = max(0, min(buckets, other))
+            other -= bytes_of["buckets"]
+    # Where forward and backward alternate, their peak is one.
+    forward = metrics.get("peak_forward", metrics["peak_backward"])
     return StateBytes(
-        parameters=Share(_bytes_in(parameters, word), bytes_of["parameters"]),
-        gradients=Share(_bytes_in(trained, word), bytes_of["gradients"]),
-        optimizer_state=Share(0 if optimizer is None else state_bytes(optimizer, trained), bytes_of["optimizer_state"]),
+        parameters=Share(_bytes_in(parameters, word, device), bytes_of["parameters"]),
+        gradients=Share(_bytes_in(trained, word, device), bytes_of["gradients"]),
+        optimizer_state=Share(_state_formula(training, optimizer, trained), bytes_of["optimizer_state"]),
         master_weights=Share(0, bytes_of["master_weights"]),
         buffers=bytes_of["buffers"],
         batch=bytes_of["batch"],
-        other=figures.memory.own - at_rest,
-        activations=max(0, metrics["peak_forward"] - figures.memory.own - beside),
+        gradient_buckets=Share(buckets, bytes_of["buckets"]),
+        other=other,
+        activations=max(0, forward - figures.memory.own - beside),
         peak=metrics["peak_allocated"],
     )
 
 
-def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None) -> int:
-    """Return elements times the bytes of an element in the precision, by default in the parameter's own dtype."""
+def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: torch.device) -> int:
+    """Return elements on the device times the bytes of an element in the precision, by default in the parameter's dtype."""
     import torch
 
     precision = precision_named(word)
     wanted = None if precision is None else getattr(torch, precision.weights).itemsize
     return sum(
-        parameter.numel() * (wanted if wanted and parameter.is_floating_point() else parameter.element_size())
+        shard_elements(parameter, padded=True)
+        * (wanted if wanted and parameter.is_floating_point() else parameter.element_size())
         for parameter in parameters
+        if is_on(parameter.device, device)
     )
+
+
+def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
+    """Return the number of a parameter's elements that this rank holds, all where it is not sharded.
+
+    Along a sharded dimension of n each of N ranks has ceil(n / N), the last ones less or nothing (``torch.chunk``).
+
+    Args:
+        parameter: A tensor, or a DTensor.
+        padded: Whether every rank counts as many as the first: ``fully_shard`` keeps parameters and gradients so, as its
+            collectives want equal parts, and optimizer state as it is.
+    """
+    mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
+    if mesh is None or placements is None:
+        return parameter.numel()
+    sizes = list(parameter.shape)
+    # The parts of tensors are split first, and fully_shard splits what is left: the mesh has them last.
+    for number in reversed(range(len(placements))):
+        dim = getattr(placements[number], "dim", None)
+        if dim is not None:
+            part = math.ceil(sizes[dim] / mesh.size(number))
+            here = sizes[dim] - part * mesh.get_local_rank(number)
+            sizes[dim] = part if padded else max(0, min(part, here))
+    return math.prod(sizes)
+
+
+def _state_formula(
+    training: Training,
+    optimizer: torch.optim.Optimizer | None,
+    trained: list[torch.nn.Parameter],
+) -> int | None:
+    if optimizer is None or "params" in training.config.offloaded:
+        return 0
+    return state_bytes(optimizer, trained)
+
+
+def _gradient_blocks(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> dict[int, int]:
+    gradients = (gradient_of(parameter) for parameter in parameters)
+    return blocks_of((part for gradient in gradients if gradient is not None for part in parts_of(gradient)), device)
 
 
 def _without_parameters(group: dict[str, object]) -> dict[str, object]:
@@ -169,7 +233,8 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.
 
 
 def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> int | None:
-    nbytes = parameter.numel() * parameter.element_size()
+    elements = shard_elements(parameter)
+    nbytes = elements * parameter.element_size()
     counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)
     count = COUNT if counted else 0
     by_torch = module.startswith("torch.optim")
@@ -179,11 +244,11 @@ def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict
         return (3 if group["amsgrad"] else 2) * nbytes + count
     if by_torch and name == "Adafactor":
         shape = parameter.shape
-        values = parameter.numel() * (1 / shape[-1] + 1 / shape[-2]) if len(shape) > 1 else parameter.numel()
+        values = elements * (1 / shape[-1] + 1 / shape[-2]) if len(shape) > 1 else elements
         return round(values) * parameter.element_size() + count
     if module.startswith("torchao") and name in ("Adam8bit", "AdamW8bit"):
-        if parameter.numel() < LEAST_IN_8_BITS or parameter.numel() % BLOCK_IN_8_BITS:
+        if elements < LEAST_IN_8_BITS or elements % BLOCK_IN_8_BITS:
             return 2 * nbytes + count
-        scales = math.ceil(parameter.numel() / BLOCK_IN_8_BITS) * 4
-        return 2 * (parameter.numel() + scales + 256 * 4) + count
+        scales = math.ceil(elements / BLOCK_IN_8_BITS) * 4
+        return 2 * (elements + scales + 256 * 4) + count
     return None

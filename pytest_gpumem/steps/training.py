@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.batches import feed, micro_batches, on_device
+from pytest_gpumem.steps.checkpoint_kinds import KINDS
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.dry_run import DryRun, dry_run
-from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, loss_of, optimizer_named
+from pytest_gpumem.steps.model_step import Built, build_model, build_optimizer, given_model, loss_of, optimizer_named
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision, scaler_of
 from pytest_gpumem.steps.prepared import PLAIN, PreparedStep, can_run, initialise, surroundings
+from pytest_gpumem.steps.process_group import layout_in_process_group
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.steps.sharded_optimizer import adapted, clip_gradients, local_optimizer
+from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sequence_shared
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import torch
 
     from pytest_gpumem.steps.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+    from pytest_gpumem.steps.pipeline import Pipeline
     from pytest_gpumem.steps.prepared import MeasuringContext
 
 
@@ -43,6 +49,10 @@ class Training:
     scaler: torch.amp.GradScaler | None = None
     before_optimizer: Callable[[], object] | None = None
     """Called when all gradients are there, in the dry run only."""
+    pipeline: Pipeline | None = None
+    """The stage whose schedule is forward and backward of all micro-batches."""
+    unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context around forward in which backward leaves gradients as this rank's own."""
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -58,12 +68,14 @@ class Training:
         parts = micro_batches(self.batch, self.config.accumulate)
         phases = [
             phase
-            for part in parts
+            for number, part in enumerate(parts, 1)
             for phase in (
-                Phase("forward", partial(self._forward, part, len(parts))),
+                Phase("forward", partial(self._forward, part, len(parts), last=number == len(parts))),
                 Phase("backward", self._backward),
             )
         ]
+        if self.pipeline is not None:
+            phases = [Phase("backward", self._pipelined)]
         if self.optimizer is None:
             return [*phases, Phase("backward", self._without_optimizer)]
         return [*phases, Phase("optimizer", self._optimize)]
@@ -76,10 +88,21 @@ class Training:
         """Return the scale of the gradients; reading it waits for the device."""
         return None if self.scaler is None else self.scaler.get_scale()
 
-    def _forward(self, batch: Any, parts: int) -> None:
+    @contextmanager
+    def _around_forward(self) -> Iterator[None]:
         kind, argument = self.config.checkpointing
         casting = autocasting(self.config.precision, self.device, cached=kind.cached_casts)
-        with casting, kind.around_forward(argument):
+        offloading = KINDS["offload"].around_forward(None) if "activations" in self.config.offloaded else nullcontext()
+        with casting, kind.around_forward(argument), offloading:
+            yield
+
+    def _pipelined(self) -> None:
+        assert self.pipeline is not None, "phases() looks"
+        with self._around_forward():
+            self.pipeline.run()
+
+    def _forward(self, batch: Any, parts: int, *, last: bool) -> None:
+        with nullcontext() if last else self.unreduced(), self._around_forward():
             loss = loss_of(feed(self.run, batch), batch, self.loss)
             # As in a loop over micro-batches, each loss takes the place of the one before.
             self._losses[:] = [loss / parts if parts > 1 else loss]
@@ -117,7 +140,8 @@ class Training:
         import torch
 
         if self.config.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            clip = torch.nn.utils.clip_grad_norm_ if self.config.sharding is None else clip_gradients
+            clip(self.model.parameters(), self.config.clip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +149,15 @@ class PreparedTrainStep(PreparedStep):
     """A training step that is ready to run under its config."""
 
     training: Training
+
+
+def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, config: StepConfig) -> Built:
+    """Return the model as it was given, or built on the device in the config's precision."""
+    with context.creation_sites() as creation_sites:
+        model = build_model(factory, context.device.torch_device)
+        model = in_precision(model, config.precision, given_model(factory) is not None)
+        initialise(model, batch, config, context.device, training=True)
+    return Built(model, model, config.blocks, creation_sites)
 
 
 @contextmanager
@@ -145,6 +178,7 @@ def prepared_train_step(
     `CannotRun` where the device cannot.
     """
     config_given, config = config is not None, config or PLAIN
+    said = config
     config.only_for("train_step")
     if optimizer is not None and config.optimizer != PLAIN.optimizer:
         raise ConfigError(
@@ -157,17 +191,27 @@ def prepared_train_step(
     if given is not None:
         # Gradients that were left would be in the first step and not in the others.
         given.zero_grad(set_to_none=True)
+    maker = optimizer if optimizer is not None or config.optimizer == "none" else optimizer_named(config.optimizer)
+    shared = config.sharding is not None or bool(config.offloaded)
+    if maker is not None and shared:
+        maker = adapted(maker, config)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
+        layout = None
+        if config.sharding is not None:
+            layout = stack.enter_context(layout_in_process_group(config, device))
+            stack.enter_context(sequence_shared(layout, device))
+            batch = part_of_sequence(batch, layout)
         foreign = context.begin((given, batch, optimizer))
-        with context.creation_sites() as creation_sites:
-            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
-            initialise(model, batch, config, context.device, training=True)
-        made = None
-        if optimizer is not None or config.optimizer != "none":
-            maker = optimizer_named(config.optimizer) if optimizer is None else optimizer
-            made = build_optimizer(maker, model, given is not None)
-        training = Training(model, model, batch, made, loss, config, device)
+        if layout is not None:
+            built = build_sharded(context, model_or_factory, batch, loss, config, layout)
+        else:
+            built = _build(context, model_or_factory, batch, config)
+        model, run = built.model, built.run
+        made = None if maker is None else build_optimizer(maker, model, given is not None)
+        config = replace(config, blocks=built.blocks)
+        training = Training(model, run, batch, made, loss, config, device)
+        training.pipeline, training.unreduced = built.pipeline, built.unreduced
         stack.callback(model.zero_grad, set_to_none=True)
         if config.optimizer.endswith("-8bit"):
             # It compiles its step by itself.
@@ -177,7 +221,7 @@ def prepared_train_step(
         stack.enter_context(checkpointed(model, config))
         compiles = config.compile != "none"
         if compiles:
-            training.run = stack.enter_context(compiled(model, config.compile))
+            training.run = stack.enter_context(compiled(run, config.compile))
         phases = training.phases()
         if compiles:
             compile_now(phases, config.compile)
@@ -190,13 +234,13 @@ def prepared_train_step(
             foreign=foreign,
             held=(model, batch, made, training.scaler),
             model=model,
-            optimizer=made,
+            optimizer=local_optimizer(made) if made is not None and shared else made,
             batch=batch,
-            config=config,
+            config=said,
             items=items,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
-            notes=tried.notes,
+            notes=(*built.notes, *tried.notes),
             recomputed=tried.recomputed,
-            creation_sites=creation_sites,
+            creation_sites=built.creation_sites,
             training=training,
         )

@@ -396,3 +396,33 @@ def print_by_way_of_the_host() -> None:
         return original(tensor.detach().cpu() if tensor.is_cuda else tensor, indent)
 
     torch._tensor_str._tensor_str = printed
+
+
+FAKE = "fake"
+"""The backend of a process group whose other ranks are not there."""
+
+
+def store_of_nobody() -> Any:
+    """Return the store of a process group of backend `FAKE`, whose collectives return at once.
+
+    Each returns this rank's own parts in place of the others', or leaves the output as it was, by release.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def forget_meshes() -> None:
+    """Forget device meshes whose process groups are gone: torch would take them for equal ones that come later."""
+    from torch.distributed import device_mesh
+    from torch.distributed.tensor import DTensor, debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
+    resources = getattr(device_mesh, "_mesh_resources", None)
+    for name in ("child_to_root_mapping", "root_to_flatten_mapping"):
+        known = getattr(resources, name, None)
+        if isinstance(known, dict):
+            known.clear()

@@ -648,7 +648,7 @@ def test_the_cpu_lacks_tf32_and_a_host_to_move_tensors_to_and_says_so():
     lacking = {feature: said for feature in features if (said := CpuDevice().lacks(feature)) is not None}
     assert lacking == {
         "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
-        "offload": "saved tensors are moved to the host, and the CPU is the host",
+        "offload": "tensors are moved to the host, and the CPU is the host",
     }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.steps.checkpoint_kinds import KINDS
+from pytest_gpumem.steps.checkpoint_kinds import KINDS, CheckpointKind
 from pytest_gpumem.steps.config import (
     AXES,
     CACHES,
@@ -17,6 +18,7 @@ from pytest_gpumem.steps.config import (
     COMPILES,
     OPTIMIZERS,
     PRECISIONS,
+    REDUCES,
     WEIGHTS,
     ZERO_GRADS,
     ConfigError,
@@ -24,6 +26,7 @@ from pytest_gpumem.steps.config import (
     as_config,
     combinations,
 )
+from pytest_gpumem.steps.shard_kinds import OFFLOADS, Sharding
 
 unhurried = settings(deadline=None)
 
@@ -110,6 +113,8 @@ def test_what_a_test_author_writes_becomes_a_config():
         ("fp32,compile=max-autotune", "fp32-compile-max-autotune"),
         ("bf16,cache=on,weights=int8", "bf16-cache-int8"),
         ("cache=off", "no-cache"),
+        ("mp-bf16,reduce=fp32,shard=fsdp+tp:8,world=64,rank=3", "mp-bf16-fsdp-tp8-world64-rank3-reduce-fp32"),
+        ("shard=hsdp:4,world=8,offload=params+activations", "hsdp4-world8-offload-params-activations"),
     ],
 )
 def test_an_id_is_short_and_in_the_fields_words(text, config_id):
@@ -136,11 +141,42 @@ VALUES = {
     "compile": st.sampled_from(COMPILES),
     "cache": st.sampled_from([None, *CACHES]),
     "weights": st.sampled_from([None, *WEIGHTS]),
+    "shard": st.sampled_from(
+        ["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hsdp:4", "pp:2", "tp:2", "fsdp+cp:2+tp:2"]
+    ),
+    "world": st.sampled_from([None, 16, 512]),
+    "rank": st.integers(0, 15),
+    "reduce": st.sampled_from([None, *REDUCES]),
+    "offload": st.sampled_from(["none", *OFFLOADS, "optimizer+activations"]),
 }
 
 
 def test_every_setting_is_among_those_that_are_tried():
     assert set(VALUES) == set(AXES)
+
+
+def _made_consistent(values: dict[str, Any], kind: CheckpointKind) -> None:
+    """Leave out what contradicts the sharding that was drawn."""
+    sharding = None if values["shard"] == "none" else Sharding.parse(values["shard"])
+    fully, staged = sharding is not None and sharding.fully, sharding is not None and sharding.staged
+    if not fully:
+        values["reduce"] = None
+        values["offload"] = values["offload"].replace("params", "none")
+        if str(values["precision"]).startswith("mp-"):
+            values["precision"] = None
+    if sharding is None:
+        values["world"], values["rank"] = None, 0
+    elif sharding.data is None:
+        values["world"] = None
+        values["rank"] %= 2
+    if staged and str(values["precision"]).endswith("p-fp16"):
+        values["precision"] = None
+    if not (kind.on_blocks or fully or staged):
+        values["blocks"] = None
+    if fully and kind.name in ("sequential", "sqrt"):
+        values["checkpoint"] = "blocks"
+    if kind.name == "offload":
+        values["offload"] = "none"
 
 
 @st.composite
@@ -154,6 +190,7 @@ def configs(draw) -> StepConfig:
         values["compile"] = draw(st.sampled_from([word for word in COMPILES[1:] if "eager" not in word]))
     if values["precision"] in ("amp-fp16", "amp-bf16", "tf32"):
         values["weights"] = None
+    _made_consistent(values, kind)
     return StepConfig(**values)
 
 
@@ -392,3 +429,49 @@ def test_a_wrong_value_of_an_axis_is_told():
 
 def test_the_fields_of_a_config_are_its_axes():
     assert tuple(field.name for field in fields(StepConfig)) == AXES
+
+
+# Sharding
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "shard=fdsp,world=2",
+            "unknown sharding 'fdsp'; choose ddp, zero1, zero2, zero3, fsdp, hsdp, pp:N, cp:N, tp:N",
+        ),
+        ("shard=tp", "'tp': write tp:N, with the number of parts"),
+        ("shard=tp:0", "'tp:0': expected a whole number, 1 or more"),
+        ("shard=ddp:2,world=2", "'ddp:2': ddp takes no number"),
+        ("shard=tp:2+tp:4", "tp is given twice"),
+        ("shard=ddp+fsdp,world=4", "ddp and fsdp both share the batch; choose one of them"),
+        ("shard=ddp+tp:2,world=4", "DistributedDataParallel takes no split parameters"),
+        ("shard=pp:2+tp:2", "tp does not go with pp"),
+        ("shard=hsdp:4,world=6", "6 ranks cannot be shared out among 4 copies"),
+        ("shard=fsdp+tp:4,world=6", "6 ranks cannot be shared out among tp:4"),
+        ("shard=tp:2,world=8", "has 2 ranks, and world=8; say what the others share, as in shard=fsdp+tp:2"),
+        ("shard=fsdp,world=4,rank=4", "rank=4: of 4 ranks the first is 0 and the last 3"),
+        ("shard=fsdp,world=0", "expected a whole number, 1 or more"),
+        ("world=4", "world=4 does nothing without sharding"),
+        ("rank=1", "rank=1 does nothing without sharding"),
+        ("mp-bf16", "mp-bf16 is a policy of fully_shard; add shard=fsdp"),
+        ("shard=ddp,world=2,reduce=fp32", "reduce=fp32 is a policy of fully_shard"),
+        ("offload=params", "offload=params is a policy of fully_shard"),
+        ("offload=weights", "unknown offload 'weights'; choose params, optimizer, activations"),
+        ("offload=activations+activations", "says something twice"),
+        ("checkpoint=offload,offload=activations", "are the same; leave one out"),
+        ("shard=fsdp,world=2,offload=params+optimizer", "leave optimizer out"),
+        ("shard=fsdp,world=2,checkpoint=sqrt", "fully_shard gathers each"),
+        ("amp-fp16,shard=pp:2", "the schedule of pp does not; use bfloat16"),
+    ],
+)
+def test_sharding_that_contradicts_itself_is_told_with_what_would_be_right(text, message):
+    with pytest.raises(ConfigError) as refused:
+        StepConfig.parse(text)
+    assert message in str(refused.value)
+
+
+def test_a_step_of_inference_is_not_sharded():
+    with pytest.raises(ConfigError, match=r"shard, world does nothing in gpumem\.infer_step"):
+        StepConfig.parse("shard=ddp,world=2").only_for("infer_step")

@@ -1,0 +1,391 @@
+"""A training step sharded over ranks, one of which runs alone: what each rank holds, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from pytest_gpumem.relations.gradients import assert_same_gradients
+from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.state import state_of
+from pytest_gpumem.steps.training import prepared_train_step
+
+WIDTH, INNER, OUTPUTS, BLOCKS, SAMPLES = 64, 128, 8, 4, 16
+F32, COUNT = 4, 4
+SHAPES = [*[(INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,)] * BLOCKS, (OUTPUTS, WIDTH), (OUTPUTS,)]
+PARAMETERS = F32 * sum(map(math.prod, SHAPES))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, INNER)
+        self.down = torch.nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(torch.nn.Module):
+    tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = torch.nn.Linear(WIDTH, OUTPUTS)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def bench(device):
+    return MeasuringContext(device, time_budget=None)
+
+
+def prepared(bench, config, model=Net, samples=SAMPLES, optimizer=None):
+    return prepared_train_step(
+        bench,
+        model,
+        lambda: torch.ones(samples, WIDTH),
+        config=StepConfig.parse(config),
+        loss=lambda output, _batch: output.square().mean(),
+        optimizer=optimizer,
+    )
+
+
+def state(bench, config, **options):
+    with prepared(bench, config, **options) as step:
+        return state_of(step, step.measure().figures)
+
+
+def peaks(bench, config, **options) -> dict[str, float]:
+    with prepared(bench, config, **options) as step:
+        return step.measure().figures.memory.memory_metrics()
+
+
+def shards(world: int) -> int:
+    """Bytes of the first rank's shards: rows of each parameter, rounded up."""
+    return F32 * sum(math.ceil(shape[0] / world) * math.prod(shape[1:]) for shape in SHAPES)
+
+
+# What a rank holds
+
+
+@pytest.mark.parametrize("world", [1, 2, 8, 64, 512])
+def test_the_state_of_a_rank_shrinks_with_the_number_of_ranks(bench, world):
+    partitioned = state(bench, f"fp32,shard=zero1,world={world}")
+    assert partitioned.parameters.measured == partitioned.gradients.measured == PARAMETERS
+    assert partitioned.gradient_buckets.measured == PARAMETERS
+    # ZeroRedundancyOptimizer shares out whole parameters: no rank has more than its part and one of the largest.
+    states = partitioned.optimizer_state.measured
+    assert 2 * PARAMETERS / world <= states <= 2 * (PARAMETERS / world + F32 * INNER * WIDTH) + COUNT * len(SHAPES)
+    for kind in ("zero2", "zero3"):
+        sharded = state(bench, f"fp32,shard={kind},world={world}")
+        assert sharded.parameters.measured == sharded.gradients.measured == shards(world)
+        assert sharded.optimizer_state.measured == 2 * shards(world) + COUNT * len(SHAPES)
+        assert sharded.other == 0
+        for share in (sharded.parameters, sharded.gradients, sharded.optimizer_state, partitioned.optimizer_state):
+            assert share.formula == share.measured
+
+
+def test_the_last_rank_has_less_state_where_rows_do_not_go_round(bench):
+    # 128 and 64 rows among three: 43, 43, 42 and 22, 22, 20. Parameters are padded, as collectives want equal parts.
+    last = state(bench, "fp32,shard=fsdp,world=3,rank=2")
+    assert last.parameters.measured == last.parameters.formula == shards(3)
+    rows = {INNER: 42, WIDTH: 20, OUTPUTS: 2}
+    here = F32 * sum(rows[shape[0]] * math.prod(shape[1:]) for shape in SHAPES)
+    assert last.optimizer_state.measured == last.optimizer_state.formula == 2 * here + COUNT * len(SHAPES)
+
+
+def test_ddp_holds_all_and_a_copy_of_the_gradients_to_send(bench):
+    plain, ddp = state(bench, "fp32"), state(bench, "fp32,shard=ddp,world=4")
+    assert ddp.gradient_buckets.measured == ddp.gradient_buckets.formula == PARAMETERS
+    assert plain.gradient_buckets.formula == 0
+    assert ddp.peak - plain.peak == PARAMETERS
+
+
+def test_copies_of_the_model_hold_larger_shards(bench):
+    assert state(bench, "fp32,shard=hsdp,world=8").parameters.measured == shards(4)
+    assert state(bench, "fp32,shard=hsdp:4,world=8").parameters.measured == shards(2)
+
+
+def test_split_tensors_are_split_and_the_others_are_whole(bench):
+    halves = state(bench, "fp32,clip=1,shard=tp:2")
+    split = BLOCKS * (INNER * WIDTH + INNER + WIDTH * INNER)
+    whole = PARAMETERS - F32 * split
+    assert halves.parameters.measured == halves.parameters.formula == whole + F32 * split // 2
+    both = state(bench, "fp32,clip=1,shard=fsdp+tp:2,world=8")
+    assert both.parameters.measured == both.parameters.formula
+    assert both.parameters.measured == pytest.approx(halves.parameters.measured / 4, rel=0.01)
+
+
+def test_gathering_everything_at_once_takes_more_than_block_by_block(bench):
+    kept, sharded = peaks(bench, "fp32,shard=zero2,world=8"), peaks(bench, "fp32,shard=zero3,world=8")
+    # All blocks but the one that is gathered at the end of forward.
+    assert kept["peak_forward"] - sharded["peak_forward"] >= (BLOCKS - 2) * F32 * 2 * INNER * WIDTH
+
+
+def test_a_policy_casts_what_is_gathered_and_reduced(bench):
+    full = peaks(bench, "fp32,shard=fsdp,world=8")
+    half = peaks(bench, "mp-bf16,shard=fsdp,world=8")
+    reduced = peaks(bench, "mp-bf16,reduce=fp32,shard=fsdp,world=8")
+    assert half["peak_forward"] == reduced["peak_forward"] < full["peak_forward"]
+    assert half["peak_allocated"] < reduced["peak_allocated"] < full["peak_allocated"]
+
+
+def test_a_stage_holds_its_blocks_and_as_many_micro_batches_as_its_schedule(bench):
+    first = state(bench, "fp32,shard=pp:2,accumulate=4")
+    block = F32 * (2 * INNER * WIDTH + INNER + WIDTH)
+    assert first.parameters.measured == BLOCKS // 2 * block
+    last = state(bench, "fp32,shard=pp:2,accumulate=4,rank=1")
+    assert last.parameters.measured == BLOCKS // 2 * block + F32 * (WIDTH * OUTPUTS + OUTPUTS)
+    # Two micro-batches are live in the first of two stages, however many there are; all of GPipe's would be.
+    few = peaks(bench, "fp32,shard=pp:2,accumulate=4", samples=4 * 64)["peak_backward"]
+    many = peaks(bench, "fp32,shard=pp:2,accumulate=8", samples=8 * 64)["peak_backward"]
+    micro_batch, live = F32 * 64 * WIDTH, F32 * 64 * (WIDTH + 2 * (WIDTH + 2 * INNER))
+    # The batch itself, its outputs and what arrives for backward grow with it.
+    assert many - few < 4 * (3 * micro_batch) < 4 * live
+
+
+def test_micro_batches_are_reduced_once(bench, monkeypatch):
+    reduced = []
+    from pytest_gpumem.steps import sharding
+
+    hook = sharding._Alone.hook
+
+    def counted(self):
+        reduce = hook(self)
+
+        def counting(state, bucket):
+            reduced.append(bucket.index())
+            return reduce(state, bucket)
+
+        counting.__annotations__ = reduce.__annotations__
+        return counting
+
+    monkeypatch.setattr(sharding._Alone, "hook", counted)
+    with prepared(bench, "fp32,shard=ddp,world=2,accumulate=4") as step:
+        reduced.clear()
+        for phase in step.phases:
+            phase.run()
+    assert reduced == [0]
+
+
+# Alone and together
+
+RANKS = """
+import json, os, sys
+import torch
+sys.path.insert(0, {repository!r})
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.runner import _run_step
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
+from pytest_gpumem.torch_support.static_access import parts_of
+from tests.steps.test_sharding import prepared
+device = CpuDevice()
+device.open()
+for kind in ("ddp", "zero1", "zero2", "zero3", "tp:2"):
+    alone = "" if "RANK" in os.environ else f",world=2,rank={{sys.argv[1]}}"
+    held, bench = {{}}, MeasuringContext(device, time_budget=None)
+    with prepared(bench, f"fp32,shard={{kind}}{{alone}}") as step:
+        model = step.model
+        def look():
+            parts = {{"parameters": model.parameters(), "gradients": (one.grad for one in model.parameters())}}
+            for name, tensors in parts.items():
+                held[name] = sum(blocks_of(part for one in tensors for part in parts_of(one)).values())
+            state = reachable_tensors([list(step.optimizer.state.values())])
+            held["optimizer"] = sum(one.numel() * 4 for one in state if type(one) is torch.Tensor and one.dtype == torch.float32)
+        device.quiesce()
+        steps = [_run_step(step.phases, device, step.foreign) for _ in range(6)]
+        # Threads of gloo let go of what they sent when they get to it: at the earliest in some step.
+        held["peak"] = min(figures.peak_allocated for figures in steps[2:])
+        step.training.before_optimizer = look
+        for phase in step.phases:
+            phase.run()
+    print(json.dumps([kind, held]), flush=True)
+device.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def together_and_alone():
+    """What each rank of two holds: with the other one there (gloo), and alone."""
+    repository = Path(__file__).parents[2]
+    source = RANKS.format(repository=str(repository))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    usual = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", source, str(rank)],
+            env=usual | ({**job, "RANK": str(rank)} if together else {}),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for together in (True, False)
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * 4
+    found = [dict(map(json.loads, text.splitlines())) for text in said]
+    return found[:2], found[2:]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "tp:2"])
+def test_a_rank_alone_holds_what_it_holds_beside_the_other(together_and_alone, kind):
+    together, alone = together_and_alone
+    for there, here in zip(together, alone, strict=True):
+        assert {name: size for name, size in here[kind].items() if name != "peak"} == {
+            name: size for name, size in there[kind].items() if name != "peak"
+        }
+        assert here[kind]["peak"] == pytest.approx(there[kind]["peak"], rel=0.01)
+
+
+# What is left behind
+
+
+def test_a_sharded_step_leaves_no_process_group_and_changes_no_other_step(bench):
+    before = peaks(bench, "fp32")
+    ddp = peaks(bench, "fp32,shard=ddp,world=2")
+    peaks(bench, "fp32,shard=fsdp+tp:2,world=8,rank=5")
+    assert not dist.is_initialized()
+    assert peaks(bench, "fp32") == before
+    assert peaks(bench, "fp32,shard=ddp,world=2") == ddp
+
+
+def test_a_process_group_that_is_there_is_used_and_left(bench):
+    from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
+
+    dist.init_process_group(FAKE, store=store_of_nobody(), rank=1, world_size=2)
+    try:
+        with prepared(bench, "fp32,shard=zero3") as step:
+            (weight, *_) = step.model.parameters()
+            assert weight.device_mesh.get_local_rank() == 1
+        with pytest.raises(ConfigError, match=r"world=4, but this is rank 1 of a process group of 2; leave world= out"):
+            peaks(bench, "fp32,shard=zero3,world=4")
+        with pytest.raises(ConfigError, match=r"rank=3, but this is rank 1"):
+            peaks(bench, "fp32,shard=zero3,rank=3")
+    finally:
+        dist.destroy_process_group()
+
+
+# Models
+
+
+def test_a_model_that_is_sharded_keeps_its_buffers_and_never_has_all_parameters(bench, monkeypatch):
+    built = []
+
+    def model():
+        net = Net()
+        built.append({parameter.device.type for parameter in net.parameters()})
+        return net
+
+    with prepared(bench, "fp32,shard=fsdp,world=4", model=model) as step:
+        assert step.model.scale.tolist() == [0.5] * WIDTH
+        assert all(parameter.to_local().isfinite().all() for parameter in step.model.parameters())
+    assert built == [{"meta"}]
+
+
+def test_a_model_that_reads_its_parameters_when_it_is_built_is_built_for_real(bench):
+    class Reading(Net):
+        def __init__(self):
+            super().__init__()
+            self.largest = float(self.head.weight.max())
+
+    assert peaks(bench, "fp32,shard=fsdp,world=4", model=Reading) == peaks(bench, "fp32,shard=fsdp,world=4")
+
+
+def test_a_model_without_repeated_blocks_is_gathered_as_a_whole_and_says_so(bench):
+    with prepared(bench, "fp32,shard=fsdp,world=4", model=lambda: torch.nn.Linear(WIDTH, OUTPUTS)) as step:
+        assert step.measure().notes == (
+            "shard=fsdp: no repeated blocks were found, so that the model is gathered as a whole",
+        )
+
+
+@pytest.mark.parametrize("kind", ["fsdp,world=2", "tp:2", "pp:2,accumulate=2"])
+def test_a_model_that_exists_is_not_changed(bench, kind):
+    with pytest.raises(ConfigError, match="changes the model for good; pass a function that builds it"):
+        peaks(bench, f"fp32,shard={kind}", model=Net())
+
+
+def test_ddp_takes_a_model_that_exists_and_leaves_it_as_it_was(bench):
+    model = Net()
+    assert peaks(bench, "fp32,shard=ddp,world=2", model=model)["peak_allocated"] > 0
+    assert type(model) is Net
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimizer_that_exists_is_refused(bench):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match=r"pass a function: optimizer=lambda parameters"):
+        peaks(bench, "fp32,shard=zero1,world=2", model=model, optimizer=optimizer)
+
+
+def test_an_optimizer_of_ones_own_is_sharded(bench):
+    momentum = state(
+        bench,
+        "fp32,shard=zero3,world=8",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
+    assert momentum.optimizer_state.measured == momentum.optimizer_state.formula == shards(8)
+
+
+def test_layers_are_split_by_the_models_plan_only(bench):
+    class Without(Net):
+        tp_plan = None
+
+    class Unknown(Net):
+        tp_plan: ClassVar = {"layers.*.up": "columns"}
+
+    class OfStyles(Net):
+        tp_plan: ClassVar = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+    with pytest.raises(ConfigError, match="Without has no tp_plan"):
+        peaks(bench, "shard=tp:2", model=Without)
+    with pytest.raises(ConfigError, match=r"tp_plan\['layers.\*.up'\] is 'columns'; known are colwise, rowwise"):
+        peaks(bench, "shard=tp:2", model=Unknown)
+    assert peaks(bench, "fp32,shard=tp:2", model=OfStyles) == peaks(bench, "fp32,shard=tp:2")
+
+
+def test_a_stage_needs_as_many_micro_batches_as_there_are_stages(bench):
+    with pytest.raises(ConfigError, match="add accumulate=4 or more"):
+        peaks(bench, "shard=pp:4,accumulate=2")
+    with pytest.raises(ConfigError, match="8 segments cannot be made of 4 blocks"):
+        peaks(bench, "shard=pp:8,accumulate=8")
+
+
+def test_alone_the_number_of_ranks_is_asked_for(bench):
+    with pytest.raises(ConfigError, match=r"shard=ddp needs the number of ranks; add world=N"):
+        peaks(bench, "shard=ddp")
+
+
+def test_gradients_of_a_rank_alone_are_not_compared(device):
+    with pytest.raises(ConfigError, match=r"a rank alone has gradients of its own; leave shard= out"):
+        assert_same_gradients(
+            device, Net, torch.ones(SAMPLES, WIDTH), (StepConfig.parse("shard=ddp,world=2"), StepConfig())
+        )
