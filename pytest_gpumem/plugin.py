@@ -65,11 +65,14 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, in
     # Around the whole process: the exit status is what comes out of here, whatever hooks and tests have made of it.
     try:
         status = yield
+        return status if status is None else _final_status(config, status)
     except SystemExit as end:
         if end.code in (0, None):
             end.code = _final_status(config, 0)
         raise
-    return status if status is None else _final_status(config, status)
+    finally:
+        if SESSION in config.stash:
+            config.stash[SESSION].leave()
 
 
 def _final_status(config: pytest.Config, status: int) -> int:

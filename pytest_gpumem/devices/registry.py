@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
+from pytest_gpumem.ranks.launch import launch_of
 from pytest_gpumem.values.option_words import EMULATED
 
 DeviceFactory = Callable[[], Device]
@@ -21,20 +23,42 @@ def make_cuda() -> Device:
         # CUDA of this process is the emulated GPU.
         from pytest_gpumem.devices.emulated import EmulatedDevice
 
+        _take_gpu_of_rank()
         return EmulatedDevice(emulation)
     from pytest_gpumem.devices.cuda import CudaDevice
     from pytest_gpumem.devices.cuda_runtime import TorchCuda
     from pytest_gpumem.devices.device_lock import DeviceLock
 
+    _take_gpu_of_rank()
     runtime = TorchCuda()
     return CudaDevice(runtime, DeviceLock("gpu-" + runtime.properties().uuid))
+
+
+def _take_gpu_of_rank() -> None:
+    """Let CUDA's current device be that of this rank, where there are several. Raises `DeviceUnavailable`."""
+    launch = launch_of(os.environ)
+    if launch is None:
+        return
+    import torch
+
+    there = torch.cuda.device_count()
+    # A launcher may show each rank its own GPU only.
+    if there > 1 and launch.local_rank >= there:
+        raise DeviceUnavailable(
+            f"{launch.rank} is the {launch.local_rank + 1}th of this machine (LOCAL_RANK {launch.local_rank}), which has "
+            f"{there} GPUs: launch {there} ranks on it"
+        )
+    if there > 1:
+        torch.cuda.set_device(launch.local_rank)
 
 
 def make_cpu() -> Device:
     from pytest_gpumem.devices.cpu import CpuDevice
     from pytest_gpumem.devices.device_lock import DeviceLock
 
-    return CpuDevice(DeviceLock("cpu", spoken="the CPU"))
+    launch = launch_of(os.environ)
+    # Ranks of one job share the CPU, and keep other jobs' tests off together.
+    return CpuDevice(DeviceLock("cpu", spoken="the CPU") if launch is None or launch.local_rank == 0 else None)
 
 
 BUILT_IN: dict[str, DeviceFactory] = {"cuda": make_cuda, "cpu": make_cpu}

@@ -21,6 +21,7 @@ from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
+from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import parse_size
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
+    from pytest_gpumem.ranks.together import Alone
     from pytest_gpumem.values.events import Token
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
@@ -134,31 +136,34 @@ class Recorded:
         )
 
 
-def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
+def explain(
+    device: Device, sites: Sites, subject: Subject, expected: Expected, together: Alone = ALONE
+) -> tuple[Explanation, Recorded]:
     """Record ``subject``, and explain its peak, which was measured as ``expected``.
 
     Marks can change the step: modules that look for a `TorchFunctionMode` take another path under one, and compiled code is
     compiled anew. Then it is recorded again with fewer marks, until it allocates and peaks as it did when it was measured. If
     it never does, the most detailed recording with the same peak is used, or one with another peak and a note. Raises what
-    ``subject`` raises without marks, too.
+    ``subject`` raises without marks, too. On several ranks it is recorded as often on all, as they decide ``together``.
     """
     seen: list[Recorded] = []
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
     for level in levels:
         graphs = compiled_graphs()
         done = record(device, sites, subject, level)
-        if done.error is not None:
-            if level == levels[-1]:
+        if together.any(done.error is not None):
+            if level == levels[-1] and done.error is not None:
                 raise done.error
+            seen += [done] if done.error is None else []
             continue
         if done.left.nbytes and not done.is_as(expected):
             wider = done.with_what_was_left()
             done = wider if wider.is_as(expected) else done
         if expected.own is not None:
             done = done.without_later_growth(expected.own)
-        if done.is_as(expected) and compiled_graphs() == graphs:
-            return _explained(done), done
         seen.append(done)
+        if together.all(done.is_as(expected) and compiled_graphs() == graphs):
+            return _explained(done), done
     closest = next((done for done in seen if done.peak == expected.peak), seen[0])
     explanation = _explained(closest)
     if closest.peak != expected.peak:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem import __version__
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.reports.ranks import peaks_by_rank
 from pytest_gpumem.reports.session_report import SessionReport
 from pytest_gpumem.units import nearest
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from fastjsonschema import JsonSchemaValueException
+
+    from pytest_gpumem.reports.ranks import RankPeaks
 
 FORMAT = 1
 """The number of the JSON's format; ``report.schema.json`` is its schema."""
@@ -39,9 +42,9 @@ class ReportError(ValueError):
 def to_json(report: SessionReport) -> str:
     """The whole report, the same bytes for the same report.
 
-    ``accounting``, ``passed`` and ``problems`` follow from the rest, for those who only read. A line each key, and each test:
-    so is a large report written in little time, and read by line-wise tools. All is ASCII; a number that JSON does not have
-    is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``.
+    ``accounting``, ``passed``, ``problems`` and ``ranks`` follow from the rest, for those who only read. A line each key,
+    and each test: so is a large report written in little time, and read by line-wise tools. All is ASCII; a number that JSON
+    does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``.
     """
     plain = {
         "format": FORMAT,
@@ -50,6 +53,9 @@ def to_json(report: SessionReport) -> str:
         "problems": list(report.problems),
         **to_plain(report),
     }
+    ranks = peaks_by_rank(report.results)
+    if ranks:
+        plain["ranks"] = [_plain_ranks(one) for one in ranks]
     lines = [
         f"{json.dumps(key)}: {_results(value) if key == 'results' else _dumped(value)}" for key, value in plain.items()
     ]
@@ -207,6 +213,19 @@ def _other_version(plain: dict[str, Any]) -> str | None:
     if not isinstance(version, str) or version == __version__:
         return None
     return f"it is of pytest-gpumem {ascii(version[:40])[1:-1]}, this is {__version__}"
+
+
+def _plain_ranks(row: RankPeaks) -> dict[str, Any]:
+    return {
+        "file": row.file,
+        "test": row.test,
+        "name": row.name,
+        "world": row.world,
+        "peaks": [[number, peak] for number, peak in row.peaks],
+        "smallest": row.smallest[0],
+        "largest": row.largest[0],
+        "imbalance": row.imbalance,
+    }
 
 
 def _results(results: list[Any]) -> str:

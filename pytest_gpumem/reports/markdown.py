@@ -16,6 +16,7 @@ from pytest_gpumem.reports.escaping import block, code, code_in_table, details, 
 from pytest_gpumem.reports.explanation import explained, grown_counts
 from pytest_gpumem.reports.layout import without_empty
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
+from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reports.summary import reasons
 from pytest_gpumem.reports.values import change, shown, texts_of
 from pytest_gpumem.reports.view import measured_in, origin_line, rows_of, state_of
@@ -49,7 +50,20 @@ class _Part:
     text: str
 
 
-_HEAD, _PROBLEM, _FAILED, _NOT_RUN, _DETAILS, _CHANGED, _NOT_COMPARED, _STORE, _ENVIRONMENT, _MATRIX, _ALL = range(11)
+(
+    _HEAD,
+    _PROBLEM,
+    _FAILED,
+    _NOT_RUN,
+    _DETAILS,
+    _CHANGED,
+    _NOT_COMPARED,
+    _STORE,
+    _RANKS,
+    _ENVIRONMENT,
+    _MATRIX,
+    _ALL,
+) = range(12)
 _MANY = {
     _PROBLEM: "problems",
     _FAILED: "tests that failed",
@@ -121,11 +135,21 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     every = _all_tests(rows, units)
     if every:
         yield _Part(_ALL, "the table of all tests", details("All measured tests", every))
+    yield from _ranks(report)
     for title, configs in matrices(report.results).items():
         yield _Part(
             _MATRIX, "a table of configs", details(f"Configs of {html_code(title)}", _matrix_table(configs, units))
         )
     yield _Part(_ENVIRONMENT, "the environment", details("Environment", _environment(report)))
+
+
+def _ranks(report: SessionReport) -> Iterator[_Part]:
+    ranks = peaks_by_rank(report.results)
+    if ranks:
+        header, lines = rank_cells(ranks, report.terms.units)
+        cells = [[code_in_table(name), *map(plain, others)] for name, *others in lines]
+        found = table(header, cells, (0, len(header) - 1))
+        yield _Part(_RANKS, "the table of ranks", details("Peaks of ranks", found))
 
 
 def _figures(row: Row, units: UnitSystem) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.reports.explanation import composition_table, part_layout
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
+from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.summary import (
     LEAST_NAME,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import MetricVerdict
     from pytest_gpumem.reports.layout import Screen
     from pytest_gpumem.reports.matrix import Row
+    from pytest_gpumem.reports.ranks import RankPeaks
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import Measured
     from pytest_gpumem.units import UnitSystem
@@ -157,6 +159,8 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         compared = (one.verdict for one in report.results if one.verdict.verdicts)
         pieces += map(_line, [*reasons(compared), *notes(measured)])
         pieces += [NOTHING] if pieces else []
+        ranks = peaks_by_rank(report.results)
+        pieces += [_ranks(ranks, units), NOTHING] if ranks else []
         if everything or not report.terms.baseline:
             for title, rows in matrices(report.results).items():
                 # Why nothing of it was measured is in the line that counts.
@@ -198,6 +202,17 @@ def _matrix(title: str, rows: Sequence[Row], units: UnitSystem) -> list[Piece]:
         Table(columns, tuple(tuple(map(Span, line)) for line in lines)),
         *([_line(f"  {note}", "aside")] if note else []),
     ]
+
+
+def _ranks(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
+    """Return the peaks of all ranks; a narrow terminal leaves out those in between."""
+    header, lines = rank_cells(rows, units)
+    columns = (
+        Column("peaks of ranks", left=True, least=LEAST_NAME),
+        *(Column(name, weight=1) for name in header[1:-1]),
+        Column(header[-1], left=True),
+    )
+    return Table(columns, tuple(tuple(map(Span, line)) for line in lines))
 
 
 def _ending(report: SessionReport) -> list[Line]:

@@ -31,12 +31,13 @@ from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import NO_CUDNN
 from pytest_gpumem.values.plain import from_plain
+from pytest_gpumem.values.ranks import rank_in
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.session.settings import Settings
 
 
@@ -60,6 +61,15 @@ class Controller:
         typed = config.getoption("gpumem_report") is not None
         if (typed or settings.baseline) and not config.option.collectonly:
             self._files.begin()
+
+    @property
+    def not_collected(self) -> list[str]:
+        """The files and folders that could not be collected."""
+        return sorted(self._not_collected)
+
+    def tell(self, error: str) -> None:
+        """Add why the session is red, whatever became of its tests."""
+        self._errors.append(error)
 
     def select(self, selection: Selection) -> None:
         """Take the selection of a process that has collected; with several workers, each has the same."""
@@ -145,6 +155,30 @@ class Controller:
         red = not self._report.passed if self._settings.gates else self._report.nothing_gated is not None
         if red or self._errors:
             session.testsfailed += 1
+
+    def lost(self, verdict: TestVerdict | None, why: str) -> None:
+        """Report, in place of the end of the session, that it cannot come to its end. Nothing is written into the store.
+
+        Args:
+            verdict: That on the test that ran, if one did.
+            why: What happened, in one or more lines.
+        """
+        if self._report is None:
+            results = self._results.all()
+            if verdict is not None:
+                results.append(TestResult(verdict, passed=False, failed=True, failed_in="call"))
+                results.sort(key=lambda result: (result.verdict.file, result.verdict.test))
+            self._report = self._reported(results, why.partition("\n")[0])
+            self._errors += self._files.write(self._report)
+        capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.ensure_newline()
+            self.pytest_terminal_summary(reporter)
+            for line in (*([] if verdict is None else [f"FAILED {verdict.nodeid}"]), *why.splitlines()):
+                reporter.write_line(f"gpumem: {line}", red=True)
 
     def _check_selected(self, session: pytest.Session) -> None:
         if self._selection is None:
@@ -241,11 +275,13 @@ class Controller:
     def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
         """Return baselines of tests that passed, for measurements that these tests no longer take."""
         tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
+        worlds = {_world(key.name) for key in measured}
         return [
             (slug, key)
             for slug in sorted({slug for slug, _, _ in tests})
             for _, key in self._store.keys(slug)
-            if (slug, key.file, key.test) in tests and key not in measured
+            # Those of jobs of another size stay: this one could not measure them.
+            if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
         ]
 
     def _note_convolutions(self, results: list[TestResult]) -> None:
@@ -304,6 +340,12 @@ class Controller:
             terminalreporter.write("\n")
         for text in report_to_github(report, self._config.rootpath, os.environ):
             terminalreporter.write_line(text)
+
+
+def _world(name: str) -> int:
+    """Return how many ranks the job had that took a measurement of this name."""
+    rank = rank_in(name)
+    return 1 if rank is None else rank.world
 
 
 def screen_of(reporter: pytest.TerminalReporter) -> Screen:

@@ -26,6 +26,7 @@ from pytest_gpumem.session.marker import sets_itself
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.timing.comparison import is_undecided
 from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.values.ranks import rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import NoBaseline
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.session.ranks import OneProcess
     from pytest_gpumem.session.selection import Measured
     from pytest_gpumem.session.settings import Settings
 
@@ -116,13 +118,20 @@ class Judging:
     """The gate of one test."""
 
     def __init__(
-        self, config: pytest.Config, settings: Settings, store: Store, item: pytest.Item, measured: Measured
+        self,
+        config: pytest.Config,
+        settings: Settings,
+        store: Store,
+        item: pytest.Item,
+        measured: Measured,
+        ranks: OneProcess,
     ) -> None:
         self._config = config
         self._settings = settings
         self._store = store
         self.item = item
         self.measured = measured
+        self.ranks = ranks
 
     def judge(self, measurement: Measurement) -> Judged:
         """Return the verdict on a measurement of the test."""
@@ -153,6 +162,8 @@ class Judging:
         taken = {one.measurement.name: one for one in judged}
         missing = []
         for name in stored:
+            if rank_in(name) != self.ranks.rank:
+                continue  # of a job of another size, or of another rank, which looks itself
             if name not in taken:
                 missing.append(name)
             elif uncounted := _uncounted(taken[name]):
@@ -195,19 +206,25 @@ class Judging:
         """
         item = self.item
         record_verdict(item, verdict)
+        decided = self.ranks.agreed(verdict, lambda whole: self._decided(whole, memory))
+        record_verdict(item, decided)
+        if decided.failure is not None:
+            item.stash[_FAILURE] = failure = pytest.fail.Exception(decided.failure, pytrace=False)
+            raise failure from None
+
+    def _decided(self, verdict: TestVerdict, memory: str) -> TestVerdict:
+        """Return the verdict with the text of its failure, if the test must fail."""
         failing = self.failing(verdict)
-        if not failing and not verdict.unmeasured and not self._settings.no_time and self.measured.has_fixture:
-            idle = self._idle([one.measurement for one in verdict.verdicts])
-            if idle is not None:
-                record_verdict(item, replace(verdict, failure=idle))
-                pytest.fail(idle, pytrace=False)
         if failing:
             path, options = self._path_from_here(verdict), options_given(self._config)
-            accept = accept_command(verdict, failing, path=path, options=options)
+            accept = accept_command(verdict, failing, path=path, options=options, start=self.ranks.command)
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
-            record_verdict(item, replace(verdict, failure=text, accept=accept))
-            item.stash[_FAILURE] = failure = pytest.fail.Exception(text, pytrace=False)
-            raise failure from None
+            return replace(verdict, failure=text, accept=accept)
+        if not verdict.unmeasured and not self._settings.no_time and self.measured.has_fixture:
+            idle = self._idle([one.measurement for one in verdict.verdicts])
+            if idle is not None:
+                return replace(verdict, failure=idle)
+        return verdict
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
         """Return which limit on times has no effect in a test that measured ``measurements``, as a sentence."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import FailedIn, TestVerdict
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.session.fixture_setup import FixtureSetup
+    from pytest_gpumem.session.ranks import OneProcess
     from pytest_gpumem.session.selection import Measured
     from pytest_gpumem.session.settings import Settings
 
@@ -104,6 +105,7 @@ class Measuring:
         store: Store,
         measured: Mapping[pytest.Item, Measured],
         fixtures: FixtureSetup,
+        ranks: OneProcess,
     ) -> None:
         self._config = config
         self._settings = settings
@@ -111,6 +113,7 @@ class Measuring:
         self._store = store
         self._measured = measured
         self._fixtures = fixtures
+        self._ranks = ranks
         self._environments: dict[str, Environment] = {}
 
     # Set-up
@@ -122,7 +125,7 @@ class Measuring:
         if measured is None:
             return (yield)
         _forget(item)
-        item.stash[_JUDGING] = judging = Judging(self._config, self._settings, self._store, item, measured)
+        item.stash[_JUDGING] = judging = Judging(self._config, self._settings, self._store, item, measured, self._ranks)
         try:
             self._begin(judging)
         except DeviceUnavailable as unavailable:
@@ -147,10 +150,11 @@ class Measuring:
             ownership = self._fixtures.begin(item, device)
             context = MeasuringContext(
                 device,
-                None if settings.no_time or not device.tells_time else TimeBudget(settings.time_budget),
+                TimeBudget(settings.time_budget) if self._times(device) else None,
                 sites=None if settings.explain == "never" else self._sites,
-                artifacts=Artifacts(settings.artifacts_folder, item.nodeid, device),
+                artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
                 over_time=bool(settings.report),
+                together=self._ranks.together,
             )
             policy = ExplainPolicy(self._config, settings, judging)
             run = TestRun(judging, policy, context, ownership, self._environment(device))
@@ -158,6 +162,15 @@ class Measuring:
             device.close()
             raise
         item.stash[_RUN] = self._fixtures.run = run
+
+    def _times(self, device: Device) -> bool:
+        """Return whether steps are timed: not on several ranks, each of which would stop sampling when it has enough."""
+        return device.tells_time and not self._settings.no_time and self._ranks.rank is None
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes files."""
+        return self._ranks.rank is None or self._ranks.rank.is_first
 
     @cached_property
     def _sites(self) -> Sites:

@@ -49,6 +49,7 @@ OPTIONS = tuple(
         "against",
         "strict",
         "no_time",
+        "rank_timeout",
         "explain",
         "artifacts",
         "report",
@@ -136,4 +137,11 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         default=None,
         help="take no times: measure memory and count work only; steps run fewer times",
+    )
+    group.addoption(
+        "--gpumem-rank-timeout",
+        metavar="SECONDS",
+        default=None,
+        help="under torchrun: how long ranks may come no further while others wait for them, before the session ends and names "
+        "them (default: 600)",
     )

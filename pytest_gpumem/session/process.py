@@ -6,13 +6,16 @@ import os
 import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.ranks.launch import LaunchError
 from pytest_gpumem.session.marker import BudgetError, remember_markers
 from pytest_gpumem.session.options import is_measured
+from pytest_gpumem.session.ranks import OneProcess, RankSession, ranks_of
 from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measured_of
 from pytest_gpumem.session.settings import SettingsError, check_device, settings_of
 from pytest_gpumem.units import nearest
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.registry import DeviceFactory
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.session.controller import Controller
+    from pytest_gpumem.session.rank_hooks import RankHooks
     from pytest_gpumem.session.settings import Settings
 
 
@@ -44,6 +48,8 @@ class GpumemSession:
         self._measured: dict[pytest.Item, Measured] = {}
         self._store: Store | None = None
         self._controller: Controller | None = None
+        self._ranks = self._ranks_of(config)
+        self._rank_hooks: RankHooks | None = None
         if self._worker is not None:
             if self.settings.explicit:
                 from pytest_gpumem.devices.sharing import give_worker_its_gpu
@@ -54,6 +60,20 @@ class GpumemSession:
             self._check_store()
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
+
+    def _ranks_of(self, config: pytest.Config) -> OneProcess:
+        if self._worker is not None:
+            return OneProcess()
+        try:
+            ranks = ranks_of(self.settings.rank_timeout, os.environ)
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
+        if ranks.rank is not None and _distributes(config):
+            raise pytest.UsageError(
+                f"this is {ranks.rank}, started by torchrun, and pytest-xdist (-n, --tx) would give its tests to processes "
+                "that are no ranks: leave -n out (-p no:xdist), or run pytest without torchrun"
+            )
+        return ranks
 
     def _asks_for_a_gate(self) -> bool:
         settings = self.settings
@@ -138,6 +158,8 @@ class GpumemSession:
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=self._whole_files(),
         )
+        if isinstance(self._ranks, RankSession) and not self._config.option.collectonly:
+            self._join(self._ranks, items)
         if kept:
             self._register_measuring(kept)
         if self._worker is None:
@@ -145,6 +167,52 @@ class GpumemSession:
                 self._register_controller()
             if self._controller is not None:
                 self._controller.select(self.selection)
+
+    def _join(self, ranks: RankSession, items: list[pytest.Item]) -> None:
+        """Join the other ranks, which must have selected the same tests. Raises ``pytest.UsageError``."""
+        from pytest_gpumem.ranks.board import BoardError
+        from pytest_gpumem.ranks.together import RankLost
+        from pytest_gpumem.session.rank_hooks import RankHooks
+
+        try:
+            ranks.join(self.root, self._lost)
+            wrong = ranks.differing([item.nodeid for item in items], self._not_collected())
+        except (BoardError, RankLost) as error:
+            raise pytest.UsageError(str(error)) from None
+        if wrong is not None:
+            raise pytest.UsageError(wrong)
+        self._rank_hooks = RankHooks(ranks, self._measured, self._tell)
+        self._config.pluginmanager.register(self._rank_hooks, "gpumem-ranks")
+
+    def _not_collected(self) -> list[str]:
+        return [] if self._controller is None else self._controller.not_collected
+
+    def _tell(self, what: str) -> None:
+        """Report what makes the session red that happened on another rank."""
+        if self._controller is not None:
+            self._controller.tell(what)
+
+    def _lost(self, why: str) -> None:
+        """Report that a rank is lost: in another thread, as the main one may never come back."""
+        current = None if self._rank_hooks is None else self._rank_hooks.current
+        if self._controller is not None:
+            clause = why.partition("\n")[0]
+            verdict = None if current is None else current.not_measured(clause, failed_by_itself=True)
+            self._controller.lost(None if verdict is None else replace(verdict, failure=why), why)
+        else:
+            sys.stderr.write(f"gpumem: {why}\n")
+
+    def leave(self) -> None:
+        """Wait, at the end of the process, until every rank has come to its end."""
+        if isinstance(self._ranks, RankSession):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._ranks.leave()
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process writes the store and the reports: of several ranks only the first does."""
+        return self._ranks.rank is None or self._ranks.rank.is_first
 
     def finished(self) -> None:
         """Send the selection to the controller after the tests."""
@@ -207,11 +275,11 @@ class GpumemSession:
         devices = Devices(self._device_factories())
         fixtures = FixtureSetup(devices, self.settings.device, measured)
         self._config.pluginmanager.register(fixtures, "gpumem-fixtures")
-        measuring = Measuring(self._config, self.settings, devices, self.store(), measured, fixtures)
+        measuring = Measuring(self._config, self.settings, devices, self.store(), measured, fixtures, self._ranks)
         self._config.pluginmanager.register(measuring, "gpumem-measuring")
 
     def _register_controller(self) -> None:
-        if self._controller is None:
+        if self._controller is None and self.reports:
             from pytest_gpumem.session.controller import Controller
 
             self._controller = Controller(self._config, self.settings, self.store())

@@ -37,6 +37,8 @@ else:
     import tomli as tomllib
 
 DEFAULT_STORE = "gpumem-baselines"
+DEFAULT_RANK_TIMEOUT = 600.0
+"""As long as NCCL's collectives wait by default."""
 
 
 class SettingsError(ValueError):
@@ -86,6 +88,8 @@ class Settings:
     report: tuple[str, ...] = ()
     """The files of reports; relative paths count from ``report_base``."""
     report_base: Path = field(default_factory=Path)
+    rank_timeout: float = DEFAULT_RANK_TIMEOUT
+    """Seconds that ranks may come no further while others wait for them."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
     """Seconds that timing may add to a test."""
@@ -135,6 +139,7 @@ _OPTIONS: dict[str, type] = {
     "explain": str,
     "artifacts": str,
     "report": list,
+    "rank_timeout": str,
 }
 _ONLY_TYPED = frozenset({"reason", "against"})
 """Options of one session, which are no keys of the table."""
@@ -174,16 +179,24 @@ def settings_of(config: pytest.Config) -> Settings:
         options["report"] = tuple(options["report"])
         _check_reports(options["report"], "--gpumem-report")
         settings = replace(settings, report_base=config.invocation_params.dir)
+    if "rank_timeout" in options:
+        options["rank_timeout"] = _rank_timeout(options["rank_timeout"], "--gpumem-rank-timeout")
     if "reason" in options:
-        # An argument may hold bytes that are no text, which no file of the store can.
-        options["reason"] = " ".join(options["reason"].encode("utf-8", "backslashreplace").decode("utf-8").split())
-        if not options["reason"]:
-            raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
+        options["reason"] = _reason(options["reason"])
     settings = replace(settings, explicit=True, **options)
     if settings.reason is not None and settings.update is None:
         raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
     _check_against(settings)
     return settings
+
+
+def _reason(text: str) -> str:
+    """Return the text of ``--gpumem-reason`` in one line. Raises `SettingsError`."""
+    # An argument may hold bytes that are no text, which no file of the store can.
+    reason = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
+    if not reason:
+        raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
+    return reason
 
 
 def _check_against(settings: Settings) -> None:
@@ -263,11 +276,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
             raise SettingsError(f"{where}: {key} is {values[key]!r}, expected {kind_name(key)}")
         values[key] = tuple(values[key])
     _check_reports(values.get("report", ()), f"{where}: report")
-    if "time_budget" in values:
-        try:
-            values["time_budget"] = parse_seconds(values["time_budget"])
-        except ValueError as error:
-            raise SettingsError(f"{where}: time_budget: {error}") from None
+    _read_durations(values, where)
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
     return Settings(
@@ -275,6 +284,25 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
         tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
         budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
     )
+
+
+def _read_durations(values: dict[str, Any], where: str) -> None:
+    """Replace the texts of durations by seconds. Raises `SettingsError`."""
+    if "time_budget" in values:
+        try:
+            values["time_budget"] = parse_seconds(values["time_budget"])
+        except ValueError as error:
+            raise SettingsError(f"{where}: time_budget: {error}") from None
+    if "rank_timeout" in values:
+        values["rank_timeout"] = _rank_timeout(values["rank_timeout"], f"{where}: rank_timeout")
+
+
+def _rank_timeout(text: str, where: str) -> float:
+    """Return the seconds that a text names. Raises `SettingsError`."""
+    try:
+        return parse_seconds(f"{text} s" if text.replace(".", "", 1).isdigit() else text)
+    except ValueError:
+        raise SettingsError(f"{where} is {text!r}, expected a duration above zero: '300 s' or '10 min'") from None
 
 
 def kind_name(key: str) -> str:

@@ -15,6 +15,7 @@ from pytest_gpumem.steps.runner import Figures, live_at_rest, released_workspace
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.static_access import instance_dict
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
+from pytest_gpumem.values.ranks import name_on, rank_in, without_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -156,10 +157,11 @@ class TestRun:
         policy = self._policy
         if self.context.sites is None:
             return judged
-        if explain is not False and policy.should_locate_counts(judged):
+        together = self.context.together
+        if explain is not False and together.any(policy.should_locate_counts(judged)):
             by_operator = prepared.locate(step).figures.counted.by_operator
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
-        if policy.should_explain(judged) if explain is None else explain:
+        if together.any(policy.should_explain(judged) if explain is None else explain):
             judged = _explained(judged, prepared.explain(step))
         return judged
 
@@ -204,16 +206,23 @@ class TestRun:
         self, workload: Workload, metrics: Mapping[str, float], name: str | None, **more: Any
     ) -> Measurement:
         """Return a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
-        taken = {one.measurement.name for one in self.judged}
+        taken = {without_rank(one.measurement.name) for one in self.judged}
         if name in taken:
             raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
+        if name is not None and rank_in(name) is not None:
+            raise ValueError(
+                f"{name!r} is how the measurement {without_rank(name)!r} of a rank is called; give it another name"
+            )
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
-        return Measurement(name or _numbered(workload.step, taken), workload, environment, metrics, **more)
+        name = name_on(self.judging.ranks.rank, name or _numbered(workload.step, taken))
+        return Measurement(name, workload, environment, metrics, **more)
 
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
-        if self.measures_itself or self.context.sites is None or not self._policy.should_explain(self.judged[-1]):
+        if self.measures_itself or self.context.sites is None:
+            return
+        if not self.context.together.any(self._policy.should_explain(self.judged[-1])):
             return
         expected = Expected(self.judged[-1].measurement.peak_allocated, turnover=None)
         self.judged[-1] = _explained(self.judged[-1], self.context.explain(self._call_subject(), expected))
@@ -227,6 +236,8 @@ class TestRun:
         """Report where memory went if ``error`` says that it ran out; the error stays as it is."""
         if self.context.sites is None or not self._policy.should_explain_error(error):
             return
+        if self.judging.ranks.rank is not None:
+            return  # the others, which have not failed, would not run it again
         # What the failed frames hold has to go, or memory would run out earlier this time.
         clear_frames(error)
         with suppress(*RAISED_BY_A_STEP):

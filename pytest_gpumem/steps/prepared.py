@@ -11,6 +11,7 @@ from pytest_gpumem.explain.compose import over_time_of
 from pytest_gpumem.explain.recording import Expected, Subject, explain, explain_out_of_memory, phase
 from pytest_gpumem.explain.sites import Places, creation_sites
 from pytest_gpumem.measurement import ITEMS, Workload
+from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.steps.batches import describe, feed, micro_batches, number_of_items, work_in
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import located
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.ranks.together import Alone
     from pytest_gpumem.steps.runner import StepFigures
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
@@ -58,6 +60,8 @@ class MeasuringContext:
     sites: Sites | None = None
     artifacts: Artifacts | None = None
     over_time: bool = False
+    together: Alone = ALONE
+    """What the ranks of a job decide together."""
 
     def begin(self, held: object) -> int:
         """Bring memory to rest before anything of a step is made, and return the bytes that are live and not the step's own.
@@ -94,7 +98,7 @@ class MeasuringContext:
         assert self.sites is not None, "only called where something is explained"
         try:
             with cyclic_collector_off(), random_numbers_given_back(self.device):
-                explanation, recorded = explain(self.device, self.sites, subject, expected)
+                explanation, recorded = explain(self.device, self.sites, subject, expected, self.together)
             return self._kept(explanation, recorded)
         except RAISED_BY_A_STEP as error:
             return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -182,6 +186,7 @@ class PreparedStep:
             time_budget=self.context.time_budget,
             state=self.state,
             compiled=self._compiled,
+            together=self.context.together,
         )
         return MeasuredStep(figures, self._workload(), self._work(), (*self.notes, *figures.notes()), self.recomputed)
 
@@ -199,7 +204,8 @@ class PreparedStep:
         """Return ``step`` with the lines at which what it counts is called; the step is run once more for that."""
         counted, context = step.figures.counted, self.context
         # The GPU counts kernels and does not know lines.
-        if not any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs")):
+        has_lines = any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs"))
+        if not context.together.any(has_lines):
             return step
         assert context.sites is not None, "only called where something is explained"
         places = Places(context.sites, context.device.torch_device)

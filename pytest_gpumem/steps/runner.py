@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.devices.contract import highest
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted, count_step
 from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device, Peak
+    from pytest_gpumem.ranks.together import Alone
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.times import Sample, Times
 
@@ -172,6 +174,7 @@ def measure_step(
     time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
+    together: Alone = ALONE,
 ) -> StepFigures:
     """Measure the step that ``phases`` make.
 
@@ -179,7 +182,8 @@ def measure_step(
     optimizer state and autotuning are behind, then measures one more. ``foreign`` bytes are live that are not the step's own;
     ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
     the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until it stays. Without an
-    ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted.
+    ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. On several ranks all
+    run as many steps, as they decide ``together``.
     """
     run_step = functools.partial(_run_step, phases, device, foreign)
     since = device.known()
@@ -187,15 +191,15 @@ def measure_step(
     with cyclic_collector_off():
         warm_ups = [run_step()]
         settled = False
-        most = MOST_WARM_UPS if state is None else MOST_UNSTABLE_WARM_UPS
+        most = MOST_UNSTABLE_WARM_UPS if together.any(state is not None) else MOST_WARM_UPS
         while not settled and len(warm_ups) < most:
             before = state() if state is not None else None
             warm_ups.append(run_step())
             moved = state is not None and state() != before
-            settled = _same_peaks(warm_ups[-2], warm_ups[-1]) and not moved
+            settled = together.all(_same_peaks(warm_ups[-2], warm_ups[-1]) and not moved)
         memory = run_step()
         keeps = any(figures.live_after > figures.live_before for figures in (warm_ups[-1], memory))
-        growth = _growth(run_step, device) if keeps else 0
+        growth = _growth(run_step, device, together) if together.any(keeps) else 0
         times = None
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         with device.peak_ignored():
@@ -213,17 +217,15 @@ def measure_step(
     return StepFigures(memory, settled, peaks, times, counted, growth)
 
 
-def _growth(run_step: Callable[[Callable[[Device, int], int]], Figures], device: Device) -> int:
+def _growth(run_step: Callable[[Callable[[Device, int], int]], Figures], device: Device, together: Alone) -> int:
     """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each of them keeps.
 
     Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
     with it does not grow without it. Only if there is some is it collected after each step.
     """
     growth = _growth_of([run_step(_live_when_settled) for _ in range(SETTLING_STEPS + WINDOW)])
-    if not growth:
-        return 0
     live = device.live()
-    if live_at_rest(device, 0) == live:
+    if not together.any(growth > 0 and live_at_rest(device, 0) != live):
         return growth
     return _growth_of([run_step(live_at_rest) for _ in range(SETTLING_STEPS + WINDOW)])
 

@@ -15,6 +15,7 @@ from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.html.charts import matrix_chart
 from pytest_gpumem.reports.html.panels import Panel, panel_of
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
+from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.reports.view import rows_of, state_of
@@ -108,6 +109,8 @@ class Page:
     timed: bool
     """Whether any test has a step time: else there are no columns for it."""
     several_devices: bool
+    ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
+    """Titles and rows of the table of ranks' peaks; without rows in a session without ranks."""
     matrices: tuple[MatrixView, ...]
     environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
     """Device, details and number of tests of each environment."""
@@ -173,6 +176,7 @@ def page_of(report: SessionReport) -> Page:
         tests=tuple(tests),
         timed=any(row.cells[2].text for row in tests),
         several_devices=len({row.device for row in tests if row.device}) > 1,
+        ranks=rank_cells(peaks_by_rank(report.results), units),
         matrices=tuple(_matrix(title, rows, units) for title, rows in matrices(report.results).items()),
         environments=_environments(report),
         notes=(*report.selection.idle_budgets, *recording_notes(report.results)),

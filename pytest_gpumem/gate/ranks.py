@@ -1,0 +1,110 @@
+"""The verdict on a test that several ranks ran: that of the worst of them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.gate.verdict import TestVerdict
+from pytest_gpumem.values.ranks import Rank, in_words, without_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.gate.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How a test ended on one rank: with a verdict, or by itself."""
+
+    how: Literal["judged", "raised", "skipped", "followed"]
+    """``followed``: because another rank had ended it."""
+    verdict: TestVerdict | None = None
+    why: str = ""
+    """The exception in a line, or the reason of the skip."""
+    when: str = ""
+    """``set-up`` or ``call``, of an exception."""
+    text: str = ""
+    """pytest's text of the exception."""
+
+    @property
+    def failure(self) -> str:
+        """The text of its failure, where it failed by itself: a line, and pytest's text."""
+        return f"in its {self.when}: {self.why}\n\n{self.text}" if self.how == "raised" else ""
+
+
+def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict | None:
+    """Return the verdict on a test from its ends on all ranks, in their order.
+
+    Args:
+        ends: How it ended on each rank.
+        nothing: The verdict on the test without a measurement.
+
+    Returns:
+        The verdicts of all ranks as one, or one that says by its ``failure`` which ranks failed by themselves. ``None`` where
+        every rank has skipped it.
+    """
+    if {end.how for end in ends} == {"skipped"}:
+        return None
+    failure = failure_of_ranks(ends)
+    if failure is not None:
+        clause = failure.partition("\n")[0]
+        return replace(nothing, unmeasured=clause, failed_by_itself=True, failure=failure)
+    return _together([end.verdict for end in ends if end.verdict is not None])
+
+
+def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
+    """Return the text that names the ranks on which a test failed by itself, or skipped itself unlike on others."""
+    world = len(ends)
+    raised = [number for number, end in enumerate(ends) if end.how == "raised"]
+    skipped = [number for number, end in enumerate(ends) if end.how == "skipped"]
+    if raised:
+        why, _, text = ends[raised[0]].failure.partition("\n\n")
+        lines = [f"{Rank(raised[0], world)} failed by itself {why}"]
+        lines += [f"  rank {number} failed, too: {ends[number].why}" for number in raised[1:]]
+        others = [number for number in range(world) if number not in raised]
+        if others:
+            lines.append(f"  {in_words(others)}: not judged for that")
+        return "\n".join([*lines, "", text])
+    if skipped and len(skipped) < world:
+        who = str(Rank(skipped[0], world)) if len(skipped) == 1 else f"{in_words(skipped)} of {world}"
+        return (
+            f"{who} skipped the test, and the others ran it: {ends[skipped[0]].why}\n\n"
+            "  mend:     skip it on every rank, or on none: a rank that is not measured is not gated"
+        )
+    followed = next((end for end in ends if end.how == "followed"), None)
+    return None if followed is None else followed.why
+
+
+def _together(verdicts: Sequence[TestVerdict]) -> TestVerdict:
+    """Return the verdicts of all ranks as one: their measurements by name, then by rank."""
+    first, world = verdicts[0], len(verdicts)
+    names = list(dict.fromkeys(without_rank(one.measurement.name) for test in verdicts for one in test.verdicts))
+    by_name: dict[str, list[Verdict]] = {name: [] for name in names}
+    for test in verdicts:
+        for one in test.verdicts:
+            by_name[without_rank(one.measurement.name)].append(one)
+    return replace(
+        first,
+        verdicts=tuple(one for name in names for one in by_name[name]),
+        unmeasured=_clauses([test.unmeasured for test in verdicts], world),
+        missing=tuple(dict.fromkeys(name for test in verdicts for name in test.missing)),
+    )
+
+
+def _clauses(unmeasured: Sequence[str | None], world: int) -> str | None:
+    """Return why ranks measured nothing, in a clause: without ranks where it is so on all of them."""
+    ranks: dict[str, list[int]] = {}
+    for number, why in enumerate(unmeasured):
+        if why is not None:
+            ranks.setdefault(why, []).append(number)
+    return "; ".join(_clause(why, numbers, world) for why, numbers in ranks.items()) or None
+
+
+def _clause(why: str, numbers: Iterable[int], world: int) -> str:
+    listed = list(numbers)
+    if len(listed) == world:
+        return why
+    who = str(Rank(listed[0], world)) if len(listed) == 1 else f"{in_words(listed)} of {world}"
+    return f"on {who}: {why}"

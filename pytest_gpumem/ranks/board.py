@@ -1,0 +1,90 @@
+"""Small values that ranks share: a client of torch's key/value store, torchrun's own where it serves one."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_gpumem.ranks.launch import Launch
+
+_MOST_BYTES = 4_000_000
+"""Of one entry: the store closes the connection of a client that sends more than 8 MiB at once."""
+
+
+class BoardError(RuntimeError):
+    """Error of a store that cannot be reached."""
+
+
+class Board:
+    """A connection of this rank to the store. Not for two threads at once: each has its own."""
+
+    def __init__(self, launch: Launch, seconds: float) -> None:
+        """Connect to the store, which rank 0 serves where the launcher does not.
+
+        Args:
+            launch: Where the store is.
+            seconds: How long to try.
+
+        Raises:
+            BoardError: There is none at that address within ``seconds``.
+        """
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # documented, not in __all__
+
+        try:
+            # As init_process_group makes its own, so that both share one server.
+            store = TCPStore(
+                launch.address,
+                launch.port,
+                is_master=launch.rank.is_first and not launch.agent_store,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            raise BoardError(
+                f"{launch.rank} found no store at {launch.address}:{launch.port} (MASTER_ADDR, MASTER_PORT) within "
+                f"{seconds:g} s, through which ranks exchange their figures: {_first_line(error)}"
+            ) from None
+        self._store = PrefixStore(f"gpumem/{launch.attempt}", store)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set an entry to a value of JSON."""
+        packed = base64.b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
+        parts = [packed[start : start + _MOST_BYTES] for start in range(0, len(packed), _MOST_BYTES)]
+        try:
+            for number, part in enumerate(parts[1:], start=1):
+                self._store.set(f"{key}#{number}", part)
+            # Last, so that the entry is there when all of it is.
+            self._store.set(key, f"{len(parts)}\n{parts[0]}")
+        except RuntimeError as error:
+            raise BoardError(_first_line(error)) from None
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Return whether all of these entries are there."""
+        try:
+            return bool(self._store.check(list(keys)))
+        except RuntimeError as error:
+            raise BoardError(_first_line(error)) from None
+
+    def get(self, key: str) -> Any:
+        """Return an entry that is there."""
+        try:
+            number, _, packed = bytes(self._store.get(key)).partition(b"\n")
+            packed += b"".join(bytes(self._store.get(f"{key}#{part}")) for part in range(1, int(number)))
+        except RuntimeError as error:
+            raise BoardError(_first_line(error)) from None
+        return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+    def maybe(self, key: str) -> Any:
+        """Return an entry; ``None`` where it is not there."""
+        return self.get(key) if self.has([key]) else None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,164 @@
+"""What ranks have to decide alike while they measure: how often a step runs, and whether it runs once more.
+
+A step may exchange data with those of other ranks. One that a single rank ran would wait for the others for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.values.ranks import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_gpumem.ranks.board import Board
+
+_SECONDS_BETWEEN_LOOKS = (0.0005, 0.02)
+"""The shortest, and the longest, to which it grows: a wait must neither cost a step's time nor a core."""
+_SECONDS_BETWEEN_ROLL_CALLS = 0.1
+
+
+class RankLost(BaseException):
+    """Another rank will not come; the message is a clause that names it. No test's ``except Exception`` may swallow it."""
+
+
+class Alone:
+    """A process without other ranks, which decides by itself."""
+
+    def all(self, mine: bool) -> bool:
+        """Return whether every rank says so."""
+        return mine
+
+    def any(self, mine: bool) -> bool:
+        """Return whether any rank says so."""
+        return mine
+
+
+ALONE = Alone()
+
+
+def failure_key(test: int, rank: int) -> str:
+    """Return the key of the text with which a test failed by itself on a rank."""
+    return f"test/{test}/failed/{rank}"
+
+
+class Point(NamedTuple):
+    """How far a rank has come. ``test`` and ``step`` count from 1; ``waits`` is whether it waits there for the others."""
+
+    test: int = 0
+    step: int = 0
+    waits: bool = False
+
+
+class Together(Alone):
+    """One rank, which decides with the others. Every rank has to make the same calls in the same order."""
+
+    def __init__(self, board: Board, rank: Rank) -> None:
+        self.rank = rank
+        self.point = Point()
+        self._board = board
+        self._scope = "session"
+
+    def all(self, mine: bool) -> bool:
+        return all(self.exchange(mine))
+
+    def any(self, mine: bool) -> bool:
+        return any(self.exchange(mine))
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Return the values of all ranks, in their order. Raises `RankLost` if one of them will not give any."""
+        test, step, _ = self.point
+        self.point = Point(test, step + 1, waits=True)
+        key = f"{self._scope}/{step + 1}"
+        self._board.put(f"{key}/{self.rank.number}", mine)
+        keys = [f"{key}/{number}" for number in range(self.rank.world)]
+        self._wait_for(keys, ending=False)
+        values = [self._board.get(one) for one in keys]
+        self.point = self.point._replace(waits=False)
+        return values
+
+    def begin_test(self) -> None:
+        """Begin the next measured test: what is exchanged from here on is of that."""
+        self.point = Point(self.point.test + 1)
+        self._scope = f"test/{self.point.test}"
+
+    def end_test(self, mine: Any, failure: str = "") -> list[Any] | None:
+        """End the test with what this rank has to say of it. Returns what all ranks say, on rank 0 only, when all have.
+
+        Args:
+            mine: This rank's.
+            failure: The text of its failure, where it failed by itself: others may wait for it in a collective.
+        """
+        self.point = self.point._replace(waits=True)
+        if failure:
+            self._board.put(failure_key(self.point.test, self.rank.number), failure)
+        self._board.put(f"{self._scope}/end/{self.rank.number}", mine)
+        if not self.rank.is_first:
+            return None
+        keys = [f"{self._scope}/end/{number}" for number in range(self.rank.world)]
+        self._wait_for(keys, ending=True)
+        return [self._board.get(key) for key in keys]
+
+    def decide(self, decision: Any) -> None:
+        """Tell the other ranks how the test ended; by rank 0."""
+        self._board.put(f"{self._scope}/decision", decision)
+        self.point = self.point._replace(waits=False)
+
+    def decision(self) -> Any:
+        """Return what rank 0 decided of the test."""
+        keys = [f"{self._scope}/decision"]
+        self._wait_for(keys, ending=True, of=[0])
+        self.point = self.point._replace(waits=False)
+        return self._board.get(keys[0])
+
+    def end_session(self, mine: Any) -> None:
+        """Tell the others that this rank runs no more tests, with what it has to say of those it ran."""
+        self._board.put(f"ended/{self.rank.number}", mine)
+
+    def ends_of_sessions(self) -> list[Any]:
+        """Return what every rank said at the end of its tests."""
+        return self._all_of("ended")
+
+    def leave(self) -> None:
+        """Wait until every rank is about to exit: the launcher ends the others as soon as one of them has exited in red."""
+        self._board.put(f"left/{self.rank.number}", True)
+        self._all_of("left")
+
+    def _all_of(self, name: str) -> list[Any]:
+        self.point = self.point._replace(waits=True)
+        keys = [f"{name}/{number}" for number in range(self.rank.world)]
+        self._wait_for(keys, ending=True, of=())
+        self.point = self.point._replace(waits=False)
+        return [self._board.get(key) for key in keys]
+
+    def _wait_for(self, keys: Sequence[str], *, ending: bool, of: Sequence[int] | None = None) -> None:
+        """Wait until all of ``keys`` are there, which is for the `Watch` to end where it takes too long.
+
+        Args:
+            keys: Entries, one of each rank.
+            ending: Whether the others may have ended their test already.
+            of: The ranks whose entries they are; all by default, and none to wait for those that ended, too.
+
+        Raises:
+            RankLost: One of the ranks has ended its test, or its session, and will not come.
+        """
+        pause, longest = _SECONDS_BETWEEN_LOOKS
+        called = time.monotonic()
+        while not self._board.has(keys):
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+            if time.monotonic() - called > _SECONDS_BETWEEN_ROLL_CALLS:
+                called = time.monotonic()
+                self._call_the_roll(keys, range(self.rank.world) if of is None else of, ending=ending)
+
+    def _call_the_roll(self, keys: Sequence[str], ranks: Sequence[int], *, ending: bool) -> None:
+        for number in ranks:
+            key = keys[number if len(keys) > 1 else 0]
+            for gone, what in ((f"{self._scope}/end", "has ended the test"), ("ended", "runs no more tests")):
+                if ending and gone != "ended":
+                    continue
+                # Looked for in this order, as it may have given its value and then ended.
+                if self._board.has([f"{gone}/{number}"]) and not self._board.has([key]):
+                    raise RankLost(f"{Rank(number, self.rank.world)} {what}")

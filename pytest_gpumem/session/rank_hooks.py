@@ -1,0 +1,154 @@
+"""A plugin for a session of one rank of several: keeps its tests in step with those of the other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.gate.ranks import RankEnd
+from pytest_gpumem.ranks.together import RankLost
+from pytest_gpumem.session.judging import failure_of, record_verdict
+from pytest_gpumem.values.ranks import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
+    from pytest_gpumem.session.ranks import RankSession
+    from pytest_gpumem.session.selection import Measured
+
+_MOST_TEXT = 20_000
+"""Characters of an exception's text that other ranks are told, the last ones."""
+_LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
+"""Exceptions that end the session, and not a test."""
+
+
+class RankHooks:
+    """Hooks around those of `Measuring`, which is to be registered later: of a test that failed it has recorded so."""
+
+    def __init__(
+        self, ranks: RankSession, measured: Mapping[pytest.Item, Measured], tell: Callable[[str], object]
+    ) -> None:
+        """``tell`` is told, on rank 0, what makes the session red that happened on another rank."""
+        self._ranks = ranks
+        self._measured = measured
+        self._tell = tell
+        self._failed: list[str] = []
+        """What failed on this rank, each as a clause, and is in no verdict."""
+        self.current: Measured | None = None
+        """The measured test that runs."""
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._comes_to(item, "set-up")
+        measured = self._measured.get(item)
+        if measured is None:
+            return (yield)
+        watch = self._ranks.watch
+        self.current, watch.measures = measured, True
+        try:
+            self._ranks.begin(item.nodeid)
+        except RankLost as lost:
+            item.session.shouldstop = str(lost)
+            pytest.fail(f"gpumem: {lost}", pytrace=False)
+        return (yield from self._until_it_ends(item, measured, "set-up"))
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._comes_to(item, "call")
+        measured = self._measured.get(item)
+        if measured is None or self._ranks.has_ended:
+            return (yield)
+        return (yield from self._until_it_ends(item, measured, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._comes_to(item, "tear-down")
+        try:
+            return (yield)
+        finally:
+            self.current, self._ranks.watch.measures = None, False
+            self._ranks.watch.where = f"what follows {item.nodeid}"
+
+    def _comes_to(self, item: pytest.Item, phase: str) -> None:
+        self._ranks.watch.where = f"{item.nodeid} ({phase})"
+
+    def _until_it_ends(self, item: pytest.Item, measured: Measured, phase: str) -> Generator[None, object, object]:
+        """Run a phase of a measured test, and if it ends the test, by itself, do so on all ranks."""
+        try:
+            return (yield)
+        except _LEAVES:
+            raise
+        except BaseException as error:
+            if self._ranks.has_ended:
+                raise
+            self._end(item, measured, error, phase)
+            raise
+
+    def _end(self, item: pytest.Item, measured: Measured, error: BaseException, phase: str) -> None:
+        """Tell the others that ``error`` ended the test, and raise what ends it on all of them, unless ``error`` does."""
+        end = _end_of(item, error, phase)
+        try:
+            verdict = self._ranks.ended_by_itself(end, measured.not_measured(end.why, failed_by_itself=True))
+        except RankLost as lost:
+            item.session.shouldstop = str(lost)
+            pytest.fail(f"gpumem: {lost}", pytrace=False)
+        if verdict is None or verdict.failure is None:
+            return
+        record_verdict(item, verdict)
+        if end.how == "raised":
+            # With its own traceback.
+            item.add_report_section("call", "gpumem ranks", verdict.failure.partition("\n\n")[0])
+            return
+        raise pytest.fail.Exception(verdict.failure, pytrace=False) from None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "failed" or hasattr(report, "wasxfail"):
+            return
+        if report.when == "teardown" or not any(item.nodeid == report.nodeid for item in self._measured):
+            phase = {"setup": "set-up", "teardown": "tear-down"}.get(report.when or "", "call")
+            text = str(report.longrepr).strip()[-_MOST_TEXT:]
+            self._failed.append(f"{report.nodeid} failed in its {phase}: {_last_line(report)}\n{text}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        ended_early: str | None = None
+        try:
+            result = yield
+        except BaseException as error:
+            ended_early = str(error) or type(error).__name__
+            self._ranks.together.end_session([self._failed, ended_early])
+            raise
+        watch = self._ranks.watch
+        watch.where, watch.measures = "the end of its tests", False
+        self._ranks.together.end_session([self._failed, ended_early])
+        if self._ranks.rank.is_first:
+            self._tell_of_others(self._ranks.together.ends_of_sessions())
+        return result
+
+    def _tell_of_others(self, ends: list[Any]) -> None:
+        for number, (failed, ended_early) in enumerate(ends):
+            if number == 0:
+                continue
+            rank = Rank(number, len(ends))
+            for what in failed:
+                self._tell(f"{rank}: {what}")
+            if ended_early is not None:
+                self._tell(f"{rank} ended early: {ended_early}")
+
+
+def _end_of(item: pytest.Item, error: BaseException, phase: str) -> RankEnd:
+    if isinstance(error, RankLost):
+        return RankEnd("followed", why=str(error))
+    if isinstance(error, pytest.skip.Exception):
+        return RankEnd("skipped", why=str(error))
+    text = str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
+    what = "" if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: "
+    message = str(error).strip().partition("\n")[0]
+    assert failure_of(item) is not error, "the gate's own failure is everybody's"
+    return RankEnd("raised", why=f"{what}{message}".removesuffix(": "), when=phase, text=text[-_MOST_TEXT:])
+
+
+def _last_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(report.longrepr if crash is None else crash.message).strip().partition("\n")[0]

@@ -1,0 +1,193 @@
+"""A session's part among those of the other ranks: what it tells them, and what they decide together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.gate.ranks import RankEnd, verdict_of_all
+from pytest_gpumem.ranks.launch import launch_of
+from pytest_gpumem.ranks.together import ALONE, Alone, RankLost
+from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.values.ranks import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.ranks.launch import Launch
+    from pytest_gpumem.ranks.together import Together
+    from pytest_gpumem.ranks.watch import Watch
+
+_MOST_SHOWN = 5
+"""Tests that are named where ranks collected others."""
+
+
+class OneProcess:
+    """A session without other ranks."""
+
+    rank: Rank | None = None
+    together: Alone = ALONE
+    command: Sequence[str] = ("pytest",)
+    """The words that start such a session."""
+
+    def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
+        """Return the verdict on the test, decided from those of all ranks."""
+        return decide(verdict)
+
+
+class RankSession(OneProcess):
+    """A session of one rank. Between `join` and `leave` it is watched over."""
+
+    together: Together
+
+    def __init__(self, launch: Launch, seconds: float) -> None:
+        """``seconds`` are those of ``--gpumem-rank-timeout``."""
+        self.rank: Rank = launch.rank
+        self.command = launch.command
+        self.has_ended = True
+        """Whether the others know how the current test ended on this rank."""
+        self._launch = launch
+        self._seconds = seconds
+        self._watch: Watch | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether the other ranks know of this one."""
+        return self._watch is not None
+
+    @property
+    def watch(self) -> Watch:
+        assert self._watch is not None, "only used when the session has joined the others"
+        return self._watch
+
+    def join(self, root: Path, lost: Callable[[str], object]) -> None:
+        """Connect to the other ranks. Raises `BoardError`.
+
+        Args:
+            root: The project's folder.
+            lost: Called on rank 0, in another thread, when a rank is lost, before the process ends.
+        """
+        from pytest_gpumem.ranks.board import Board
+        from pytest_gpumem.ranks.together import Together
+        from pytest_gpumem.ranks.watch import Watch
+
+        self.together = Together(Board(self._launch, self._seconds), self.rank)
+        self._watch = Watch(self._launch, self.together, self._seconds, root, lost)
+        self._watch.start()
+
+    def differing(self, tests: Sequence[str], not_collected: Sequence[str]) -> str | None:
+        """Return in what the tests that ranks are about to run differ, as a sentence; ``None`` where they do not.
+
+        Args:
+            tests: The ids of this rank's tests, in their order.
+            not_collected: The files that it could not collect.
+        """
+        everything = self.together.exchange([list(tests), list(not_collected)])
+        first = everything[0][0]
+        for number, (theirs, files) in enumerate(everything):
+            if theirs != first:
+                return differing_text(Rank(number, self.rank.world), first, theirs, files)
+        return None
+
+    def begin(self, nodeid: str) -> None:
+        """Begin a measured test, together with all ranks. Raises `RankLost` where they do not begin the same."""
+        self.together.begin_test()
+        self.has_ended = False
+        others = self.together.exchange(nodeid)
+        for number, theirs in enumerate(others):
+            if theirs != others[0]:
+                raise RankLost(f"{Rank(number, self.rank.world)} runs {theirs}, and rank 0 {others[0]}")
+
+    def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
+        return self._decided(RankEnd("judged", verdict), verdict, decide) or verdict
+
+    def ended_by_itself(self, end: RankEnd, nothing: TestVerdict) -> TestVerdict | None:
+        """Tell the others that this rank's test ended by itself, and return what becomes of it; ``None`` where all skipped it.
+
+        Args:
+            end: How it ended.
+            nothing: The verdict on the test without a measurement.
+        """
+        return self._decided(end, nothing, lambda verdict: verdict)
+
+    def _decided(
+        self, end: RankEnd, mine: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]
+    ) -> TestVerdict | None:
+        self.has_ended = True
+        if not self.rank.is_first:
+            self.together.end_test(to_plain(end), end.failure)
+            decision = self.together.decision()
+            return None if decision is None else replace(mine, failure=decision["failure"])
+        decision = {"failure": f"{self.rank} ended the test without a verdict"}
+        try:
+            # Its own verdict need not travel.
+            plain: list[Any] = self.together.end_test({}, end.failure) or []
+            ends = [end, *(from_plain(RankEnd, one) for one in plain[1:])]
+            whole = verdict_of_all(ends, replace(mine, verdicts=(), missing=(), relations=0))
+            if whole is not None and whole.failure is None:
+                whole = decide(whole)
+            decision = None if whole is None else {"failure": whole.failure}
+            return whole
+        except RankLost as error:
+            decision = {"failure": str(error)}
+            raise
+        finally:
+            self.together.decide(decision)
+
+    def leave(self) -> None:
+        """Wait until every rank is about to exit, and watch no longer."""
+        if self._watch is None:
+            return
+        self._watch.where, self._watch.measures = "the end of its session", False
+        try:
+            self.together.leave()
+        finally:
+            self._watch.end()
+            self._watch = None
+
+
+def ranks_of(seconds: float, environ: Mapping[str, str] | None = None) -> OneProcess | RankSession:
+    """Return this process's part among the ranks of its job. Raises `LaunchError`.
+
+    Args:
+        seconds: Those of ``--gpumem-rank-timeout``.
+        environ: The variables of the launcher; by default the process's.
+    """
+    launch = launch_of(os.environ if environ is None else environ)
+    return OneProcess() if launch is None else RankSession(launch, seconds)
+
+
+def differing_text(rank: Rank, first: Sequence[str], theirs: Sequence[str], files: Sequence[str]) -> str:
+    """Return a sentence on a rank whose tests are others than rank 0's.
+
+    Args:
+        rank: The rank.
+        first: Rank 0's tests.
+        theirs: The rank's tests.
+        files: The files that it could not collect.
+    """
+    lacking = [test for test in first if test not in set(theirs)]
+    more = [test for test in theirs if test not in set(first)]
+    if not lacking and not more:
+        what = (
+            "runs the same tests as rank 0 in another order; give every rank the same (pytest-randomly: -p no:randomly)"
+        )
+        return f"{rank} {what}"
+    parts = []
+    if lacking:
+        parts.append(f"lacks {_listed(lacking)}")
+    if more:
+        parts.append(f"has {_listed(more)} as well")
+    broken = f"; it could not collect {_listed(files)}" if files else ""
+    return (
+        f"{rank} selected other tests than rank 0: it {' and '.join(parts)}{broken}. Every rank has to select the same tests: "
+        "what differs between ranks belongs into the tests"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
