@@ -161,6 +161,7 @@ def test_the_reference_has_every_setting_with_its_type_and_default():
             f'`"{default}"`' if default else nothing,
         ]
     expected["time_budget"][1] = f'`"{defaults.time_budget:g} s"`'
+    expected["rank_timeout"][1] = f'`"{defaults.rank_timeout:g} s"`'
     expected["tolerance"][1] = "see [Metrics](#metrics)"
     table = named_rows(section_of("docs/reference.md", "Settings"))
     assert {key: cells[:2] for key, cells in table.items()} == expected

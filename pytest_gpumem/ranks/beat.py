@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_COLLECTIVES = tuple(f"{os.sep}torch{os.sep}{name}{os.sep}" for name in ("distributed", "autograd"))
-"""Where a thread stands while C++ waits for other ranks: a collective, or backward of a model that has some."""
+_COLLECTIVES = tuple(
+    os.path.sep + str(Path("torch", folder)) + os.path.sep
+    for folder in ("distributed", "autograd", "cuda", str(Path("nn", "parallel")))
+)
+"""Whose functions call C++ that waits for other ranks: collectives, and the backward and forward that have some."""
 _SILENT = 10.0
 """Seconds without a sign of life after which a process is said to give none."""
 
@@ -64,10 +67,10 @@ def place_of(thread: int, root: Path) -> Place:
     """
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - as faulthandler and debuggers do
     innermost = frame
-    collective = False
+    file = "" if innermost is None else innermost.f_code.co_filename
+    collective = any(folder in file for folder in _COLLECTIVES)
     while frame is not None:
         file = frame.f_code.co_filename
-        collective = collective or any(one in file for one in _COLLECTIVES)
         if file.startswith(f"{root}{os.sep}") and "site-packages" not in file and not file.startswith(_OURS):
             within = "" if frame is innermost else _function(innermost)
             return Place(

@@ -51,11 +51,9 @@ def to_json(report: SessionReport) -> str:
         "accounting": report.accounting,
         "passed": report.passed,
         "problems": list(report.problems),
+        "ranks": [_plain_ranks(one) for one in peaks_by_rank(report.results)],
         **to_plain(report),
     }
-    ranks = peaks_by_rank(report.results)
-    if ranks:
-        plain["ranks"] = [_plain_ranks(one) for one in ranks]
     lines = [
         f"{json.dumps(key)}: {_results(value) if key == 'results' else _dumped(value)}" for key, value in plain.items()
     ]

@@ -88,9 +88,9 @@ def rank_cells(rows: Iterable[RankPeaks], units: UnitSystem) -> tuple[list[str],
 
 
 def imbalance_text(row: RankPeaks) -> str:
-    """Return ``"1.20 (rank 3 over rank 0)"``, the largest peak over the smallest; ``"1.00"`` where all are equal."""
-    (low, least), (high, most) = row.smallest, row.largest
-    return "1.00" if least == most else f"{row.imbalance:.2f} (rank {high} over rank {low})"
+    """Return ``"1.20 (rank 3 over rank 0)"``, the largest peak over the smallest; ``"1.00"`` where they hardly differ."""
+    text = f"{row.imbalance:.2f}"
+    return text if text == "1.00" else f"{text} (rank {row.largest[0]} over rank {row.smallest[0]})"
 
 
 def _of(row: RankPeaks, number: int, units: UnitSystem) -> str:

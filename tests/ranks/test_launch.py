@@ -1,0 +1,119 @@
+"""How ranks are found in the environment, and which mistakes in it are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.ranks.launch import LaunchError, launch_of
+from pytest_gpumem.values.ranks import Rank, in_words, name_on, rank_in, without_rank
+
+TORCHRUN = {
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+}
+
+
+def test_the_variables_of_torchrun_make_a_rank():
+    launch = launch_of(TORCHRUN)
+    assert launch is not None
+    assert (str(launch.rank), launch.local_rank, launch.port) == ("rank 5 of 8", 1, 29500)
+    assert (launch.agent_store, launch.attempt) == (True, "job/1")
+    assert launch.command == ("torchrun", "--nnodes=2", "--nproc-per-node=4", "-m", "pytest")
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "1"}, {**TORCHRUN, "WORLD_SIZE": "1"}, {"RANK": "0"}]
+)
+def test_one_process_is_no_rank(environ):
+    assert launch_of(environ) is None
+
+
+def test_of_another_launcher_rank_0_serves_the_store():
+    launch = launch_of(
+        {name: TORCHRUN[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    )
+    assert launch is not None
+    assert not launch.agent_store
+    assert launch.command == ("torchrun", "--nproc-per-node=8", "-m", "pytest")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"RANK": ""}, "WORLD_SIZE is 8, and RANK is not set: launch the ranks with `torchrun --nproc-per-node=8"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
+        ({"RANK": "8"}, "RANK is '8', expected a whole number from 0 to 7, as torchrun sets it"),
+        ({"RANK": "-1"}, "RANK is '-1', expected a whole number from 0 to 7"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', expected a whole number from 0 to 7"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many', expected a whole number from 1"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000', expected a whole number from 1 to 65535"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_told(changes, said):
+    with pytest.raises(LaunchError) as error:
+        launch_of({**TORCHRUN, **changes})
+    assert said in str(error.value)
+
+
+def test_a_session_with_a_mistake_in_the_environment_is_a_usage_error(project, monkeypatch):
+    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = project.run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: WORLD_SIZE is 2, and RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set*"]
+    )
+
+
+def test_pytest_xdist_within_a_rank_is_refused(project, monkeypatch):
+    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    result = project.run("-n", "2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"])
+
+
+def test_a_rank_without_a_store_says_so(project, monkeypatch):
+    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
+    for name, value in {**TORCHRUN, "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    result = project.run("--gpumem-rank-timeout=1")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: rank 5 of 8 found no store at 127.0.0.1:9 (MASTER_ADDR, MASTER_PORT) within 1 s*"]
+    )
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "nan", "inf s"])
+def test_a_timeout_is_a_duration_above_zero(project, text):
+    project.write("def test_it():\n    pass\n")
+    result = project.run(f"--gpumem-rank-timeout={text}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [f"ERROR: --gpumem-rank-timeout is '{text}', expected a duration above zero: '300 s' or '10 min'"]
+    )
+
+
+def test_names_tell_ranks_and_sizes_of_jobs_apart():
+    name = name_on(Rank(3, 4), "train_step")
+    assert name == "train_step rank 3 of 4"
+    assert (rank_in(name), without_rank(name)) == (Rank(3, 4), "train_step")
+    assert (rank_in("train_step"), without_rank("train_step")) == (None, "train_step")
+    assert name_on(None, "train_step") == "train_step"
+    assert rank_in(name_on(Rank(0, 2), "a\nb")) == Rank(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [([3], "rank 3"), ([2, 0], "ranks 0 and 2"), ([0, 1, 2, 5], "ranks 0 to 2 and 5"), ([0, 1], "ranks 0 and 1")],
+)
+def test_ranks_in_words(numbers, words):
+    assert in_words(numbers) == words

@@ -1,0 +1,192 @@
+"""Real ranks: gloo on the CPU, by torchrun. Each rank is measured, the worst one decides, and a lost one is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+TESTS = """
+import os, time
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+RANK = int(os.environ["RANK"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def group():
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+
+def trained(rows, before=lambda: None):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        before()
+        model(torch.ones(rows, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+"""
+FOUR = f"""
+{TESTS}
+
+def test_a_grows_on_one_rank(gpumem):
+    gpumem.measure(trained(64 + (int(os.environ.get("MORE", 0)) if RANK == 3 else 0)))
+
+def test_b_fails_on_one_rank(gpumem):
+    if "RAISE" in os.environ and RANK == 2:
+        raise LookupError("no batch for this rank")
+    gpumem.measure(trained(32))
+
+def test_c_settles_later_on_one_rank(gpumem):
+    sizes = [5, 4, 3, 2] if RANK == 1 else []
+
+    def cache():
+        torch.ones(100_000 * (sizes.pop(0) if sizes else 1))
+
+    gpumem.measure(trained(16, cache))
+
+def test_d_is_even(gpumem):
+    gpumem.train_step(DistributedDataParallel(torch.nn.Linear(64, 64)), torch.ones(8, 64), loss=lambda out, _: out.sum())
+"""
+
+
+@pytest.fixture
+def four(project: Project) -> Project:
+    project.write(FOUR)
+    return project
+
+
+def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four, torchrun):
+    recorded = torchrun(four.path, 4, "--gpumem-update=new")
+    assert recorded.status == 0, recorded.output
+    assert "store: 16 baselines written (new)" in recorded.output
+    stored = four.stored()
+    (text,) = stored.values()
+    assert {int(rank) for rank in re.findall(r'\."measure rank (\d) of 4"\]', text)} == {0, 1, 2, 3}
+
+    clean = torchrun(four.path, 4, "--gpumem-baseline", "--gpumem-report=clean.json")
+    assert clean.status == 0, clean.output
+    report = json.loads((four.path / "clean.json").read_text())
+    assert report["passed"]
+    assert [len(result["verdict"]["verdicts"]) for result in report["results"]] == [4, 4, 4, 4]
+    # But for a few bytes of what gloo exchanges.
+    assert [row["imbalance"] for row in report["ranks"]] == [pytest.approx(1, abs=1e-4)] * 4
+
+    files = [f"--gpumem-report=report{suffix}" for suffix in (".json", ".md", ".html")]
+    red = torchrun(four.path, 4, "--gpumem-baseline", *files, MORE="512", RAISE="1")
+    assert red.status != 0
+    assert "measure rank 3 of 4: Memory regressed: peak" in red.output
+    # One of them names the regression in pytest's own lines on each rank: the outcome is everybody's.
+    assert red.output.count("FAILED test_it.py::test_a_grows_on_one_rank - measure rank 3 of 4: Memory regressed") == 4
+    assert "rank 2 of 4 failed by itself in its call: LookupError: no batch for this rank" in red.output
+    assert red.output.count("2 failed, 2 passed") == 4
+    assert len(re.findall(r"^gpumem: 3 gated, 1 regressed, 1 failed by itself$", red.output, re.MULTILINE)) == 1
+    assert (
+        "torchrun --nproc-per-node=4 -m pytest test_it.py::test_a_grows_on_one_rank --gpumem-update=all" in red.output
+    )
+    assert four.stored() == stored
+    assert red.left == ()
+
+    report = json.loads((four.path / "report.json").read_text())
+    uneven = report["ranks"][0]
+    assert (uneven["test"], uneven["world"], uneven["largest"]) == ("test_a_grows_on_one_rank", 4, 3)
+    peaks = dict(uneven["peaks"])
+    assert peaks[0] == pytest.approx(peaks[1], abs=64) == pytest.approx(peaks[2], abs=64)
+    # The input and the output of 512 rows more, of 256 floats of 4 bytes each.
+    assert peaks[3] - peaks[0] >= 2 * 512 * 256 * 4
+    assert uneven["imbalance"] == peaks[3] / min(peaks.values())
+    shown = f"{uneven['imbalance']:.2f} (rank 3 over rank {uneven['smallest']})"
+    assert shown in red.output
+    assert shown in (four.path / "report.md").read_text()
+    assert shown in (four.path / "report.html").read_text()
+
+
+TIMEOUT = 20
+"""Seconds in which a rank loads what its first step needs, also beside a suite."""
+TWO = f"""
+{TESTS}
+
+def lost():
+    if RANK != 1 or lost.steps < 1:
+        lost.steps += 1
+        return
+    how = os.environ.get("LOST")
+    if how == "killed":
+        os.kill(os.getpid(), 9)
+    if how == "sleeps":
+        time.sleep(3600)
+    if how == "raises":
+        raise LookupError("no batch for this rank")
+
+lost.steps = 0
+
+def test_step(gpumem):
+    gpumem.measure(trained(64, lost))
+
+def test_after(gpumem):
+    gpumem.measure(trained(32))
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded_store(tmp_path_factory):
+    """The store of the tests on two ranks, once it is recorded."""
+    return tmp_path_factory.mktemp("recorded") / "store"
+
+
+@pytest.fixture
+def two(project: Project, torchrun, recorded_store) -> Project:
+    project.write(TWO)
+    if recorded_store.exists():
+        shutil.copytree(recorded_store, project.store)
+    else:
+        clean = torchrun(project.path, 2, "--gpumem-update=new", "--gpumem-rank-timeout=60")
+        assert clean.status == 0, clean.output
+        shutil.copytree(project.store, recorded_store)
+    return project
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("killed", "rank 1 of 2 ended without a word: killed, or crashed"),
+        (
+            "sleeps",
+            f"rank 1 of 2 did not come further within {TIMEOUT} s (--gpumem-rank-timeout), and the others wait for it",
+        ),
+        ("raises", "rank 1 of 2 failed by itself in its call: LookupError: no batch for this rank"),
+    ],
+)
+def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(two, torchrun, how, named):
+    stored = two.stored()
+    options = ["--gpumem-update=all", "--gpumem-report=report.json", f"--gpumem-rank-timeout={TIMEOUT}"]
+    job = torchrun(two.path, 2, *options, dies=True, LOST=how)
+    assert job.status != 0
+    assert f"gpumem: {named}" in job.output, job.output
+    assert job.left == ()
+    assert two.stored() == stored
+    report = json.loads((two.path / "report.json").read_text())
+    assert not report["passed"]
+    assert report["ended_early"].startswith(named)
+    (result,) = report["results"]
+    assert (result["verdict"]["test"], result["failed"]) == ("test_step", True)
+    assert named in result["verdict"]["failure"]
+    assert report["not_run"] == [["test_it.py", "test_after"]]
+    if how != "killed":
+        # Where both were, and the line at which the lost one is.
+        assert "rank 0: in test_it.py::test_step (call), at test_it.py:" in job.output
+        assert re.search(r"within (_engine_run_backward|_pre_forward)", job.output)
