@@ -119,19 +119,20 @@ class Together(Alone):
 
     def ends_of_sessions(self) -> list[Any]:
         """Return what every rank said at the end of its tests."""
-        return self._all_of("ended")
+        return [self._board.get(key) for key in self._all_of("ended")]
 
     def leave(self) -> None:
         """Wait until every rank is about to exit: the launcher ends the others as soon as one of them has exited in red."""
         self._board.put(f"left/{self.rank.number}", True)
         self._all_of("left")
 
-    def _all_of(self, name: str) -> list[Any]:
+    def _all_of(self, name: str) -> list[str]:
+        """Wait until every rank has an entry of this name, and return their keys."""
         self.point = self.point._replace(waits=True)
         keys = [f"{name}/{number}" for number in range(self.rank.world)]
         self._wait_for(keys, ending=True, of=())
         self.point = self.point._replace(waits=False)
-        return [self._board.get(key) for key in keys]
+        return keys
 
     def _wait_for(self, keys: Sequence[str], *, ending: bool, of: Sequence[int] | None = None) -> None:
         """Wait until all of ``keys`` are there, which is for the `Watch` to end where it takes too long.

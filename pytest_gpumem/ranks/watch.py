@@ -58,6 +58,8 @@ class Watch(threading.Thread):
         self.where = "the collection"
         """What the main thread runs, as a clause."""
         self.measures = False
+        self.leaves = False
+        """Whether this rank is about to exit, and rank 0 perhaps gone with the store."""
         self.writing = threading.Lock()
         """Held while the main thread writes what is not to be cut off."""
         self._launch = launch
@@ -107,8 +109,9 @@ class Watch(threading.Thread):
                 if signal.SIGTERM in self._signals():
                     self._end_with_the_job()
             except BoardError as error:
-                if not self._ended.is_set():
-                    self._die(f"the store of the ranks is gone, and with it the launcher or rank 0: {error}", 1)
+                if self._ended.is_set() or self.leaves:
+                    return
+                self._die(f"the store of the ranks is gone, and with it the launcher or rank 0: {error}", 1)
 
     def _signals(self) -> bytes:
         try:

@@ -25,7 +25,7 @@ from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
-from pytest_gpumem.reports.terminal import MARKUP, terminal_text
+from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.units import counted
@@ -177,8 +177,10 @@ class Controller:
         if reporter is not None:
             reporter.ensure_newline()
             self.pytest_terminal_summary(reporter)
-            for line in (*([] if verdict is None else [f"FAILED {verdict.nodeid}"]), *why.splitlines()):
-                reporter.write_line(f"gpumem: {line}", red=True)
+            for line in failure_lines(self._report, screen_of(reporter)):
+                reporter.write_line("".join(span.text for span in line), red=True)
+            for text in why.splitlines():
+                reporter.write_line(f"gpumem: {text}", red=True)
 
     def _check_selected(self, session: pytest.Session) -> None:
         if self._selection is None:

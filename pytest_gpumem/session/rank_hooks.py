@@ -13,6 +13,7 @@ from pytest_gpumem.values.ranks import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
+    from typing import NoReturn
 
     from pytest_gpumem.session.ranks import RankSession
     from pytest_gpumem.session.selection import Measured
@@ -49,8 +50,7 @@ class RankHooks:
         try:
             self._ranks.begin(item.nodeid)
         except RankLost as lost:
-            item.session.shouldstop = str(lost)
-            pytest.fail(f"gpumem: {lost}", pytrace=False)
+            _stop(item, lost)
         return (yield from self._until_it_ends(item, measured, "set-up"))
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -80,9 +80,10 @@ class RankHooks:
         except _LEAVES:
             raise
         except BaseException as error:
-            if self._ranks.has_ended:
-                raise
-            self._end(item, measured, error, phase)
+            if not self._ranks.has_ended:
+                self._end(item, measured, error, phase)
+            elif isinstance(error, RankLost):
+                _stop(item, error)
             raise
 
     def _end(self, item: pytest.Item, measured: Measured, error: BaseException, phase: str) -> None:
@@ -91,8 +92,7 @@ class RankHooks:
         try:
             verdict = self._ranks.ended_by_itself(end, measured.not_measured(end.why, failed_by_itself=True))
         except RankLost as lost:
-            item.session.shouldstop = str(lost)
-            pytest.fail(f"gpumem: {lost}", pytrace=False)
+            _stop(item, lost)
         if verdict is None or verdict.failure is None:
             return
         record_verdict(item, verdict)
@@ -118,12 +118,14 @@ class RankHooks:
         except BaseException as error:
             ended_early = str(error) or type(error).__name__
             self._ranks.together.end_session([self._failed, ended_early])
+            self._ranks.write_now()
             raise
         watch = self._ranks.watch
         watch.where, watch.measures = "the end of its tests", False
         self._ranks.together.end_session([self._failed, ended_early])
         if self._ranks.rank.is_first:
             self._tell_of_others(self._ranks.together.ends_of_sessions())
+        self._ranks.write_now()
         return result
 
     def _tell_of_others(self, ends: list[Any]) -> None:
@@ -135,6 +137,12 @@ class RankHooks:
                 self._tell(f"{rank}: {what}")
             if ended_early is not None:
                 self._tell(f"{rank} ended early: {ended_early}")
+
+
+def _stop(item: pytest.Item, lost: RankLost) -> NoReturn:
+    """Fail a test that cannot go on without another rank, and let no further one begin."""
+    item.session.shouldstop = str(lost)
+    raise pytest.fail.Exception(f"gpumem: {lost}", pytrace=False) from None
 
 
 def _end_of(item: pytest.Item, error: BaseException, phase: str) -> RankEnd:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class RankSession(OneProcess):
         self._launch = launch
         self._seconds = seconds
         self._watch: Watch | None = None
+        self._writes = False
 
     @property
     def joined(self) -> bool:
@@ -137,13 +139,23 @@ class RankSession(OneProcess):
         finally:
             self.together.decide(decision)
 
+    def write_now(self) -> None:
+        """Begin to write what is not to be cut off until `leave`, also where the job is ended."""
+        self._writes = self.watch.writing.acquire(blocking=False)
+
     def leave(self) -> None:
         """Wait until every rank is about to exit, and watch no longer."""
         if self._watch is None:
             return
-        self._watch.where, self._watch.measures = "the end of its session", False
+        from pytest_gpumem.ranks.board import BoardError
+
+        self._watch.where, self._watch.measures, self._watch.leaves = "the end of its session", False, True
+        if self._writes:
+            self._watch.writing.release()
         try:
-            self.together.leave()
+            # Rank 0, which may serve the store, need not wait for those that have looked whether it is about to exit.
+            with suppress(BoardError):
+                self.together.leave()
         finally:
             self._watch.end()
             self._watch = None

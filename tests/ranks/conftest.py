@@ -1,85 +1,27 @@
-"""Jobs of several ranks, started as users start them: by torchrun."""
+"""Jobs of several ranks on the CPU, started as users start them."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import sys
-import time
-import uuid
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.jobs import Job, run_job
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-MOST_SECONDS = 240
-JOB = "GPUMEM_JOB_OF_A_TEST"
-_TORCHRUN = "import sys; from torch.distributed.run import main; sys.exit(main())"
-_PLUGINS = [word for name in ("randomly", "hypothesispytest", "cacheprovider") for word in ("-p", f"no:{name}")]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job that has ended."""
-
-    status: int
-    output: str
-    seconds: float
-    left: tuple[str, ...]
-    """Processes of it that are still there."""
+    from pathlib import Path
 
 
 @pytest.fixture
-def torchrun(warm_python, tmp_path) -> Callable[..., Job]:
-    """Run pytest on some ranks in a folder, and return what became of it; with ``dies`` each rank is a Python of its own."""
+def torchrun(warm_python) -> Callable[..., Job]:
+    """Run pytest on some ranks in a folder; with ``dies`` each rank is a Python of its own."""
 
-    def run(
-        folder: Path, ranks: int, *arguments: str, dies: bool = False, device: str = "cpu", **variables: str
-    ) -> Job:
-        mark = uuid.uuid4().hex
-        # Locks on devices of its own: other tests may be timing.
-        places = tmp_path / "of-the-job"
-        places.mkdir(exist_ok=True)
-        environment = {
-            **os.environ,
-            JOB: mark,
-            "TMPDIR": str(places),
-            "PYTHON_EXEC": sys.executable if dies else warm_python(),
-        }
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "-m", "pytest"]
-        options = [f"--gpumem-device={device}", *_PLUGINS, *arguments]
-        began = time.monotonic()
-        done = subprocess.run(
-            [warm_python(), "-X", "forked", "-c", _TORCHRUN, *launch, *options],
-            cwd=folder,
-            env={**environment, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=MOST_SECONDS,
+    def run(folder: Path, ranks: int, *arguments: str, dies: bool = False, **variables: str) -> Job:
+        warm = warm_python()
+        return run_job(
+            folder, ranks, *arguments, python=warm, rank_python=sys.executable if dies else warm, **variables
         )
-        return Job(done.returncode, done.stdout, time.monotonic() - began, processes_of(mark))
 
     return run
-
-
-def processes_of(mark: str) -> tuple[str, ...]:
-    """The command lines of the processes that have this job's variable, after those that are ending had time to."""
-    found: list[str] = []
-    for _ in range(40):
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{JOB}={mark}".encode() in (process / "environ").read_bytes():
-                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        if not found:
-            break
-        time.sleep(0.1)
-    return tuple(found)

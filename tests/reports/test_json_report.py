@@ -287,7 +287,7 @@ def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole
         ("", "a.json: it is empty; a report is what `pytest --gpumem-report=FILE.json` writes"),
         ("  \n", "a.json: it is empty"),
         ("gpumem: 3 gated", "a.json: it is not JSON at line 1, column 1: Expecting value"),
-        (FULL[:5000], "a.json: it is cut off after 11 lines"),
+        (FULL[:5000], "a.json: it is cut off after 12 lines"),
         (FULL[:-2], "a.json: it is cut off after"),
         ("[]", "a.json: it is JSON, but not a report of pytest-gpumem"),
         ('"text"', "a.json: it is JSON, but not a report of pytest-gpumem"),
