@@ -93,7 +93,7 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, store, device, strict, no_time, "
-                "explain, artifacts, report, units, time_budget, tolerance, budget"
+                "explain, artifacts, report, rank_timeout, units, time_budget, tolerance, budget"
             ),
         ),
         ({"baseline": 1}, "here: baseline is 1, expected true or false"),

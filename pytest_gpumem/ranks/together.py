@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LOOKS = (0.0005, 0.02)
 """The shortest, and the longest, to which it grows: a wait must neither cost a step's time nor a core."""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
+_SECONDS_OF_REST = 0.01
 
 
 class RankLost(BaseException):
@@ -34,6 +35,9 @@ class Alone:
     def any(self, mine: bool) -> bool:
         """Return whether any rank says so."""
         return mine
+
+    def rest(self) -> None:
+        """Let threads of collectives release what they hold, before a step."""
 
 
 ALONE = Alone()
@@ -66,6 +70,10 @@ class Together(Alone):
 
     def any(self, mine: bool) -> bool:
         return any(self.exchange(mine))
+
+    def rest(self) -> None:
+        # A thread of gloo that frees a bucket after the main one has gone on is not seen to free it.
+        time.sleep(_SECONDS_OF_REST)
 
     def exchange(self, mine: Any) -> list[Any]:
         """Return the values of all ranks, in their order. Raises `RankLost` if one of them will not give any."""

@@ -206,7 +206,10 @@ class TestRun:
         self, workload: Workload, metrics: Mapping[str, float], name: str | None, **more: Any
     ) -> Measurement:
         """Return a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
-        taken = {without_rank(one.measurement.name) for one in self.judged}
+        rank = self.judging.ranks.rank
+        taken = {one.measurement.name for one in self.judged}
+        if rank is not None:
+            taken = {without_rank(name_taken) for name_taken in taken}
         if name in taken:
             raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
         if name is not None and rank_in(name) is not None:
@@ -215,8 +218,8 @@ class TestRun:
             )
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
-        name = name_on(self.judging.ranks.rank, name or _numbered(workload.step, taken))
-        return Measurement(name, workload, environment, metrics, **more)
+        name = name or _numbered(workload.step, taken)
+        return Measurement(name if rank is None else name_on(rank, name), workload, environment, metrics, **more)
 
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""

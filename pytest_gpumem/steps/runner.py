@@ -185,7 +185,7 @@ def measure_step(
     ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. On several ranks all
     run as many steps, as they decide ``together``.
     """
-    run_step = functools.partial(_run_step, phases, device, foreign)
+    run_step = functools.partial(_run_step, phases, device, foreign, together=together)
     since = device.known()
     device.quiesce()
     with cyclic_collector_off():
@@ -299,7 +299,9 @@ def _run_step(
     device: Device,
     foreign: int,
     rest: Callable[[Device, int], int] = live_at_rest,
+    together: Alone = ALONE,
 ) -> Figures:
+    together.rest()
     started = device.live()
     reserved = device.reserved()
     turnover = device.turnover()

@@ -24,9 +24,9 @@ class Rank:
         return self.number == 0
 
 
-def name_on(rank: Rank | None, name: str) -> str:
-    """Return the name of a measurement on a rank: ``"train_step rank 3 of 4"``; ``name`` itself without ranks."""
-    return name if rank is None else f"{name} {rank}"
+def name_on(rank: Rank, name: str) -> str:
+    """Return the name of a measurement on a rank: ``"train_step rank 3 of 4"``."""
+    return f"{name} {rank}"
 
 
 def rank_in(name: str) -> Rank | None:

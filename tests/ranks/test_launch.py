@@ -107,7 +107,6 @@ def test_names_tell_ranks_and_sizes_of_jobs_apart():
     assert name == "train_step rank 3 of 4"
     assert (rank_in(name), without_rank(name)) == (Rank(3, 4), "train_step")
     assert (rank_in("train_step"), without_rank("train_step")) == (None, "train_step")
-    assert name_on(None, "train_step") == "train_step"
     assert rank_in(name_on(Rank(0, 2), "a\nb")) == Rank(0, 2)
 
 

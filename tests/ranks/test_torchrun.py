@@ -94,7 +94,7 @@ def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four
     files = [f"--gpumem-report=report{suffix}" for suffix in (".json", ".md", ".html")]
     red = torchrun(four.path, 4, "--gpumem-baseline", *files, MORE="512", RAISE="1")
     assert red.status != 0
-    assert "measure rank 3 of 4: Memory regressed: peak" in red.output
+    assert "measure rank 3 of 4: Memory regressed: peak" in red.output, red.output
     assert "rank 2 of 4 failed by itself in its call: LookupError: no batch for this rank" in red.output
     # The outcome is everybody's, and the report rank 0's.
     assert red.output.count("2 failed, 2 passed") == 4
