@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LOOKS = (0.0005, 0.02)
 """The shortest, and the longest, to which it grows: a wait must neither cost a step's time nor a core."""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
-_SECONDS_OF_REST = 0.01
+_SECONDS_OF_REST = 0.02
 
 
 class RankLost(BaseException):
@@ -37,7 +37,7 @@ class Alone:
         return mine
 
     def rest(self) -> None:
-        """Let threads of collectives release what they hold, before a step."""
+        """Let threads of collectives release what they hold, before a step or when it is done with."""
 
 
 ALONE = Alone()

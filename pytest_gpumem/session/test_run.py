@@ -163,6 +163,7 @@ class TestRun:
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
         if together.any(policy.should_explain(judged) if explain is None else explain):
             judged = _explained(judged, prepared.explain(step))
+        together.rest()  # what the step holds is freed next
         return judged
 
     def _should_time_again(self, judged: Judged) -> bool:
