@@ -5,7 +5,10 @@ A step may exchange data with those of other ranks. One that a single rank ran w
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.values.ranks import Rank
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LOOKS = (0.0005, 0.02)
 """The shortest, and the longest, to which it grows: a wait must neither cost a step's time nor a core."""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
-_SECONDS_OF_REST = 0.02
+_SECONDS_OF_REST, _MOST_SECONDS_OF_REST, _LOOKS_AT_REST = 0.003, 1.0, 3
+"""Threads are at rest when they sleep each time that they are looked at."""
 
 
 class RankLost(BaseException):
@@ -48,6 +52,18 @@ def failure_key(test: int, rank: int) -> str:
     return f"test/{test}/failed/{rank}"
 
 
+def _others_sleep() -> bool:
+    """Return whether all threads but this one wait for something; where the system does not tell, that they do."""
+    mine = str(threading.get_native_id())
+    for thread in Path("/proc/self/task").glob("[0-9]*"):
+        # A thread that has ended meanwhile has no file.
+        with suppress(OSError):
+            state = (thread / "stat").read_bytes().rpartition(b") ")[2][:1]
+            if thread.name != mine and state not in (b"S", b"I", b"Z"):
+                return False
+    return True
+
+
 class Point(NamedTuple):
     """How far a rank has come. ``test`` and ``step`` count from 1; ``waits`` is whether it waits there for the others."""
 
@@ -73,7 +89,10 @@ class Together(Alone):
 
     def rest(self) -> None:
         # A thread of gloo that frees a bucket after the main one has gone on is not seen to free it.
-        time.sleep(_SECONDS_OF_REST)
+        until, quiet = time.monotonic() + _MOST_SECONDS_OF_REST, 0
+        while quiet < _LOOKS_AT_REST and time.monotonic() < until:
+            time.sleep(_SECONDS_OF_REST)  # without the interpreter's lock, for which a thread may wait
+            quiet = quiet + 1 if _others_sleep() else 0
 
     def exchange(self, mine: Any) -> list[Any]:
         """Return the values of all ranks, in their order. Raises `RankLost` if one of them will not give any."""
