@@ -289,6 +289,9 @@ class Device(ABC):
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
 
+    def hold_known(self) -> None:
+        """Let no reading from here on change because a free was missed before: one of another thread, as of gloo's."""
+
     def known(self) -> BlockIds:
         """Return the identities of the live blocks that the device knows one by one; empty where it only knows sums."""
         return frozenset()

@@ -137,6 +137,10 @@ class CpuDevice(Device):
                 self._live_blocks.register_existing({address: storage.nbytes()})
                 self._free_callbacks.watch(storage, recording=lambda: self._profiler is not None)
 
+    def hold_known(self) -> None:
+        self._flush()
+        self._live_blocks.hold_known()
+
     def known(self) -> BlockIds:
         self._flush()
         return self._live_blocks.known

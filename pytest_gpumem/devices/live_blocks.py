@@ -79,7 +79,7 @@ class LiveBlocks:
     """The blocks that are known to be live, and the most bytes they held since the last `reset_peak`.
 
     A free of an unknown block changes nothing; an allocation at a known address means that the earlier block's free was missed,
-    so the new one replaces it.
+    so the new one replaces it. Of a block that `hold_known` held, it was missed before, and its bytes stay in every reading.
     """
 
     def __init__(self) -> None:
@@ -88,6 +88,8 @@ class LiveBlocks:
         self._count = 0
         self._live = 0
         self._peak = 0
+        self._held = 0
+        """The number of the latest block that was held."""
         self.turnover = 0
         """Bytes of every allocation so far."""
 
@@ -110,11 +112,17 @@ class LiveBlocks:
 
     def apply(self, events: Iterable[AllocationEvent]) -> None:
         for event in events:
-            self._live -= self._blocks.pop(event.address, 0)
+            earlier = self._blocks.pop(event.address, 0)
+            if event.nbytes <= 0 or self._numbers.get(event.address, 0) > self._held:
+                self._live -= earlier
             if event.nbytes > 0:
                 self.turnover += event.nbytes
                 self._learn(event.address, event.nbytes)
                 self._peak = max(self._peak, self._live)
+
+    def hold_known(self) -> None:
+        """Let the blocks that are known now count as live until their free is seen: one that was missed has been before."""
+        self._held = self._count
 
     def register_existing(self, blocks: Blocks) -> None:
         """Add blocks that were live all along. The peak rises with them."""

@@ -32,6 +32,9 @@ class RankLost(BaseException):
 class Alone:
     """A process without other ranks, which decides by itself."""
 
+    several = False
+    """Whether there are others."""
+
     def all(self, mine: bool) -> bool:
         """Return whether every rank says so."""
         return mine
@@ -74,6 +77,8 @@ class Point(NamedTuple):
 
 class Together(Alone):
     """One rank, which decides with the others. Every rank has to make the same calls in the same order."""
+
+    several = True
 
     def __init__(self, board: Board, rank: Rank) -> None:
         self.rank = rank

@@ -69,8 +69,11 @@ class MeasuringContext:
         Args:
             held: What there is of the step already.
         """
+        self.together.rest()
         self.device.quiesce()
         self.device.register_existing(self.storages(held))
+        if self.together.several:
+            self.device.hold_known()
         blocks = blocks_of(reachable_tensors([held]), self.device.torch_device)
         return self.device.live() - sum(blocks.values())
 
