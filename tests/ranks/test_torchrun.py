@@ -88,8 +88,7 @@ def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four
     report = json.loads((four.path / "clean.json").read_text())
     assert report["passed"]
     assert [len(result["verdict"]["verdicts"]) for result in report["results"]] == [4, 4, 4, 4]
-    # But for a few bytes of what gloo exchanges.
-    assert [row["imbalance"] for row in report["ranks"]] == [pytest.approx(1, abs=1e-4)] * 4
+    assert [row["imbalance"] for row in report["ranks"]] == [1, 1, 1, 1]
 
     files = [f"--gpumem-report=report{suffix}" for suffix in (".json", ".md", ".html")]
     red = torchrun(four.path, 4, "--gpumem-baseline", *files, MORE="512", RAISE="1")
@@ -109,9 +108,9 @@ def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four
     uneven = report["ranks"][0]
     assert (uneven["test"], uneven["world"], uneven["largest"]) == ("test_a_grows_on_one_rank", 4, 3)
     peaks = dict(uneven["peaks"])
-    assert peaks[0] == pytest.approx(peaks[1], abs=64) == pytest.approx(peaks[2], abs=64)
-    # The input and the output of 512 rows more, of 256 floats of 4 bytes each.
-    assert peaks[3] - peaks[0] >= 2 * 512 * 256 * 4
+    assert peaks[0] == peaks[1] == peaks[2]
+    # At least the input of 512 rows more, of 256 floats of 4 bytes each.
+    assert peaks[3] - peaks[0] >= 512 * 256 * 4
     assert uneven["imbalance"] == peaks[3] / min(peaks.values())
     shown = f"{uneven['imbalance']:.2f} (rank 3 over rank {uneven['smallest']})"
     assert shown in red.output
