@@ -11,8 +11,10 @@ from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
 from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
+from pytest_gpumem.session.stepping import Steps
 from pytest_gpumem.steps.config import ConfigError, StepConfig, as_config
 from pytest_gpumem.steps.inference import prepared_infer_step
+from pytest_gpumem.steps.looped import STEPS
 from pytest_gpumem.steps.prepared import prepared_function
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.steps.training import prepared_train_step
@@ -100,6 +102,33 @@ class Gpumem:
         with self._run.tracked() as figures:
             yield region
         region.end(self._run.keep_figures(Workload("region"), figures(), name))
+
+    @contextmanager
+    def steps(
+        self,
+        steps: int = STEPS,
+        *,
+        items: float | None = None,
+        name: str | None = None,
+        explain: bool | None = None,
+    ) -> Iterator[Steps]:
+        """Measure the steps of a training loop that runs within, as it is, and end it when they have been measured::
+
+            with gpumem.steps() as training:
+                trainer.train()
+            assert training.measurement.growth == 0
+
+        A step ends with ``optimizer.step()``, whoever calls it; with several optimizers, where the first of them steps again.
+        Memory is read from the first ``steps`` steps but the first. A few more are counted, timed and explained; then
+        the ``with`` block ends by an exception, through the loop's own ``finally`` and ``with`` blocks.
+
+        ``items`` is how many samples, tokens, ... one step works on; with it, throughput is measured.
+
+        Raises `MeasuringError` where the loop ends before there are four steps, or no optimizer steps.
+        """
+        measured = Steps(self._run, steps, name, items, explain=explain)
+        with measured.within():
+            yield measured
 
     def train_step(
         self,

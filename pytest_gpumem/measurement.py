@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
 """What a step works on: counted in its batch, or given as a number."""
-_EXPLAINED = ("measure", "train_step", "infer_step")
+_EXPLAINED = ("measure", "train_step", "infer_step", "steps")
 
 
 class MissingMetric(AttributeError):
@@ -40,7 +40,7 @@ class Workload:
     """What was run. Two measurements with different workloads are not comparable."""
 
     step: str
-    """``call``, ``region``, ``measure``, ``train_step`` or ``infer_step``."""
+    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step`` or ``steps``."""
     config: str | None = None
     """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code."""
     parameters: int | None = None
@@ -155,7 +155,7 @@ class Measurement(MetricAttributes):
                 f"and {self.workload.step}(..., explain=True) for this step, unless --gpumem-explain=never"
                 if self.workload.step in _EXPLAINED
                 else f"the composition of {self.name!r} was not recorded, as of any {self.workload.step}; "
-                "gpumem.measure, train_step and infer_step record it with explain=True"
+                "gpumem.measure, train_step, infer_step and steps record it with explain=True"
             )
         return self.explanation.peak
 

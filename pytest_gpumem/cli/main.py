@@ -21,6 +21,7 @@ _COMMANDS = {
     "history": "Tell how a baseline came to be what it is.",
     "merge": "Make one report and one verdict of the shards of a run.",
     "prune": "Remove baselines of tests that are gone.",
+    "run": "Measure and gate the training steps of a script.",
     "show": "Show the baselines that are in the store.",
 }
 """Each subcommand with its line in the help of all, which imports none of them."""
@@ -69,6 +70,7 @@ def main() -> None:
     What fits into this GPU:        gpumem advise MODULE:FACTORY --fits 24GB
     A program's peaks on no GPU:    gpumem emulate l4 -- python train.py
     Which GPUs a program fits:      gpumem fit train.py --batch 8
+    A training script, gated:       gpumem run train.py --gpumem-baseline
 
     Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
     says what that means for it.

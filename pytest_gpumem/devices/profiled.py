@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.cuda_history import numbered_by_thread
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.torch_support.private_api import event_tree, quiet_kineto, threads_of_spans
+from pytest_gpumem.torch_support.private_api import event_tree, quiet_kineto, span, threads_of_spans
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 
 if TYPE_CHECKING:
@@ -107,14 +107,14 @@ def profiled(tokens: list[Token], device: torch.device) -> Iterator[None]:
 
     Raises `MeasuringError` when another profiler came in between.
     """
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import ProfilerActivity, profile
 
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
     with quiet_kineto():
         profiler.start()
     try:
         yield
-        with record_function(f"{MARK_PREFIX}{_END}"):
+        with span(f"{MARK_PREFIX}{_END}"):
             pass
     except BaseException:
         with suppress(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -38,12 +39,33 @@ def composition_of_retained(timeline: Timeline) -> Composition:
 
 
 def left_by(timeline: Timeline) -> list[Lifetime]:
-    """Return the blocks that the step allocated and that are live after garbage was collected."""
-    return [
+    """Return the blocks that the step allocated and that are live after garbage was collected.
+
+    Without those in whose place an older one was freed: a gradient that is made anew in each step is not kept by it.
+    """
+    left = [
         block
         for block in timeline.lifetimes
         if block.allocated >= 0 and block.freed is None and not _is_workspace(block, timeline)
     ]
+    replaced = Counter(
+        _owner_and_size(block)
+        for block in timeline.lifetimes
+        if block.own and block.allocated < 0 and block.freed is not None
+    )
+    kept = []
+    for block in left:
+        same = _owner_and_size(block)
+        if replaced[same]:
+            replaced[same] -= 1
+        else:
+            kept.append(block)
+    return kept
+
+
+def _owner_and_size(block: Lifetime) -> tuple[int, str, str]:
+    label = block.label
+    return (block.nbytes, "", "") if label is None else (block.nbytes, label.category, label.module)
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:

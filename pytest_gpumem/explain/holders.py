@@ -8,7 +8,7 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
-from pytest_gpumem.torch_support.reachability import NOT_THE_TESTS, storage_of
+from pytest_gpumem.torch_support.reachability import NOT_THE_TESTS, alive, storage_of
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, package_of
 
 if TYPE_CHECKING:
@@ -26,23 +26,18 @@ def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
     Returns:
         At most `MOST_PATHS` paths, that of the most tensors first. None for memory that only a graph of gradients holds.
     """
+    import torch
+
     if not addresses:
         return ()
     with everything_in_sight():
-        tensors = [tensor for tensor in _tensors() if _address(tensor) in addresses]
+        tensors = [tensor for tensor in alive(torch.Tensor) if _address(tensor) in addresses]
         held = _held(tensors)
         tensors.clear()
         counts = Counter(_Search(tensors, held).paths_of(held).values())
         held.clear()
     ranked = sorted(counts, key=lambda path: (-counts[path], path))
     return tuple(ranked[:MOST_PATHS])
-
-
-def _tensors() -> list[Any]:
-    import torch
-
-    # By its type: asked for its class, a proxy answers for another object.
-    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
 
 
 def _held(tensors: list[Any]) -> list[Any]:

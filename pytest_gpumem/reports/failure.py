@@ -65,14 +65,13 @@ def accept_command(
     verdict: TestVerdict,
     failing: frozenset[Outcome],
     *,
-    path: str,
+    words: Sequence[str],
     options: Sequence[str] = (),
-    start: Sequence[str] = ("pytest",),
+    rest: Sequence[str] = (),
 ) -> str | None:
     """Return the command that accepts what a test fails for, or ``None`` where no baseline would mend it.
 
-    ``path`` is the test's id as it can be typed, ``options`` those of this session that the command must repeat,
-    ``start`` the words that start a session on as many ranks.
+    ``words`` run the test again, ``options`` are those of this session that the command must repeat, ``rest`` comes after them.
     """
     metrics = [one for each in verdict.verdicts for one in each.metrics if one.outcome in failing]
     outcomes = {one.outcome for one in metrics} | ({Outcome.MISSING} & failing if verdict.missing else set())
@@ -82,7 +81,7 @@ def accept_command(
         return None
     # Times that a baseline lacks, or has of another machine, only "all" replaces.
     mode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
-    return " ".join(map(_quoted, [*start, path, f"--gpumem-update={mode}", *options]))
+    return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:

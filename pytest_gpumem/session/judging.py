@@ -23,6 +23,7 @@ from pytest_gpumem.reports.failure import accept_command, failure_text
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.session.hook_results import HookError, checked_tolerance
 from pytest_gpumem.session.marker import sets_itself
+from pytest_gpumem.session.options import COMMAND, Command
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.timing.comparison import is_undecided
 from pytest_gpumem.values.plain import to_plain
@@ -216,8 +217,8 @@ class Judging:
         """Return the verdict with the text of its failure, if the test must fail."""
         failing = self.failing(verdict)
         if failing:
-            path, options = self._path_from_here(verdict), options_given(self._config)
-            accept = accept_command(verdict, failing, path=path, options=options, start=self.ranks.command)
+            words, rest = item.stash.get(COMMAND, None) or Command((*self.ranks.command, self._path_from_here(verdict)))
+            accept = accept_command(verdict, failing, words=words, options=options_given(self._config), rest=rest)
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
             return replace(verdict, failure=text, accept=accept)
         if not verdict.unmeasured and not self._settings.no_time and self.measured.has_fixture:

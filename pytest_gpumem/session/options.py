@@ -5,7 +5,7 @@ Every option's default is ``None``, so that what ``[tool.gpumem]`` says can appl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import pytest
 
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 
 SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
 """What this process knows of the session, in pytest's config."""
+
+
+class Command(NamedTuple):
+    """A command that runs one item again: options are put between ``words`` and ``rest``."""
+
+    words: tuple[str, ...]
+    rest: tuple[str, ...] = ()
+
+
+COMMAND: pytest.StashKey[Command] = pytest.StashKey()
+"""How to run an item again, where that is not by pytest and its id."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 MARKER_ARGUMENTS = (

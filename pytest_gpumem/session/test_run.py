@@ -12,7 +12,8 @@ from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.session.explaining import call_again
 from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.steps.runner import Figures, live_at_rest, released_workspaces
-from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
+from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import instance_dict
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 from pytest_gpumem.values.ranks import name_on, rank_in, without_rank
@@ -95,16 +96,37 @@ class TestRun:
         self._known_at_call = self.device.known()
         self._attributes = frozenset(self._instance_dict())
 
+    @property
+    def foreign(self) -> int:
+        """The bytes that were live when the call began, and are neither the test's nor its fixtures'."""
+        if self._at_call is None:
+            raise RuntimeError("the test's call has not begun")
+        held, live = self._at_call
+        return live - held
+
+    def foreign_blocks(self) -> frozenset[int]:
+        """Return the addresses of live tensors that are neither the test's nor its fixtures', as far as can be told."""
+        import torch
+
+        if self.context.time_budget is not None:
+            # A device may keep tensors for this, from the first time on.
+            with self.device.unrecorded():
+                self.device.pace()
+        with everything_in_sight():
+            tensors = alive(torch.Tensor)
+        there = blocks_of(tensors, self.device.torch_device).keys()
+        own = {storage.data_ptr() for storage in self._ownership.storages(self.item)}
+        return frozenset(there - own - {address for address, _ in self.device.known() - self._known_at_call})
+
     @contextmanager
     def tracked(self, *, whole_call: bool = False) -> Iterator[Callable[[], Figures]]:
         """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
 
         The ``whole_call`` begins right after `begin_call`, whose readings are its own.
         """
-        if self._at_call is None:
-            raise RuntimeError("the test's call has not begun")
+        foreign = self.foreign
+        assert self._at_call is not None, "there are no foreign bytes before the call"
         held_before, live_before = self._at_call
-        foreign = live_before - held_before
         device = self.device
         if not whole_call:
             device.quiesce()

@@ -133,11 +133,13 @@ class MeasuredStep:
     """What the step works on, by its name (``samples``, ``tokens``, ``items``); throughput is of the first."""
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
+    is_over: bool = False
+    """Whether it cannot be run again: a step of a loop that has ended."""
 
     @property
     def may_be_timed_again(self) -> bool:
         times = self.figures.times
-        return times is not None and len(times.samples) < MOST_SAMPLES
+        return times is not None and len(times.samples) < MOST_SAMPLES and not self.is_over
 
     def metrics(self) -> dict[str, float]:
         """Return every metric of the step: bytes, counts, seconds, items per second."""

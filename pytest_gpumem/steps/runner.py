@@ -185,7 +185,7 @@ def measure_step(
     ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. On several ranks all
     run as many steps, as they decide ``together``.
     """
-    run_step = functools.partial(_run_step, phases, device, foreign, together=together)
+    run_step = functools.partial(run_one_step, phases, device, foreign, together=together)
     since = device.known()
     device.quiesce()
     with cyclic_collector_off():
@@ -196,7 +196,7 @@ def measure_step(
             before = state() if state is not None else None
             warm_ups.append(run_step())
             moved = state is not None and state() != before
-            settled = together.all(_same_peaks(warm_ups[-2], warm_ups[-1]) and not moved)
+            settled = together.all(have_same_peaks(warm_ups[-2], warm_ups[-1]) and not moved)
         memory = run_step()
         keeps = any(figures.live_after > figures.live_before for figures in (warm_ups[-1], memory))
         growth = _growth(run_step, device, together) if together.any(keeps) else 0
@@ -256,7 +256,7 @@ def sample_again(
                 # Settling has emptied the caches, and of few rounds none may be one that fills them again.
                 _whole(phases)()
                 sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
-            _run_step(phases, device, 0)
+            run_one_step(phases, device, 0)
         finally:
             device.reconcile(since, own())
     return invalid_if(refused, sample, device)
@@ -294,7 +294,7 @@ def released_workspaces(device: Device) -> int:
     return live - device.live()
 
 
-def _run_step(
+def run_one_step(
     phases: Sequence[Phase],
     device: Device,
     foreign: int,
@@ -321,7 +321,7 @@ def _run_step(
     )
 
 
-def _same_peaks(first: Figures, second: Figures) -> bool:
+def have_same_peaks(first: Figures, second: Figures) -> bool:
     return _settling(first) == _settling(second)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import types
 import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pytest_gpumem.torch_support.private_api import beneath_modes, outside_torch_function, parts_of_coo
 from pytest_gpumem.torch_support.static_access import Layout, contents_of, gradient_of, is_a, layout_of, tensor_property
@@ -24,8 +25,15 @@ _ATOMS: tuple[type[Any], ...] = (
     *(type, types.ModuleType, types.CodeType),
     *weakref.ProxyTypes,
 )
+T = TypeVar("T")
 # A test's `request` leads to the session, and from there to every other test's values.
 NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
+
+
+def alive(kind: type[T]) -> list[T]:
+    """Return the objects of a class that Python's collector goes through: not those of a frozen heap."""
+    # By its type: asked for its class, a proxy answers for another object.
+    return [value for value in gc.get_objects() if issubclass(type(value), kind)]
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:

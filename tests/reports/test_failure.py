@@ -53,13 +53,15 @@ def text_of(
     verdict = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", verdicts)
     failing = failing_outcomes(verdict, strict=strict, compares=True, accepts=frozenset())
     assert failing, "a test that does not fail has no such text"
-    return failure_text(verdict, failing, units, accept_command(verdict, failing, path=path, options=options), memory)
+    return failure_text(
+        verdict, failing, units, accept_command(verdict, failing, words=("pytest", path), options=options), memory
+    )
 
 
 def missing_text(test: TestVerdict) -> str:
     """The failure of a test that no longer takes a measurement that has a baseline."""
     failing = frozenset({Outcome.MISSING})
-    return failure_text(test, failing, "si", accept_command(test, failing, path=PATH))
+    return failure_text(test, failing, "si", accept_command(test, failing, words=("pytest", PATH)))
 
 
 def literal(text: str) -> str:

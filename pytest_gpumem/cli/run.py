@@ -1,0 +1,118 @@
+"""``gpumem run``: measures the training steps of an ordinary script, and judges them as a test's."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from pytest_gpumem.cli.project import QUIET
+from pytest_gpumem.script.session import Script, ScriptSession
+from pytest_gpumem.session.options import Command, add_options
+from pytest_gpumem.steps.looped import FEWEST_STEPS, STEPS
+
+_NAME = re.compile(r"[\w.=+-]+")
+
+
+class _Options:
+    """The place of pytest's parser, for the plugin's options to be added to a command of ours."""
+
+    def __init__(self) -> None:
+        self.found: list[click.Option] = []
+
+    def getgroup(self, _name: str, _description: str) -> _Options:
+        return self
+
+    def addoption(
+        self,
+        name: str,
+        *,
+        help: str,  # noqa: A002 - pytest's word
+        action: str = "store",
+        choices: Any = None,
+        metavar: str | None = None,
+        default: None = None,
+    ) -> None:
+        several = action == "append"
+        kind: dict[str, Any] = (
+            {"is_flag": True} if action == "store_true" else {"metavar": metavar, "multiple": several}
+        )
+        if choices is not None:
+            kind = {"type": click.Choice(list(choices))}
+        self.found.append(click.Option([name], help=help, default=default, **kind))
+
+
+def _with_plugins_options(command: click.Command) -> click.Command:
+    options = _Options()
+    add_options(options)  # type: ignore[arg-type]  # what it calls of a parser
+    command.params += options.found
+    return command
+
+
+def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise click.BadParameter(f"{value!r} is a part of a test's id: letters, digits and . _ = + - only")
+    return value
+
+
+@_with_plugins_options
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
+@click.option(
+    "--steps",
+    type=click.IntRange(min=FEWEST_STEPS),
+    default=STEPS,
+    show_default=True,
+    help="How many steps memory is read from. The script is ended some steps later.",
+)
+@click.option(
+    "--as",
+    "name",
+    default="run",
+    show_default=True,
+    callback=_name,
+    help="What the run is called: train.py::run in the store. Runs with other arguments need names of their own.",
+)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[--] [ARGUMENTS]...")
+def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **options: Any) -> None:
+    """Measure the training steps of an ordinary script, and judge them as those of a test.
+
+    SCRIPT runs in this process as `python SCRIPT ARGUMENTS` would, unchanged: a step ends with each step of its first
+    optimizer. When enough steps have been measured, the script is ended by an exception, through its own finally and with
+    blocks. Settings are those of the project, and the device is one of --gpumem-device. Options may stand after SCRIPT;
+    what stands after -- is the script's.
+
+    \b
+    Examples:
+      gpumem run train.py --steps 20 --gpumem-device=emulated:h100
+      gpumem run --gpumem-baseline --as small train.py -- --width 64
+
+    Exit status: 0 when it was measured and is not worse than it should be, 1 when it is, or the script fails, or cannot be
+    measured, 2 for wrong usage, 130 when interrupted.
+    """
+    path = script.resolve()
+    given = _as_typed(options)
+    chosen = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]
+    again = Command(("gpumem", "run", os.path.relpath(path), *chosen), ("--", *arguments) if arguments else ())
+    session = ScriptSession(Script(path, arguments, steps, name, again))
+    pytests = ["-s", "-rs", "-p", "no:cacheprovider", "-p", "no:warnings", *QUIET]
+    status = int(pytest.main([str(path), *pytests, *given], plugins=[session]))
+    # A test may be skipped; who runs a script wants it measured.
+    sys.exit(1 if session.skipped and status == 0 else 130 if status == pytest.ExitCode.INTERRUPTED else status)
+
+
+def _as_typed(options: dict[str, Any]) -> list[str]:
+    """Return the plugin's options as pytest takes them."""
+    words = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value:
+            words += [f"{option}={one}" for one in (value if isinstance(value, tuple) else (value,))]
+    return words

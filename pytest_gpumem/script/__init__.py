@@ -1,0 +1,1 @@
+"""An ordinary training script, measured and judged as a test is."""

@@ -1,0 +1,117 @@
+"""A pytest session of one item, which runs a script: settings, devices, store, verdict and reports are those of any test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.fixture import Gpumem
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.script.run_script import ScriptFailed, failure_of_script, run_script
+from pytest_gpumem.session.measuring import refuse, run_of
+from pytest_gpumem.session.options import COMMAND, FIXTURE, Command
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+    from pathlib import Path
+
+_NOT_FOR_A_SCRIPT: dict[str, Any] = {
+    "numprocesses": None,
+    "maxprocesses": None,
+    "tx": [],
+    "dist": "no",
+    "keyword": "",
+    "markexpr": "",
+    "deselect": None,
+    "doctestmodules": False,
+}
+"""Options that a project may have in ``addopts`` to distribute or select its tests: pytest's and pytest-xdist's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What to run, and how much of it."""
+
+    path: Path
+    arguments: tuple[str, ...]
+    steps: int
+    name: str
+    """What stands for the test's name in the id."""
+    command: Command
+    """How to run it again."""
+
+
+class ScriptSession:
+    """A plugin that collects the script, and nothing else."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.skipped = False
+        """Whether the script was not run, as its device cannot be used here."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, Any, Any]:
+        for name, value in _NOT_FOR_A_SCRIPT.items():
+            if hasattr(config.option, name):
+                setattr(config.option, name, value)
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        return False if collection_path == self._script.path else None
+
+    def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        # In the place of a module, which pytest would import.
+        return self._file(module_path, parent)
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return self._file(file_path, parent) if file_path.suffix != ".py" else None
+
+    def _file(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        if path != self._script.path:
+            return None
+        return ScriptFile.from_parent(parent, path=path, script=self._script)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.skipped = self.skipped or report.skipped
+
+
+class ScriptFile(pytest.File):
+    """The file of a script, with one item."""
+
+    def __init__(self, *, script: Script, **more: Any) -> None:
+        super().__init__(**more)
+        self._script = script
+
+    def collect(self) -> Iterator[pytest.Item]:
+        yield ScriptItem.from_parent(self, name=self._script.name, script=self._script)
+
+
+class ScriptItem(pytest.Item):
+    """A run of a script, whose steps are measured."""
+
+    def __init__(self, *, script: Script, **more: Any) -> None:
+        super().__init__(**more)
+        self._script = script
+        self.fixturenames = [FIXTURE]
+        """As of a test that measures with the fixture, which this does without pytest's set-up of one."""
+        self.stash[COMMAND] = script.command
+
+    def runtest(self) -> None:
+        script = self._script
+        gpumem = Gpumem(run_of(self), lambda why: refuse(self, why))
+        with gpumem.steps(script.steps):
+            run_script(script.path, script.arguments)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        error = excinfo.value
+        if isinstance(error, (MeasuringError, ScriptFailed)):
+            return f"{self._script.path.name}: {error}" if isinstance(error, MeasuringError) else str(error)
+        if isinstance(error, pytest.fail.Exception):
+            return super().repr_failure(excinfo, style)
+        return failure_of_script(self._script.path, error)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.name

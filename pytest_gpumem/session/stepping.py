@@ -1,0 +1,117 @@
+"""Steps of a loop that the test runs itself: found at its optimizer's steps, measured beside it, judged as any step is."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.session.callbacks import callback_of
+from pytest_gpumem.steps.borders import Borders
+from pytest_gpumem.steps.loop import EndOfLoop, Loop
+from pytest_gpumem.steps.looped import FEWEST_STEPS, PreparedLoop
+from pytest_gpumem.steps.runner import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.session.judging import Judged
+    from pytest_gpumem.session.test_run import TestRun
+
+
+class Steps:
+    """Steps of a loop that `Gpumem.steps` measures; ``measurement`` is there once they have been."""
+
+    def __init__(
+        self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None
+    ) -> None:
+        if steps < FEWEST_STEPS:
+            raise ValueError(f"steps={steps}: a loop's memory is read from {FEWEST_STEPS} steps at least")
+        self._run = run
+        self._steps = steps
+        self._name = name
+        self._items = items
+        self._explain = explain
+        self._loop = Loop(self._measure)
+        self._borders = Borders(self._optimizer_stepped)
+        self._end = EndOfLoop("the loop has been measured")
+        self._is_told = False
+        """Whether the loop says itself where its steps end."""
+        self._judged: Judged | None = None
+        self._measurement: Measurement | None = None
+        self._foreign_blocks: frozenset[int] = frozenset()
+
+    @property
+    def measurement(self) -> Measurement:
+        if self._measurement is None:
+            raise MeasuringError("the steps have not been measured yet: read their measurement after the with block")
+        return self._measurement
+
+    def step_ended(self) -> bool:
+        """Say that a step has ended, where no optimizer of torch does; from then on optimizers end none.
+
+        Returns:
+            Whether the loop has been measured, and may end.
+        """
+        self._is_told = True
+        self._loop.border()
+        return self._loop.is_measured
+
+    def callback(self) -> Any:
+        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops in its own way when it is measured.
+
+        Without one, `Gpumem.steps` ends training by an exception. Raises ``RuntimeError`` where neither is imported.
+        """
+        self._is_told = True
+        return callback_of(self.step_ended)
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Measure the steps of the loop within, and end it when they have been measured."""
+        self._foreign_blocks = self._run.foreign_blocks()
+        try:
+            with self._borders.watched():
+                yield
+        except EndOfLoop as end:
+            if end is not self._end:
+                raise
+        except BaseException:
+            # The loop's own error is what its test fails with. What was measured before is kept.
+            with suppress(Exception):
+                self._loop.end()
+            self._keep()
+            raise
+        self._loop.end()
+        self._keep()
+        if self._judged is None:
+            raise MeasuringError(
+                "the loop has made no step: one ends with the step of an optimizer of torch, and none has made any; where the "
+                "loop has no such optimizer, call steps.step_ended() at the end of each step"
+            )
+
+    def _optimizer_stepped(self) -> None:
+        if self._is_told:
+            return
+        self._loop.border()
+        if self._loop.is_measured:
+            raise self._end
+
+    def _measure(self) -> None:
+        prepared = PreparedLoop(
+            context=self._run.context,
+            name="steps",
+            phases=[Phase("step", self._loop.next_step)],
+            foreign=self._run.foreign,
+            held=None,
+            items=self._items,
+            steps=self._steps,
+            optimizers=self._borders.optimizers,
+            foreign_blocks=self._foreign_blocks,
+        )
+        step = self._run.measure(prepared)
+        self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)
+
+    def _keep(self) -> None:
+        if self._judged is not None and self._measurement is None:
+            self._measurement = self._run.keep(self._judged)

@@ -1,0 +1,79 @@
+"""Borders between the steps of a loop: the optimizer that stepped first steps again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.torch_support.private_api import in_backward
+from pytest_gpumem.torch_support.record_functions import without_record_functions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+
+class Borders:
+    """Finds the borders of a loop's steps, and calls ``border()`` at each.
+
+    The first optimizer's first step is one. From then on a step ends with the first optimizer to step a second time since the
+    last border: a pair of networks with an optimizer each makes one step of both. An optimizer that steps within ``backward()``
+    (one for each parameter, in hooks) ends the step before the next call of a module, as there is no way out of ``backward()``.
+    """
+
+    def __init__(self, border: Callable[[], None]) -> None:
+        self._border = border
+        self._stepped: set[int] = set()
+        """Optimizers that have stepped since the last border, by identity."""
+        self._is_due = False
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        """Those that have stepped, in this order."""
+        self._stack = ExitStack()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Find the borders of what runs within."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        # What ends a recording at a border must not be within a span of it: optimizers make one around their steps.
+        with self._stack, without_record_functions():
+            self._stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
+            yield
+
+    def _steps(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not any(known is optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
+            # Its own, not one for all: torch goes through those for all while they are called, and what measures a step adds
+            # and removes some.
+            self._stack.callback(optimizer.register_step_post_hook(self._stepped_by).remove)
+
+    def _stepped_by(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        if self._stepped and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            return
+        self._stepped = {id(optimizer)}
+        if threading.get_ident() == self._thread and not in_backward():
+            self._is_due = False
+            self._border()
+        else:
+            self._await_module()
+
+    def _await_module(self) -> None:
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        if not self._is_due:
+            self._is_due = True
+            self._handle = register_module_forward_pre_hook(self._module_begins)
+            self._stack.callback(self._handle.remove)
+
+    def _module_begins(self, _module: torch.nn.Module, _args: Any) -> None:
+        if self._is_due and threading.get_ident() == self._thread and not in_backward():
+            self._is_due = False
+            self._handle.remove()
+            self._border()

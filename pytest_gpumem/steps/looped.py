@@ -1,0 +1,178 @@
+"""A loop that owns its steps: the memory of so many of them in a row, then counts, times and an explanation of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.explain.owners import parameters_of_optimizer
+from pytest_gpumem.measurement import MeasuringError, Workload
+from pytest_gpumem.steps.counting import NOTHING_COUNTED, count_step
+from pytest_gpumem.steps.loop import LoopEnded
+from pytest_gpumem.steps.prepared import MeasuredStep, PreparedStep
+from pytest_gpumem.steps.runner import (
+    SETTLING_STEPS,
+    WINDOW,
+    StepFigures,
+    growth_per_step,
+    have_same_peaks,
+    run_one_step,
+)
+from pytest_gpumem.timing.sampling import time_step
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
+from pytest_gpumem.torch_support.reachability import alive
+from pytest_gpumem.torch_support.static_access import named_modules, named_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    import torch
+
+    from pytest_gpumem.explain.owners import TensorOwners
+    from pytest_gpumem.steps.runner import Figures
+    from pytest_gpumem.values.times import Times
+
+STEPS = 20
+"""How many steps a loop's memory is read from: the first, in which it builds what it needs, and enough to tell growth."""
+FEWEST_STEPS = 4
+"""The first, one that may make the optimizer's state, and two that can be alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedLoop(PreparedStep):
+    """A loop that waits at the end of its first step. Its only phase runs it until the next border."""
+
+    steps: int
+    """How many steps its memory is read from, with the first."""
+    optimizers: Sequence[torch.optim.Optimizer]
+    """Those that have stepped so far."""
+    foreign_blocks: frozenset[int]
+    """Addresses of tensors that were there before, and are not the test's."""
+
+    def measure(self) -> MeasuredStep:
+        """Run the loop's next steps, and measure them.
+
+        Raises:
+            MeasuringError: It ended before there were `FEWEST_STEPS`.
+        """
+        device = self.context.device
+        notes: tuple[str, ...] = ()
+        counted, times = NOTHING_COUNTED, None
+        device.quiesce()
+        with cyclic_collector_off():
+            seen = list(self._memory())
+            made = 1 + len(seen)
+            if made < FEWEST_STEPS:
+                raise MeasuringError(
+                    f"the loop ended after {made} steps; its memory is read from {FEWEST_STEPS} at least"
+                )
+            if made < self.steps:
+                notes = (f"the loop ended after {made} of {self.steps} steps: nothing was counted or timed",)
+            else:
+                with device.peak_ignored():
+                    counted = count_step(self._run, device)
+                times, notes = self._timed()
+        figures = loop_figures(seen)
+        figures = replace(figures, counted=counted, times=times)
+        trouble = () if counted.trouble is None else (counted.trouble,)
+        moved = () if figures.settled else (_moved(seen),)
+        return MeasuredStep(figures, self._workload(), self._work(), (*notes, *moved, *trouble))
+
+    def time_again(self, step: MeasuredStep) -> MeasuredStep:
+        """Return ``step``, which was measured and timed, with one more sample of its time, if the loop has steps for it."""
+        try:
+            # Without zero-argument super(): the class that slots make is another one.
+            return PreparedStep.time_again(self, step)
+        except LoopEnded as ended:
+            return replace(step, notes=(*step.notes, f"timed once: {ended}"), is_over=True)
+
+    def _run(self) -> None:
+        self.phases[0].run()
+
+    def _memory(self) -> Iterator[Figures]:
+        """Yield the figures of each further step, until there are enough or the loop ends."""
+        try:
+            for _ in range(self.steps - 1):
+                yield run_one_step(self.phases, self.context.device, self.foreign)
+        except LoopEnded:
+            return
+
+    def _timed(self) -> tuple[Times | None, tuple[str, ...]]:
+        """Return the times of further steps, or ``None`` and a note that says why not."""
+        device, time_budget = self.context.device, self.context.time_budget
+        if time_budget is None:
+            return None, ()
+        held = {storage.data_ptr() for storage in self._storages()}
+        # While nothing is recorded, what the loop holds may be replaced; the rest stays, such as a graph that it keeps.
+        since = frozenset(block for block in device.known() if block[0] not in held)
+        times = None
+        try:
+            with device.unrecorded():
+                times = time_step(self._run, self.phases, device, time_budget)
+            # A recorded step replaces what the unrecorded ones left behind.
+            run_one_step(self.phases, device, self.foreign)
+        except LoopEnded as ended:
+            return times, () if times is not None else (f"not timed: {ended}",)
+        finally:
+            device.reconcile(since, self._storages())
+        return times, ()
+
+    def _register(self, owners: TensorOwners) -> None:
+        import torch
+
+        with everything_in_sight():
+            modules = alive(torch.nn.Module)
+        parts = {id(part) for module in modules for _, part in named_modules(module) if part is not module}
+        trained = {id(parameter) for parameter in self._parameters()}
+        # Paths of other classes' modules begin with the class: of those that are not trained, if there are both.
+        for module in sorted(modules, key=lambda module: not _has_any(module, trained)):
+            if id(module) not in parts:
+                owners.model(module)
+        for optimizer in self.optimizers:
+            owners.optimizer(optimizer)
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        """Yield the storages of all tensors that the loop may hold: those in sight that are not foreign."""
+        import torch
+
+        with everything_in_sight():
+            held = (alive(torch.Tensor), list(self.optimizers))
+        for storage in self.context.storages(held):
+            if storage.data_ptr() not in self.foreign_blocks:
+                yield storage
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for optimizer in self.optimizers:
+            yield from parameters_of_optimizer(optimizer)
+
+    def _workload(self) -> Workload:
+        parameters = {id(parameter): parameter.numel() for parameter in self._parameters()}
+        return Workload(self.name, parameters=sum(parameters.values()) or None)
+
+
+def loop_figures(seen: Sequence[Figures]) -> StepFigures:
+    """Return the figures of a loop, from those of its steps in order, without the first.
+
+    It has settled with the first two steps in a row that have the same peaks. Its memory is that of the step with the highest
+    peak from there on, or, where it does not settle, in the later half: a large batch, or an evaluation now and then, counts.
+    """
+    settled_at = next((n for n, (one, other) in enumerate(pairwise(seen), 1) if have_same_peaks(one, other)), None)
+    since = seen[len(seen) // 2 if settled_at is None else settled_at :]
+    memory = max(since, key=lambda one: one.peak_allocated)
+    # What fills a cache may do so in the first steps, of which a short loop has fewer.
+    window = seen[min(SETTLING_STEPS, len(seen) // 3) :][-WINDOW:]
+    growth = growth_per_step([window[0].live_before, *(one.live_after for one in window)])
+    peaks = tuple(one.peak_allocated for one in seen)
+    return StepFigures(memory, settled_at is not None, peaks, None, growth=growth)
+
+
+def _moved(seen: Sequence[Figures]) -> str:
+    peaks = [one.peak_allocated for one in seen]
+    return (
+        f"no two steps in a row had the same peaks: between {min(peaks)} and {max(peaks)} bytes in {len(peaks)} steps"
+    )
+
+
+def _has_any(module: torch.nn.Module, parameters: Collection[int]) -> bool:
+    return any(id(parameter) in parameters for _, _, parameter in named_tensors(module, "parameters"))
