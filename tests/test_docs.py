@@ -21,6 +21,7 @@ from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.fit import fit
+from pytest_gpumem.cli.run import run
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.verdict import Outcome
@@ -401,20 +402,21 @@ def test_the_matrices_in_the_pages_make_configs():
         assert len(combinations(given, [skip] if isinstance(skip, str) else skip)) > 1
 
 
-@pytest.mark.parametrize("command", [ab, advise, fit], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [ab, advise, fit, run], ids=lambda command: command.name)
 def test_the_reference_has_every_option_of_a_command_with_its_default(command):
     table = named_rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = {name: cells[0] for name, cells in table.items() if name.startswith("--")}
     expected = {}
     for option in command.params:
-        if option.param_type_name == "option":
+        # Those of the plugin have a section of their own.
+        if option.param_type_name == "option" and not option.opts[0].startswith("--gpumem-"):
             has_default = isinstance(option.default, str | int)
             shown = "off" if option.is_flag else f"`{option.default}`" if has_default else "none"
             expected[option.opts[0]] = shown
     assert told == expected
 
 
-@pytest.mark.parametrize("command", [ab, advise, fit], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [ab, advise, fit, run], ids=lambda command: command.name)
 def test_the_reference_has_the_exit_codes_that_a_command_tells_of(command):
     table = rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = [cells[0] for cells in table if cells[0].isdigit()]

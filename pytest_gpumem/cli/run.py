@@ -12,10 +12,19 @@ import click
 import pytest
 
 from pytest_gpumem.cli.project import QUIET
+from pytest_gpumem.cli.streams import INTERRUPTED
 from pytest_gpumem.script.session import Script, ScriptSession
-from pytest_gpumem.session.options import Command, add_options
+from pytest_gpumem.session.options import OPTIONS, Command, add_options
 from pytest_gpumem.steps.looped import FEWEST_STEPS, STEPS
+from pytest_gpumem.units import nearest
 
+_STATUS: dict[int, int] = {
+    pytest.ExitCode.INTERRUPTED: INTERRUPTED,
+    pytest.ExitCode.USAGE_ERROR: 2,
+    pytest.ExitCode.INTERNAL_ERROR: 1,
+    pytest.ExitCode.NO_TESTS_COLLECTED: 1,
+}
+"""Exit statuses of this command, by those of pytest that it does not share."""
 _NAME = re.compile(r"[\w.=+-]+")
 
 
@@ -95,6 +104,10 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     Exit status: 0 when it was measured and is not worse than it should be, 1 when it is, or the script fails, or cannot be
     measured, 2 for wrong usage, 130 when interrupted.
     """
+    unknown = next((word for word in arguments if word.startswith("--gpumem-")), None)
+    if unknown is not None:
+        known = [f"--{option.replace('_', '-')}" for option in OPTIONS]
+        raise click.UsageError(f"no such option: {unknown}; {nearest(unknown.partition('=')[0], known)}")
     path = script.resolve()
     given = _as_typed(options)
     chosen = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]
@@ -103,7 +116,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     pytests = ["-s", "-rs", "-p", "no:cacheprovider", "-p", "no:warnings", *QUIET]
     status = int(pytest.main([str(path), *pytests, *given], plugins=[session]))
     # A test may be skipped; who runs a script wants it measured.
-    sys.exit(1 if session.skipped and status == 0 else 130 if status == pytest.ExitCode.INTERRUPTED else status)
+    sys.exit(1 if session.skipped and status == 0 else _STATUS.get(status, status))
 
 
 def _as_typed(options: dict[str, Any]) -> list[str]:

@@ -17,10 +17,11 @@ from pytest_gpumem.steps.runner import (
     StepFigures,
     growth_per_step,
     have_same_peaks,
+    live_when_settled,
     run_one_step,
 )
 from pytest_gpumem.timing.sampling import time_step
-from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
+from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import named_modules, named_tensors
 
@@ -59,6 +60,8 @@ class PreparedLoop(PreparedStep):
         device = self.context.device
         notes: tuple[str, ...] = ()
         counted, times = NOTHING_COUNTED, None
+        # And freeze what the loop has made for all its steps, so that collecting after each of them is fast.
+        collect_everything()
         device.quiesce()
         with cyclic_collector_off():
             seen = list(self._memory())
@@ -94,7 +97,7 @@ class PreparedLoop(PreparedStep):
         """Yield the figures of each further step, until there are enough or the loop ends."""
         try:
             for _ in range(self.steps - 1):
-                yield run_one_step(self.phases, self.context.device, self.foreign)
+                yield run_one_step(self.phases, self.context.device, self.foreign, live_when_settled)
         except LoopEnded:
             return
 

@@ -223,7 +223,7 @@ def _growth(run_step: Callable[[Callable[[Device, int], int]], Figures], device:
     Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
     with it does not grow without it. Only if there is some is it collected after each step.
     """
-    growth = _growth_of([run_step(_live_when_settled) for _ in range(SETTLING_STEPS + WINDOW)])
+    growth = _growth_of([run_step(live_when_settled) for _ in range(SETTLING_STEPS + WINDOW)])
     live = device.live()
     if not together.any(growth > 0 and live_at_rest(device, 0) != live):
         return growth
@@ -272,7 +272,7 @@ def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
     return step
 
 
-def _live_when_settled(device: Device, _expected: int) -> int:
+def live_when_settled(device: Device, _expected: int) -> int:
     """Return the bytes that are live when garbage among young objects has been collected."""
     device.quiesce()
     return device.live()
@@ -280,7 +280,7 @@ def _live_when_settled(device: Device, _expected: int) -> int:
 
 def live_at_rest(device: Device, expected: int) -> int:
     """Return the bytes that are live without garbage, which is collected among all objects unless they are as ``expected``."""
-    live = _live_when_settled(device, expected)
+    live = live_when_settled(device, expected)
     if live != expected:
         collect_everything()
         live = device.live()

@@ -1,0 +1,328 @@
+"""Steps of a loop that a test runs itself: found at its optimizers' steps, and measured as those of ``gpumem.measure``."""
+
+from __future__ import annotations
+
+import pytest
+
+LOOP = """
+def net(width=64):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.ReLU(), torch.nn.Linear(4 * width, width))
+
+
+class Training:
+    def __init__(self, **settings):
+        self.model = net(**settings)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.steps = 0
+
+    def step(self):
+        x = torch.ones(256, 64)
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def loop(self, steps=10**6):
+        for _ in range(steps):
+            self.step()
+"""
+
+
+@pytest.fixture
+def loops(project):
+    def run(body: str, *arguments: str, timed: bool = False):
+        project.write(f"{LOOP}\n{body}")
+        result = project.run("--junitxml=report.xml", *arguments, timed=timed)
+        return result, project.verdicts()
+
+    return run
+
+
+def figures(verdicts, test: str, number: int = 0):
+    return dict(verdicts[test]["verdicts"][number]["measurement"]["metrics"])
+
+
+def notes(verdicts, test: str) -> str:
+    return " ".join(verdicts[test]["verdicts"][0]["measurement"]["notes"])
+
+
+def test_a_loop_has_the_figures_of_its_step_as_a_function(loops):
+    result, verdicts = loops(
+        """
+        def test_loop(gpumem):
+            with gpumem.steps():
+                Training().loop()
+
+        def test_function(gpumem):
+            gpumem.measure(Training().step)
+        """.replace("\n        ", "\n")
+    )
+    result.assert_outcomes(passed=2)
+    loop, function = figures(verdicts, "test_loop"), figures(verdicts, "test_function")
+    assert loop == function
+    assert loop["peak_allocated"] > 4 * 3 * 2 * 64 * 256
+    assert loop["growth"] == 0
+
+
+def test_a_loop_is_ended_when_it_is_measured_through_its_own_finally(loops):
+    result, _ = loops(
+        """
+        def test_loop(gpumem):
+            training, ended = Training(), []
+            with gpumem.steps(8) as steps:
+                try:
+                    training.loop()
+                except Exception:
+                    ended.append("caught")
+                finally:
+                    ended.append("finally")
+            assert ended == ["finally"]
+            assert 8 <= training.steps < 16
+            assert steps.measurement.name == "steps"
+            training.loop(1)  # nothing is left of the hooks
+        """.replace("\n        ", "\n")
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_a_loop_that_ends_before_is_measured_as_far_as_it_goes(loops):
+    result, verdicts = loops(
+        """
+        def test_loop(gpumem):
+            with gpumem.steps():
+                Training().loop(7)
+        """.replace("\n        ", "\n")
+    )
+    result.assert_outcomes(passed=1)
+    assert "the loop ended after 7 of 20 steps: nothing was counted or timed" in notes(verdicts, "test_loop")
+    assert "flops" not in figures(verdicts, "test_loop")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("Training().loop(3)", "the loop ended after 3 steps; its memory is read from 4 at least"),
+        ("net()(torch.ones(1, 64))", "the loop has made no step: one ends with the step of an optimizer of torch"),
+    ],
+)
+def test_a_loop_with_too_few_steps_says_so(loops, body, said):
+    result, _ = loops(
+        f"""
+def test_loop(gpumem):
+    with gpumem.steps():
+        {body}
+"""
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*MeasuringError: {said}*"])
+
+
+def test_fewer_steps_than_can_be_measured_are_refused(loops):
+    result, _ = loops(
+        """
+def test_loop(gpumem):
+    with gpumem.steps(3):
+        Training().loop()
+"""
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*ValueError: steps=3: a loop's memory is read from 4 steps at least*"])
+
+
+def test_the_loops_own_error_is_what_its_test_fails_with(loops):
+    result, _ = loops(
+        """
+def test_loop(gpumem):
+    training = Training()
+    with gpumem.steps():
+        training.loop(5)
+        raise RuntimeError("the disk is full")
+
+def test_next(gpumem):
+    gpumem.measure(Training().step)
+"""
+    )
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*RuntimeError: the disk is full*", "*steps*peak allocated*"])
+
+
+def test_two_optimizers_make_one_step_together(loops):
+    result, verdicts = loops(
+        """
+def test_pair(gpumem):
+    small, large = Training(), Training()
+    with gpumem.steps():
+        for _ in range(100):
+            small.step()
+            large.step()
+
+def test_one(gpumem):
+    training = Training()
+    def both():
+        training.step()
+        training.step()
+    gpumem.measure(both)
+"""
+    )
+    result.assert_outcomes(passed=2)
+    assert figures(verdicts, "test_pair")["flops"] == figures(verdicts, "test_one")["flops"]
+
+
+def test_accumulation_makes_one_step_of_its_micro_batches(loops):
+    result, verdicts = loops(
+        """
+def test_loop(gpumem):
+    training = Training()
+    with gpumem.steps():
+        for number in range(200):
+            training.model(torch.ones(64, 64)).square().mean().backward()
+            if number % 4 == 3:
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+
+def test_function(gpumem):
+    training = Training()
+    def step():
+        for _ in range(4):
+            training.model(torch.ones(64, 64)).square().mean().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    gpumem.measure(step)
+"""
+    )
+    result.assert_outcomes(passed=2)
+    assert figures(verdicts, "test_loop") == figures(verdicts, "test_function")
+
+
+def test_optimizers_that_step_within_backward_end_a_step_at_the_next_forward(loops):
+    result, verdicts = loops(
+        """
+def test_loop(gpumem):
+    model = net()
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+        def step(parameter, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        parameter.register_post_accumulate_grad_hook(step)
+    with gpumem.steps():
+        for _ in range(100):
+            model(torch.ones(256, 64)).square().mean().backward()
+
+def test_function(gpumem):
+    gpumem.measure(Training().step)
+"""
+    )
+    result.assert_outcomes(passed=2)
+    assert figures(verdicts, "test_loop")["flops"] == figures(verdicts, "test_function")["flops"]
+    assert figures(verdicts, "test_loop")["peak_allocated"] < figures(verdicts, "test_function")["peak_allocated"]
+
+
+def test_a_loop_without_an_optimizer_of_torch_says_where_its_steps_end(loops):
+    result, verdicts = loops(
+        """
+def test_loop(gpumem):
+    model = net()
+    made = 0
+    with gpumem.steps(6) as steps:
+        while not steps.step_ended():
+            model(torch.ones(256, 64)).square().mean().backward()
+            model.zero_grad()
+            made += 1
+    assert 6 <= made < 12
+    assert steps.measurement.peak_allocated > 0
+"""
+    )
+    result.assert_outcomes(passed=1)
+    assert figures(verdicts, "test_loop")["growth"] == 0
+
+
+def test_a_callback_needs_a_trainer(loops, monkeypatch):
+    result, _ = loops(
+        """
+import sys
+
+def test_loop(gpumem, monkeypatch):
+    for name in ("transformers", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with gpumem.steps() as steps:
+        with pytest.raises(RuntimeError, match="neither is imported"):
+            steps.callback()
+        Training().loop(5)
+"""
+    )
+    result.stdout.fnmatch_lines(["*the loop has made no step*"])
+
+
+def test_a_leak_in_the_loop_is_explained_by_what_its_steps_keep(loops):
+    result, verdicts = loops(
+        """
+def test_loop(gpumem):
+    training, kept = Training(), []
+    with gpumem.steps(explain=True):
+        while True:
+            training.step()
+            kept.append(training.model(torch.ones(256, 64)))
+"""
+    )
+    result.assert_outcomes(passed=1)
+    measured = figures(verdicts, "test_loop")
+    # The input, the activation between the layers, and the output.
+    assert measured["growth"] == 4 * 256 * (64 + 256 + 64)
+    kept = verdicts["test_loop"]["verdicts"][0]["measurement"]["explanation"]["retained"]
+    assert kept["total"] == measured["growth"]
+
+
+def test_a_loop_whose_batches_differ_has_not_settled_and_keeps_its_highest_peak(loops):
+    result, verdicts = loops(
+        """
+def test_loop(gpumem):
+    training = Training()
+    with gpumem.steps():
+        for step in range(100):
+            training.model(torch.ones(64 + 8 * (step % 7), 64)).square().mean().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+"""
+    )
+    result.assert_outcomes(passed=1)
+    measurement = verdicts["test_loop"]["verdicts"][0]["measurement"]
+    assert measurement["settled"] is False
+    assert measurement["lowest_peak"] < figures(verdicts, "test_loop")["peak_allocated"]
+    assert "no two steps in a row had the same peaks" in notes(verdicts, "test_loop")
+
+
+def test_a_loop_is_timed_and_has_throughput(loops):
+    result, _ = loops(
+        """
+def test_loop(gpumem):
+    with gpumem.steps(items=256) as steps:
+        Training().loop()
+    assert steps.measurement.throughput == pytest.approx(256 / steps.measurement.step_time)
+""",
+        timed=True,
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_what_a_fixture_holds_for_others_is_not_the_loops(loops):
+    result, verdicts = loops(
+        """
+@pytest.fixture(scope="module")
+def held():
+    return torch.ones(10**6)
+
+def test_holds(gpumem, held):
+    gpumem.measure(lambda: held.sum())
+
+def test_loop(gpumem):
+    with gpumem.steps(explain=True):
+        Training().loop()
+
+def test_alone(gpumem):
+    gpumem.measure(Training().step)
+"""
+    )
+    result.assert_outcomes(passed=3)
+    assert figures(verdicts, "test_loop") == figures(verdicts, "test_alone")

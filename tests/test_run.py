@@ -1,0 +1,168 @@
+"""``gpumem run``: an ordinary script, measured, gated and explained as a test is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch
+from helpers import net
+
+
+def main():
+    assert __name__ == "__main__"
+    print("arguments", sys.argv[1:])
+    model = net(96 if "wide" in sys.argv else 64)
+    if "copy" in sys.argv:
+        import copy
+        kept = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    history = []
+    for step in range(10**6):
+        x = torch.ones(256, model[0].in_features)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if "leak" in sys.argv:
+            history.append(model(x))
+        if "fails" in sys.argv and step == 5:
+            raise KeyError("no such file")
+        if "leaves" in sys.argv and step == 5:
+            sys.exit(3)
+        if "ends" in sys.argv and step == 5:
+            sys.exit()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        print("cleaned up")
+"""
+HELPERS = """
+import torch
+
+
+def net(width):
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, 4 * width), torch.nn.ReLU(), torch.nn.Linear(4 * width, width)
+    )
+"""
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
+
+
+@pytest.fixture
+def script(project):
+    folder = project.path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (folder / "helpers.py").write_text(HELPERS, encoding="utf-8")
+    # What a project says for its tests is not for a script.
+    project.settings('[tool.pytest.ini_options]\naddopts = "-n 2 -m slow"\nfilterwarnings = ["error"]\n[tool.gpumem]\n')
+
+    def run(*arguments: str, device: str | None = "cpu"):
+        given = ["--gpumem-no-time", *([] if device is None else [f"--gpumem-device={device}"])]
+        return project.gpumem("run", "scripts/train.py", *given, *arguments)
+
+    return run
+
+
+def test_a_script_is_gated_against_its_baseline(script, project):
+    recorded = script("--gpumem-update=new", "--", "--lr", "0.1")
+    assert recorded.returncode == 0, recorded.stdout
+    assert "arguments ['--lr', '0.1']" in recorded.stdout
+    assert "cleaned up" in recorded.stdout
+    assert list(project.stored()) == ["cpu-x86_64/scripts/train.py.toml"]
+
+    again = script("--gpumem-baseline", "--gpumem-report=report.json")
+    assert (again.returncode, "gpumem: 1 gated" in again.stdout) == (0, True), again.stdout
+    (reported,) = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["results"]
+    assert (reported["verdict"]["file"], reported["verdict"]["test"]) == ("scripts/train.py", "run")
+
+    leak = script("--gpumem-baseline", "--", "leak")
+    assert leak.returncode == 1
+    kept = 4 * 256 * (64 + 256 + 64)
+    assert f"growth per step {kept / 1000:.2f} kB, baseline 0 B" in leak.stdout
+    assert "kept by each step" in leak.stdout
+    kept_at = f"scripts/train.py:{line_of('history.append')}"
+    assert kept_at in leak.stdout.partition("kept by each step")[2].partition("what grew")[0]
+    assert "accept:   gpumem run scripts/train.py --gpumem-update=all --gpumem-device=cpu -- leak" in leak.stdout
+
+    wide = script("--gpumem-baseline", "--", "wide")
+    assert wide.returncode == 1
+    assert "parameters" in wide.stdout.partition("what grew")[2]
+    assert "parameters 74.21 k, were 33.09 k" in wide.stdout
+
+    copied = script("--gpumem-baseline", "--", "copy")
+    assert copied.returncode == 1
+    assert "1 -> 2 tensors" in copied.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("fails", ["KeyError: 'no such file'", 'scripts/train.py", line {line}, in main']),
+        ("leaves", ["train.py left by sys.exit(3)"]),
+    ],
+)
+def test_a_script_that_fails_is_blamed_and_what_was_measured_is_shown(script, word, said):
+    result = script(word)
+    assert result.returncode == 1
+    for one in said:
+        assert one.format(line=line_of("raise KeyError")) in result.stdout
+    assert "pytest_gpumem/" not in result.stdout.partition("FAILURES")[2]
+    assert "peak allocated" in result.stdout
+
+
+def test_a_script_that_ends_before_is_measured_as_far_as_it_goes(script):
+    result = script("--as", "short", "ends")
+    assert result.returncode == 0, result.stdout
+    assert "scripts/train.py::short: the loop ended after 6 of 20 steps" in result.stdout
+
+
+def test_a_script_without_steps_fails_and_says_what_was_expected(project):
+    (project.path / "idle.py").write_text("print('done')\n", encoding="utf-8")
+    result = project.gpumem("run", "idle.py", "--gpumem-device=cpu")
+    assert result.returncode == 1
+    assert "idle.py: the loop has made no step: one ends with the step of an optimizer of torch" in result.stdout
+
+
+def test_without_the_device_a_script_is_not_run_and_the_command_fails(script):
+    result = script(device="cuda")
+    assert result.returncode == 1
+    assert "no CUDA device" in result.stdout
+    assert "arguments" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.py"], "'missing.py' does not exist"),
+        (["scripts/train.py", "--steps", "2"], "2 is not in the range x>=4"),
+        (["scripts/train.py", "--as", "a::b"], "'a::b' is a part of a test's id"),
+        (["scripts/train.py", "--gpumem-update=some"], "'some' is not one of"),
+        (
+            ["scripts/train.py", "--gpumem-basline"],
+            "no such option: --gpumem-basline; did you mean '--gpumem-baseline'?",
+        ),
+        (["scripts/train.py", "--gpumem-device=tpu"], "tpu"),
+    ],
+)
+def test_wrong_usage_is_an_error(script, project, words, said):
+    result = project.gpumem("run", *words)
+    assert result.returncode == 2, result.stderr
+    assert said in result.stderr + result.stdout
+
+
+def test_torch_is_not_loaded_before_a_gpu_can_be_emulated():
+    code = "import sys, pytest_gpumem.cli.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
