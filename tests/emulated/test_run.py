@@ -13,7 +13,7 @@ from tests.test_run import HELPERS, SCRIPT, line_of
 
 
 def script_on_cuda() -> str:
-    moved = SCRIPT.replace("    optimizer = torch", '    model.to("cuda")\n    optimizer = torch')
+    moved = SCRIPT.replace("in sys.argv else 64)\n", 'in sys.argv else 64).to("cuda")\n')
     return moved.replace("model[0].in_features)", 'model[0].in_features, device="cuda")')
 
 
@@ -48,12 +48,14 @@ def test_planted_faults_are_red_with_module_and_line_and_their_twin_is_green(run
     assert leak.returncode == 1
     assert f"growth per step {4 * 256 * (64 + 256 + 64) / 1000:.2f} kB, baseline 0 B" in leak.stdout
     kept = leak.stdout.partition("kept by each step")[2].partition("what grew")[0]
-    assert f"train.py:{line_of('history.append') + 1}" in kept
+    assert f"train.py:{line_of('history.append')}" in kept
 
-    for word, parameters in (("wide", "float32[384, 96]"), ("copy", "1 -> 2 tensors")):
+    for word, category, tensors in (
+        ("wide", "optimizer state", "was float32[256, 64], now float32[384, 96]"),
+        ("copy", "parameters", "1 -> 2 tensors"),
+    ):
         red = run("--gpumem-baseline", "--", word)
-        assert red.returncode == 1
-        grew = red.stdout.partition("what grew")[2]
-        assert any(
-            line.split()[0] == "parameters" and parameters in line for line in grew.splitlines() if line.split()
-        ), grew
+        assert red.returncode == 1, red.stdout
+        grew = [line for line in red.stdout.partition("what grew")[2].splitlines() if tensors in line]
+        # The modules of the nn.Sequential are one row.
+        assert any(line.split("  ")[1] == category and " * " in line for line in grew), red.stdout
