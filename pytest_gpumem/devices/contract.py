@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.device_lock import DeviceLock
+    from pytest_gpumem.devices.memory_ledger import SharedMemory
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.values.events import Token
 
@@ -97,6 +98,8 @@ class Device(ABC):
     """Seconds between readings of pace and conditions, where a reading would show in the steps that come next."""
     lock: DeviceLock | None = None
     """Keeps measured tests of other processes off while times are taken; without one, none are kept off."""
+    shared_memory: SharedMemory | None = None
+    """The memory that this process shares with others, where ``--gpumem-pack`` can have tests share it."""
 
     _undo: ExitStack | None = None
     """Ends what `open` began; ``None`` while closed."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
+from pytest_gpumem.devices.cuda_memory import CudaMemory
 from pytest_gpumem.devices.profiled import check_change
 from pytest_gpumem.measurement import Environment
 from pytest_gpumem.torch_support.private_api import tf32_allowed
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Blocks
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
     from pytest_gpumem.devices.device_lock import DeviceLock
+    from pytest_gpumem.devices.memory_ledger import MemoryLedger
     from pytest_gpumem.values.events import Token
     from pytest_gpumem.values.interference import Conditions
 
@@ -50,15 +52,19 @@ class CudaDevice(Device):
     order of tests, and this one is. An allocator backend that does not count requests is read by ``allocated_bytes``.
 
     While open, it is shared with the measured tests of other processes by way of ``lock``; without one, none are kept off.
+    Of its memory each process reserves a part in the ``ledger``, where tests are packed; without one they are not.
     """
 
     name = "cuda"
     memory_title = "GPU memory"
     tells_time = True
 
-    def __init__(self, runtime: CudaRuntime, lock: DeviceLock | None = None) -> None:
+    def __init__(
+        self, runtime: CudaRuntime, lock: DeviceLock | None = None, ledger: MemoryLedger | None = None
+    ) -> None:
         self._runtime = runtime
         self.lock = lock
+        self.shared_memory = None if ledger is None else CudaMemory(runtime, ledger)
         self._counter = _REQUESTED
         self._snapshot: object = None
 

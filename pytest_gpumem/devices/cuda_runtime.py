@@ -6,8 +6,9 @@ Tests put recorded statistics of a real GPU in its place.
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,6 +80,9 @@ class CudaRuntime(Protocol):
     def sm_clock(self) -> float | None: ...
     def segments(self) -> list[dict[str, Any]]: ...
     def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]: ...
+    def free_and_total(self) -> tuple[int, int]: ...
+    def bytes_of_process(self) -> int | None: ...
+    def limit(self, fraction: float) -> None: ...
 
 
 class TorchCuda:
@@ -208,6 +212,24 @@ class TorchCuda:
         finally:
             if not was_on:
                 stop_cuda_history()
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Return the bytes that no process has taken of the GPU, and all that it has."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self._index)
+        return int(free), int(total)
+
+    def bytes_of_process(self) -> int | None:
+        """Return the bytes that this process has taken of the GPU, its context included; ``None`` where NVML does not tell."""
+        return self._seen_by_nvml().bytes_of(os.getpid())
+
+    def limit(self, fraction: float) -> None:
+        """Let the allocator take no more than a ``fraction`` of the GPU's memory; one of another kind may know no limit."""
+        import torch
+
+        with suppress(RuntimeError):
+            torch.cuda.set_per_process_memory_fraction(fraction, self._index)
 
     def _seen_by_nvml(self) -> NvmlGpu:
         import torch

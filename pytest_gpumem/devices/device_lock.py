@@ -5,29 +5,24 @@ Between processes: workers of one session, and sessions. The system holds the lo
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
-import re
-import stat
-import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pytest_gpumem.devices.record_locks import SECONDS_BETWEEN_TRIES, LockFile, file_name_of, folder_of_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 MOST_SECONDS_FOR_EXCLUSIVE = 60.0
 MOST_SECONDS_FOR_SHARED = 600.0
 """No process holds a device alone for as long, unless its step hangs or is in a debugger."""
 MOST_SECONDS_NEXT_TIME = 5.0
 """After a timeout the next wait is no longer than this: a suite must not wait a minute in each of its tests."""
-
-# So seldom that it does not disturb the process that is being timed, on whose cores it runs.
-_SECONDS_BETWEEN_TRIES = 0.02
 
 
 class DeviceLock:
@@ -39,7 +34,7 @@ class DeviceLock:
     """
 
     def __init__(self, name: str, *, spoken: str = "the GPU", folder: Path | None = None) -> None:
-        self._file_name = re.sub(r"[^A-Za-z0-9-]", "_", name) + ".lock"
+        self._file_name = file_name_of(name, ".lock")
         self._spoken = spoken
         self._folder = folder
 
@@ -123,7 +118,7 @@ class _ProcessLock:
     def _begin(self) -> None:
         self._broken = None
         try:
-            self._lock = _ReadersWriterLock(self._folder or _folder_of_user(), self._file_name)
+            self._lock = _ReadersWriterLock(self._folder or folder_of_user(), self._file_name)
             self._for_shared.wait_for(self._lock.acquire_shared)
         except OSError as error:
             self._give_up(error)
@@ -204,7 +199,7 @@ class _Timeout:
         most = min(self._most_seconds, MOST_SECONDS_NEXT_TIME) if self._timed_out else self._most_seconds
         deadline = time.monotonic() + most
         while not (done := attempt()) and time.monotonic() < deadline:
-            time.sleep(_SECONDS_BETWEEN_TRIES)
+            time.sleep(SECONDS_BETWEEN_TRIES)
         self._timed_out = not done
         return done
 
@@ -214,87 +209,37 @@ class _ReadersWriterLock:
 
     Every process passes the turnstile. A writer holds it while it waits for the readers, so that readers that come later
     cannot starve it.
-
-    Record locks are freed when the process ends, however it ends, and a forked child has none of them: unlike those of
-    ``flock``, which a child that outlives a killed parent (a worker of a ``DataLoader``) would go on holding.
-    Raises ``OSError`` where they cannot be had.
+    Raises ``OSError`` where record locks cannot be had.
     """
 
     _TURNSTILE, _LOCK = 0, 1
 
     def __init__(self, folder: Path, file_name: str) -> None:
-        try:
-            import fcntl
-        except ImportError:
-            raise OSError(errno.ENOSYS, "this system has no POSIX record locks") from None
-        self._fcntl = fcntl
-        self._file = _open_private(folder, file_name)
+        self._file = LockFile(folder, file_name)
 
     def acquire_shared(self) -> bool:
         """Try to hold the lock together with others; fails while a writer holds it or waits for it."""
-        if not self._take(self._fcntl.LOCK_SH, self._TURNSTILE):
+        if not self._file.share(self._TURNSTILE):
             return False
         try:
-            return self._take(self._fcntl.LOCK_SH, self._LOCK)
+            return self._file.share(self._LOCK)
         finally:
             self.admit_others()
 
     def acquire_exclusive(self) -> bool:
         """Try to hold the lock alone. In any case the turnstile may stay held: see `admit_others`."""
-        return self._take(self._fcntl.LOCK_EX, self._TURNSTILE) and self._take(self._fcntl.LOCK_EX, self._LOCK)
+        return self._file.take(self._TURNSTILE) and self._file.take(self._LOCK)
 
     def downgrade(self) -> None:
         """Turn the exclusive lock into a shared one without a gap in which another writer could come."""
-        self._take(self._fcntl.LOCK_SH, self._LOCK)
+        self._file.share(self._LOCK)
 
     def release(self) -> None:
-        self._free(self._LOCK)
+        self._file.free(self._LOCK)
 
     def admit_others(self) -> None:
         """Free the turnstile."""
-        self._free(self._TURNSTILE)
+        self._file.free(self._TURNSTILE)
 
     def close(self) -> None:
-        os.close(self._file)
-
-    def _take(self, kind: int, byte: int) -> bool:
-        try:
-            self._fcntl.lockf(self._file, kind | self._fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another process holds
-            return False
-        return True
-
-    def _free(self, byte: int) -> None:
-        self._fcntl.lockf(self._file, self._fcntl.LOCK_UN, 1, byte)
-
-
-def _folder_of_user() -> Path:
-    # A user's number and not a name: in a container it may have none.
-    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    return Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
-
-
-def _open_private(folder: Path, file_name: str) -> int:
-    """Return the descriptor of a file to lock, in a folder that only this user may enter.
-
-    Another user may have put something of that name into the temporary folder: a symbolic link is not followed,
-    and another user's folder not used. Raises ``OSError``.
-    """
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(opened)
-        if status.st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            os.fchmod(opened, 0o700)
-        # Non-blocking, as opening a named pipe would wait for a reader.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(file_name, flags, 0o600, dir_fd=opened)
-    except OSError as error:
-        if error.filename == file_name:
-            error.filename = str(folder / file_name)
-        raise
-    finally:
-        os.close(opened)
+        self._file.close()

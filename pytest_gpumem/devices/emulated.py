@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
+from pytest_gpumem.devices.memory_ledger import MemoryLedger
 from pytest_gpumem.devices.profiled import kernel_name
+from pytest_gpumem.emulation.load import CARD
 from pytest_gpumem.values.option_words import EMULATED_SLUG
 
 if TYPE_CHECKING:
@@ -27,7 +31,8 @@ class EmulatedDevice(CudaDevice):
     tells_time = False
 
     def __init__(self, emulation: Emulation) -> None:
-        super().__init__(_EmulatedCuda(emulation))
+        runtime = _EmulatedCuda(emulation)
+        super().__init__(runtime, ledger=_ledger(runtime))
         self._emulation = emulation
         self._convolutions_before = 0
 
@@ -59,6 +64,15 @@ class EmulatedDevice(CudaDevice):
     def lost(self) -> str | None:
         values = _values()
         return None if values is None else values.take_trouble()
+
+
+def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
+    """Return the ledger of the card that this process shares with others; ``None`` where it has one of its own."""
+    card = os.environ.get(CARD)
+    if not card:
+        return None
+    digest = hashlib.sha256(os.path.realpath(card).encode()).hexdigest()[:16]
+    return MemoryLedger(f"emulated-{digest}-{runtime.torch_device().index}")
 
 
 class _EmulatedCuda(TorchCuda):

@@ -105,6 +105,19 @@ class NvmlGpu:
 
     def processes(self) -> frozenset[int] | None:
         """Return the processes with a CUDA context here, ours too, by the driver's pids: in a container those of the host."""
+        listed = self._listed()
+        return None if listed is None else frozenset(int(process.pid) for process in listed)
+
+    def bytes_of(self, pid: int) -> int | None:
+        """Return the bytes of the GPU's memory that a process has taken; ``None`` where that is not known.
+
+        In a container the driver's pids are those of the host, and on Windows it does not know the bytes.
+        """
+        taken = [process.usedGpuMemory for process in self._listed() or () if process.pid == pid]
+        return int(taken[0]) if taken and taken[0] is not None else None
+
+    def _listed(self) -> list[Any] | None:
+        """Return NVML's entries of the processes with a CUDA context here."""
         self._look_up()
         if self._instance is None:
             return None
@@ -112,7 +125,7 @@ class NvmlGpu:
         if listed is None:
             # Drivers before 510 have an older form only, which nvidia-ml-py does not fall back to.
             listed = self._asked("nvmlDeviceGetComputeRunningProcesses_v2", self._instance)
-        return None if listed is None else frozenset(int(process.pid) for process in listed)
+        return None if listed is None else list(listed)
 
     def working(self) -> frozenset[int] | None:
         """Return the processes that the GPU worked for within about the last second; ``None`` for a MIG instance."""

@@ -28,10 +28,12 @@ def make_cuda() -> Device:
     from pytest_gpumem.devices.cuda import CudaDevice
     from pytest_gpumem.devices.cuda_runtime import TorchCuda
     from pytest_gpumem.devices.device_lock import DeviceLock
+    from pytest_gpumem.devices.memory_ledger import MemoryLedger
 
     _take_gpu_of_rank()
     runtime = TorchCuda()
-    return CudaDevice(runtime, DeviceLock("gpu-" + runtime.properties().uuid))
+    name = "gpu-" + runtime.properties().uuid
+    return CudaDevice(runtime, DeviceLock(name), MemoryLedger(name))
 
 
 def _take_gpu_of_rank() -> None:

@@ -32,7 +32,7 @@ LIBRARIES = (
         "libcudart",
         re.compile(r"(__)?cuda"),
         801,
-        ("device.c", "memory.c", "streams.c", "kernels.c", "errors.c"),
+        ("device.c", "card.c", "memory.c", "streams.c", "kernels.c", "errors.c"),
     ),
     Library("libcublasLt", re.compile("cublasLt"), 15, ("cublaslt.c",)),
     Library(

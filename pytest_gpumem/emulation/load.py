@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "GPUMEM_EMULATED"
 """Variable that names the GPU to emulate for the processes that this one starts."""
+CARD = "GPUMEM_EMULATED_CARD"
+"""Variable that names the file by which processes share one emulated card; without it each has a card of its own."""
 STARTUP = Path(__file__).with_name("startup")
 """A folder for ``PYTHONPATH``, whose ``sitecustomize`` has torch preceded by the stand-ins."""
 CONTEXT_BYTES = 520 * 2**20

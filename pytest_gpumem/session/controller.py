@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,7 @@ from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.options import is_measured
+from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import NO_CUDNN
 from pytest_gpumem.values.plain import from_plain
@@ -35,7 +37,7 @@ from pytest_gpumem.values.ranks import rank_in
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.session.settings import Settings
@@ -50,6 +52,7 @@ class Controller:
         self._store = store
         self._results = Results()
         self._selection: Selection | None = None
+        self._packed: list[Callable[[], Packed]] = []
         self._complete = True
         self._not_collected: set[str] = set()
         self._closing: list[str] = []
@@ -77,9 +80,17 @@ class Controller:
         if self._selected():
             self._files.begin()
 
+    def packs(self, packed: Callable[[], Packed]) -> None:
+        """A process whose tests share a GPU tells how to learn, at the end, how they were packed."""
+        self._packed.append(packed)
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        plain = getattr(node, "workeroutput", {}).get("gpumem")
+        output = getattr(node, "workeroutput", {})
+        packed = output.get("gpumem_packed")
+        if packed is not None:
+            self.packs(partial(from_plain, Packed, packed))
+        plain = output.get("gpumem")
         if plain is not None:
             self.select(from_plain(Selection, plain))
         else:
@@ -139,6 +150,8 @@ class Controller:
         if self._settings.update is not None:
             self._update(results)
         self._note_convolutions(results)
+        if self._packed:
+            self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
         if self._complete and session.testsfailed == 0:
             try:
                 self._note_unused(results)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from pytest_gpumem.emulation.before_torch import install
-from pytest_gpumem.emulation.load import emulate
+from pytest_gpumem.emulation.load import CARD, emulate
 from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.session.settings import SettingsError, read_table
 from pytest_gpumem.values.option_words import EMULATED
@@ -17,16 +21,33 @@ def begin(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: It cannot be done here, or is too late, or there is no such GPU.
     """
-    word = config.known_args_namespace.gpumem_device
-    if word is None:
-        try:
-            word = (read_table(config.rootpath / "pyproject.toml") or {}).get("device")
-        except SettingsError:
-            return  # an error when the settings are read
+    known = config.known_args_namespace
+    try:
+        table = read_table(config.rootpath / "pyproject.toml") or {}
+    except SettingsError:
+        table = {}  # an error when the settings are read
+    word = table.get("device") if known.gpumem_device is None else known.gpumem_device
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:
         emulate(word)
     except (EmulationError, ValueError) as error:
         raise pytest.UsageError(f"--gpumem-device={word}: {error}") from None
+    distributes = getattr(known, "numprocesses", None) or getattr(known, "tx", None)
+    if distributes and (known.gpumem_pack or table.get("pack") is True):
+        _share_a_card(config)
     install(word)
+
+
+def _share_a_card(config: pytest.Config) -> None:
+    """Give the workers that this process will start one card together, unless they have one already."""
+    if os.environ.get(CARD):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="gpumem-card-")
+    os.environ[CARD] = str(Path(folder.name, "card"))
+
+    def give_back() -> None:
+        os.environ.pop(CARD, None)
+        folder.cleanup()
+
+    config.add_cleanup(give_back)

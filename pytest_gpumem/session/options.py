@@ -61,6 +61,7 @@ OPTIONS = tuple(
         "strict",
         "no_time",
         "rank_timeout",
+        "pack",
         "explain",
         "artifacts",
         "report",
@@ -155,4 +156,11 @@ def add_options(parser: pytest.Parser) -> None:
         default=None,
         help="under torchrun: how long ranks may come no further while others wait for them, before the session ends and names "
         "them (default: 600)",
+    )
+    group.addoption(
+        "--gpumem-pack",
+        action="store_true",
+        default=None,
+        help="with pytest-xdist: tests whose peaks are known, by a baseline or a budget, share a GPU as far as they fit, the "
+        "largest first; others, and those that are timed, have it alone",
     )

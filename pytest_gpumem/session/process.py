@@ -25,11 +25,12 @@ from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.devices.registry import DeviceFactory
+    from pytest_gpumem.devices.registry import DeviceFactory, Devices
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.session.controller import Controller
     from pytest_gpumem.session.rank_hooks import RankHooks
     from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.session.turns import Turns
 
 
 class GpumemSession:
@@ -50,6 +51,7 @@ class GpumemSession:
         self._controller: Controller | None = None
         self._ranks = self._ranks_of(config)
         self._rank_hooks: RankHooks | None = None
+        self._turns: Turns | None = None
         if self._worker is not None:
             if self.settings.explicit:
                 from pytest_gpumem.devices.sharing import give_worker_its_gpu
@@ -58,6 +60,9 @@ class GpumemSession:
             return
         if self.settings.baseline or self.settings.update is not None:
             self._check_store()
+        if self.settings.pack and getattr(config.option, "maxschedchunk", 1) is None:
+            # One test at a time, or the first worker would be given all of the largest.
+            config.option.maxschedchunk = 1
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
 
@@ -160,13 +165,15 @@ class GpumemSession:
         )
         if isinstance(self._ranks, RankSession) and not self._config.option.collectonly:
             self._join(self._ranks, items)
-        if kept:
-            self._register_measuring(kept)
+        if kept and not self._register_measuring(kept, items):
+            return
         if self._worker is None:
             if kept or self.selection.idle_budgets:
                 self._register_controller()
             if self._controller is not None:
                 self._controller.select(self.selection)
+                if self._turns is not None:
+                    self._controller.packs(self._turns.packed)
 
     def _join(self, ranks: RankSession, items: list[pytest.Item]) -> None:
         """Join the other ranks, which must have selected the same tests. Raises ``pytest.UsageError``."""
@@ -217,7 +224,10 @@ class GpumemSession:
     def finished(self) -> None:
         """Send the selection to the controller after the tests."""
         if self._worker is not None:
-            self._config.workeroutput["gpumem"] = to_plain(self.selection)  # type: ignore[attr-defined]
+            output = self._config.workeroutput  # type: ignore[attr-defined]
+            output["gpumem"] = to_plain(self.selection)
+            if self._turns is not None:
+                output["gpumem_packed"] = to_plain(self._turns.packed())
 
     @property
     def report(self) -> SessionReport | None:
@@ -267,9 +277,13 @@ class GpumemSession:
                 present.add(devices.get(name).environment().slug)
         return frozenset(present)
 
-    def _register_measuring(self, measured: dict[pytest.Item, Measured]) -> None:
+    def _register_measuring(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item]) -> bool:
+        """Register the plugins that measure, and put ``items`` in order. Returns whether there was no error."""
+        from pytest_gpumem.baselines.backend import BackendError
+        from pytest_gpumem.baselines.store import StoreError
         from pytest_gpumem.devices.registry import Devices
         from pytest_gpumem.session.fixture_setup import FixtureSetup
+        from pytest_gpumem.session.hook_results import HookError
         from pytest_gpumem.session.measuring import Measuring
 
         devices = Devices(self._device_factories())
@@ -277,6 +291,29 @@ class GpumemSession:
         self._config.pluginmanager.register(fixtures, "gpumem-fixtures")
         measuring = Measuring(self._config, self.settings, devices, self.store(), measured, fixtures, self._ranks)
         self._config.pluginmanager.register(measuring, "gpumem-measuring")
+        try:
+            self._pack(measured, items, devices)
+        except (StoreError, BackendError, HookError, OSError) as error:
+            if self._worker is None:
+                raise pytest.UsageError(f"--gpumem-pack: {error}") from None
+            self.selection = Selection(error=f"--gpumem-pack: {error}")
+            items.clear()
+            return False
+        return True
+
+    def _pack(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item], devices: Devices) -> None:
+        if not self.settings.pack:
+            return
+        from pytest_gpumem.session.packing import Planner, largest_first
+        from pytest_gpumem.session.turns import Repeating, Turns
+
+        planner = Planner(self._config, self.settings, devices, self.store())
+        shares = planner.shares(measured)
+        self._turns = Turns(shares, frozenset(planner.not_shared))
+        self._config.pluginmanager.register(self._turns, "gpumem-turns")
+        self._config.pluginmanager.register(Repeating(self._turns), "gpumem-repeating")
+        if self._worker is not None:
+            items[:] = largest_first(items, shares)
 
     def _register_controller(self) -> None:
         if self._controller is None and self.reports:

@@ -81,6 +81,8 @@ class Settings:
     """The slug of the real GPU whose baselines an emulated one's figures are compared with."""
     strict: bool = False
     no_time: bool = False
+    pack: bool = False
+    """Whether tests share a GPU by their known peaks."""
     explain: ExplainMode = "on-failure"
     artifacts: str | None = None
     """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
@@ -136,6 +138,7 @@ _OPTIONS: dict[str, type] = {
     "against": str,
     "strict": bool,
     "no_time": bool,
+    "pack": bool,
     "explain": str,
     "artifacts": str,
     "report": list,
@@ -187,6 +190,7 @@ def settings_of(config: pytest.Config) -> Settings:
     if settings.reason is not None and settings.update is None:
         raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
     _check_against(settings)
+    _check_pack(settings, typed="pack" in options)
     return settings
 
 
@@ -219,6 +223,15 @@ def _check_against(settings: Settings) -> None:
         )
     if not settings.baseline:
         raise SettingsError(f"{option} is what to compare with, and nothing is compared: add --gpumem-baseline")
+
+
+def _check_pack(settings: Settings, *, typed: bool) -> None:
+    # In pyproject.toml it is for the sessions that measure on a GPU.
+    if typed and settings.device == "cpu":
+        raise SettingsError(
+            "--gpumem-pack has tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
+            "--gpumem-device=cuda"
+        )
 
 
 def _check_reports(files: tuple[str, ...], where: str) -> None:

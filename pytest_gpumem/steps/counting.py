@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -81,8 +83,12 @@ def count_step(step: Callable[[], object], device: Device, *, compiled: bool = F
     The tallies have no lines. Where modes watch operators, torch.compile does not run what it has compiled. An exception of the
     step becomes ``trouble``: it ran well before, and its figures stand.
     """
+    modules = len(sys.modules)
     try:
         found = {} if compiled else _count_operators(step, device.torch_device)
+        if len(sys.modules) != modules:
+            # Modes import more of torch when first used, and frames of imports, in cycles, hold the step's tensors.
+            gc.collect()
         kernels = device.launches(lambda: _run(step))
     except RAISED_BY_A_STEP as error:
         clear_frames(error)
@@ -104,7 +110,7 @@ def located(step: Callable[[], object], device: Device, counted: Counted, places
         clear_frames(error)
         return counted
     known = {
-        name: found[name] if without_places(found.get(name, ())) == tallies else tallies
+        name: found.get(name, ()) if without_places(found.get(name, ())) == tallies else tallies
         for name, tallies in counted.by_operator.items()
     }
     return replace(counted, by_operator=known)

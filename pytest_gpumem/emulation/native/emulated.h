@@ -35,6 +35,11 @@ void gpumem_launch_graph(const Graph *graph);
 void gpumem_no_room(size_t bytes);
 
 int gpumem_current(void);
+/* card.c's, for memory.c: bytes of a device, of which a process that uses it has a context's from then on. */
+int gpumem_card_take(int device, size_t bytes);
+void gpumem_card_give_back(int device, size_t bytes);
+size_t gpumem_card_used(int device);
+/* What is taken of a device, by all processes that share it. */
 size_t gpumem_used(int device);
 /* Takes bytes from a device's memory: 0 where it has not that many left. */
 int gpumem_charge(int device, size_t bytes);

@@ -27,7 +27,6 @@ typedef struct {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Region *regions; /* in order of address */
 static size_t region_count, region_room;
-static size_t used[MOST_DEVICES];
 
 static size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -133,25 +132,29 @@ int gpumem_unreserve(void *at) {
     size_t index = (size_t)(region - regions);
     memmove(regions + index, regions + index + 1, (region_count - index - 1) * sizeof *regions);
     region_count--;
-    if (gone.device >= 0) used[gone.device] -= gone.charged;
+    if (gone.device >= 0) gpumem_card_give_back(gone.device, gone.charged);
     munmap((void *)gone.at, gone.size); /* before another thread may be given the address */
     pthread_mutex_unlock(&lock);
     return 1;
 }
 
-size_t gpumem_used(int device) { return used[device] + gpumem_gpu.context_bytes; }
+size_t gpumem_used(int device) {
+    pthread_mutex_lock(&lock);
+    size_t used = gpumem_card_used(device);
+    pthread_mutex_unlock(&lock);
+    return used;
+}
 
 int gpumem_charge(int device, size_t bytes) {
     pthread_mutex_lock(&lock);
-    int fits = used[device] + bytes + gpumem_gpu.context_bytes <= gpumem_gpu.total_bytes;
-    if (fits) used[device] += bytes;
+    int fits = gpumem_card_take(device, bytes);
     pthread_mutex_unlock(&lock);
     return fits;
 }
 
 void gpumem_release(int device, size_t bytes) {
     pthread_mutex_lock(&lock);
-    used[device] -= bytes;
+    gpumem_card_give_back(device, bytes);
     pthread_mutex_unlock(&lock);
 }
 

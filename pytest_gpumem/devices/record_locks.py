@@ -1,0 +1,96 @@
+"""A file of this user whose bytes processes lock: POSIX record locks, in a folder that only this user may enter."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+SECONDS_BETWEEN_TRIES = 0.02
+"""So seldom that it does not disturb the process that is being timed, on whose cores it runs."""
+
+
+class LockFile:
+    """A file whose bytes can be locked, each for itself.
+
+    Record locks are freed when the process ends, however it ends, and a forked child has none of them: unlike those of
+    ``flock``, which a child that outlives a killed parent (a worker of a ``DataLoader``) would go on holding. They belong to a
+    process: closing another descriptor of the file would free them. Raises ``OSError`` where they cannot be had.
+    """
+
+    def __init__(self, folder: Path, file_name: str) -> None:
+        try:
+            import fcntl
+        except ImportError:
+            raise OSError(errno.ENOSYS, "this system has no POSIX record locks") from None
+        self._fcntl = fcntl
+        self.descriptor = _open_private(folder, file_name)
+
+    def share(self, byte: int) -> bool:
+        """Try to hold the lock on a byte together with others, without waiting."""
+        return self._lock(self._fcntl.LOCK_SH | self._fcntl.LOCK_NB, byte)
+
+    def take(self, byte: int) -> bool:
+        """Try to hold the lock on a byte alone, without waiting."""
+        return self._lock(self._fcntl.LOCK_EX | self._fcntl.LOCK_NB, byte)
+
+    def wait_for(self, byte: int) -> None:
+        """Hold the lock on a byte alone, once nobody else does."""
+        self._lock(self._fcntl.LOCK_EX, byte)
+
+    def free(self, byte: int) -> None:
+        """Free the lock on a byte."""
+        self._lock(self._fcntl.LOCK_UN, byte)
+
+    def close(self) -> None:
+        """Close the file, which frees all locks."""
+        os.close(self.descriptor)
+
+    def _lock(self, kind: int, byte: int) -> bool:
+        try:
+            self._fcntl.lockf(self.descriptor, kind, 1, byte)
+        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another process holds
+            return False
+        return True
+
+
+def file_name_of(name: str, suffix: str) -> str:
+    """Return the name of a file for the device called ``name``; it cannot lead out of its folder."""
+    return re.sub(r"[^A-Za-z0-9-]", "_", name) + suffix
+
+
+def folder_of_user() -> Path:
+    """Return the folder for this user's files, in the temporary one."""
+    # A user's number and not a name: in a container it may have none.
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
+
+
+def _open_private(folder: Path, file_name: str) -> int:
+    """Return the descriptor of a file to lock, in a folder that only this user may enter.
+
+    Another user may have put something of that name into the temporary folder: a symbolic link is not followed,
+    and another user's folder not used. Raises ``OSError``.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(opened)
+        if status.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            os.fchmod(opened, 0o700)
+        # Non-blocking, as opening a named pipe would wait for a reader.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(file_name, flags, 0o600, dir_fd=opened)
+    except OSError as error:
+        if error.filename == file_name:
+            error.filename = str(folder / file_name)
+        raise
+    finally:
+        os.close(opened)

@@ -1,0 +1,97 @@
+"""Plugins for a worker whose tests share a GPU: each test has its bytes reserved while it runs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from pytest_gpumem.session.packing import Packed
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from pytest_gpumem.devices.memory_ledger import Reservation, SharedMemory
+    from pytest_gpumem.session.packing import Share
+
+
+class Turns:
+    """Has each test wait until what it takes of its GPU is free, and holds it to that.
+
+    A test that runs out of what was reserved for it is given the whole GPU when it runs again (`Repeating`, or a plugin for
+    reruns).
+    """
+
+    def __init__(self, shares: Mapping[pytest.Item, Share], not_shared: frozenset[str]) -> None:
+        self._shares = shares
+        self._not_shared = not_shared
+        self._reservation: Reservation | None = None
+        self._running: Share | None = None
+        self._refusals = 0
+        self._repeated: set[str] = set()
+
+    def packed(self) -> Packed:
+        """Return how the tests were packed until now."""
+        alone = [(share.alone, item.nodeid) for item, share in self._shares.items() if share.alone is not None]
+        return Packed(len(self._shares) - len(alone), tuple(alone), frozenset(self._repeated), self._not_shared)
+
+    def has_run_out(self) -> bool:
+        """Return whether the test that runs has run out of what was reserved for it, whoever caught the error."""
+        if self._reservation is None or self._reservation.wanted is None:
+            return False
+        return self._memory().refusals() > self._refusals
+
+    # The outermost: a plugin's time limit for a test does not count the seconds that it waits.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        share = self._shares.get(item)
+        if share is None:
+            return (yield)
+        memory = share.memory
+        with memory.ledger.reserved(share.wanted, memory.now) as reservation:
+            self._reservation, self._running, self._refusals = reservation, share, memory.refusals()
+            memory.limit(reservation.limit)
+            try:
+                return (yield)
+            finally:
+                self._reservation = self._running = None
+                with suppress(RuntimeError):  # after an illegal access nothing can be freed
+                    memory.limit(None)
+                    memory.release()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self._reservation is not None and self.has_run_out():
+            self._repeated.add(item.nodeid)
+            memory = self._memory()
+            memory.release()
+            self._reservation.take_all()
+            memory.limit(None)
+
+    def _memory(self) -> SharedMemory:
+        assert self._running is not None, "only asked while a test runs"
+        return self._running.memory
+
+
+class Repeating:
+    """Runs a test that ran out of what was reserved for it once more; only that run is reported."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        option = item.config.getoption
+        if option("usepdb", False) or option("reruns", None) or item.get_closest_marker("flaky") is not None:
+            return None
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        if self._turns.has_run_out():
+            reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        for report in reports:
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True

@@ -1,0 +1,80 @@
+"""One emulated card for several processes: what one holds the others lack, until it ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpumem.emulation.load import CARD, CONTEXT_BYTES, STARTUP, VARIABLE
+from tests.emulated.conftest import REPOSITORY
+
+TOTAL = 16 * 10**9
+HOLDS = "x = torch.empty(10 * 10**9, dtype=torch.uint8, device='cuda'); print('holds', flush=True); input()"
+ASKS = """
+print(torch.cuda.mem_get_info())
+try:
+    torch.empty(10 * 10**9, dtype=torch.uint8, device="cuda")
+    print("fits")
+except torch.OutOfMemoryError as error:
+    print(str(error).partition(". GPU")[0])
+"""
+FITS = f"({TOTAL - CONTEXT_BYTES}, {TOTAL})\nfits\n"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Start a process that holds 10 GB of the card until it is told to end."""
+    started = []
+
+    def start(card):
+        environment = {
+            VARIABLE: "emulated:16GB",
+            CARD: card,
+            "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", "import torch\n" + HOLDS],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "holds\n"
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_what_one_process_holds_others_lack_until_it_ends(on_gpu, holder, tmp_path, ends):
+    card = str(tmp_path / "card")
+    process = holder(card)
+    taken = TOTAL - 2 * CONTEXT_BYTES - 10 * 10**9
+    free, said = on_gpu(ASKS, "emulated:16GB", **{CARD: card}).splitlines()
+    assert taken - 2 * 2**20 < int(free.strip("(").split(",")[0]) <= taken
+    assert said == "CUDA out of memory. Tried to allocate 9.31 GiB"
+    if ends == "killed":
+        process.send_signal(signal.SIGKILL)
+    else:
+        process.stdin.close()
+    process.wait()
+    assert on_gpu(ASKS, "emulated:16GB", **{CARD: card}) == FITS
+
+
+def test_processes_with_cards_of_their_own_take_nothing_from_each_other(on_gpu, holder, tmp_path):
+    holder(str(tmp_path / "card"))
+    assert on_gpu(ASKS, "emulated:16GB") == FITS
+    assert on_gpu(ASKS, "emulated:16GB", **{CARD: str(tmp_path / "another")}) == FITS
+
+
+def test_a_card_that_cannot_be_shared_is_told(on_gpu, tmp_path):
+    said = on_gpu(ASKS + "raise SystemExit(1)", "emulated:16GB", fails=True, **{CARD: str(tmp_path)})
+    assert f"GPUMEM_EMULATED_CARD={tmp_path} cannot be shared (Is a directory)" in said
