@@ -47,6 +47,7 @@ def test_every_key_of_a_table_is_taken():
             "device": "auto",
             "strict": True,
             "no_time": True,
+            "pack": True,
             "explain": "always",
             "artifacts": "timelines",
             "report": ["gpumem.html", "gpumem.json"],
@@ -64,6 +65,7 @@ def test_every_key_of_a_table_is_taken():
         device="auto",
         strict=True,
         no_time=True,
+        pack=True,
         explain="always",
         artifacts="timelines",
         report=("gpumem.html", "gpumem.json"),
@@ -92,7 +94,7 @@ def test_settings_from_a_table_cannot_be_changed():
         (
             {"zebra": 1},
             (
-                "here: unknown key 'zebra'; valid: baseline, update, store, device, strict, no_time, "
+                "here: unknown key 'zebra'; valid: baseline, update, store, device, strict, no_time, pack, "
                 "explain, artifacts, report, rank_timeout, units, time_budget, tolerance, budget"
             ),
         ),
@@ -223,6 +225,7 @@ TABLES = st.fixed_dictionaries(
         "device": VALUES,
         "strict": st.booleans() | VALUES,
         "no_time": st.booleans() | VALUES,
+        "pack": st.booleans() | VALUES,
         "explain": st.sampled_from(["on-failure", "always", "never", "on_failure"]) | VALUES,
         "artifacts": VALUES,
         "units": st.sampled_from(["si", "iec"]) | VALUES,

@@ -90,6 +90,7 @@ class Repeating:
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         if self._turns.has_run_out():
+            item._report_sections.clear()  # noqa: SLF001 - what the run that is not reported has told
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
         for report in reports:
             hook.pytest_runtest_logreport(report=report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -552,3 +553,9 @@ def test_counting_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert counted(lambda: Gpt()(torch.randn(B, T, C)).backward()).flops == GPT_FLOPS
+
+
+def test_what_is_counted_at_none_has_no_lines_and_is_no_error(places):
+    plain = count_step(X.exp, CPU)
+    nothing = replace(plain, by_operator={**plain.by_operator, "launches": ()})
+    assert located(X.exp, CPU, nothing, places()).by_operator["launches"] == ()

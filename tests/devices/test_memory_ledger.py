@@ -1,0 +1,223 @@
+"""Who may run beside whom on a device, by the bytes that each reserves: between real processes, by the order of what they tell."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from pytest_gpumem.devices import memory_ledger
+from pytest_gpumem.devices.memory_ledger import DeviceMemory, Entry, MemoryLedger, State, may_begin
+from tests.locking import log_of, wait_for
+
+RESTS, SHARES, ALONE = State.RESTS, State.SHARES, State.ALONE
+EMPTY = DeviceMemory(total=16, free=16, held=0)
+HEADER = """
+import os, signal, sys, time
+from pathlib import Path
+from pytest_gpumem.devices.memory_ledger import DeviceMemory, MemoryLedger
+
+folder, me = Path(sys.argv[1]), sys.argv[2]
+ledger = MemoryLedger("GPU-0", folder=folder / "ledger")
+now = lambda: DeviceMemory(total=16, free=16, held=1)
+
+
+def note(event):
+    # One short line is appended in one piece. Written within the stretch that it tells of, lines are in true order.
+    with open(folder / "log", "a") as log:
+        log.write(f"{event} {me}\\n")
+
+
+def run(wanted, seconds=0.1):
+    with ledger.reserved(wanted, now):
+        note(f"begins {wanted}")
+        time.sleep(seconds)
+        note(f"ends {wanted}")
+
+
+"""
+
+
+def now(memory=EMPTY):
+    return lambda: memory
+
+
+def start(script, folder, name):
+    (folder / "log").touch()
+    source = HEADER + textwrap.dedent(script)
+    return subprocess.Popen([sys.executable, "-c", source, str(folder), name])
+
+
+def finished(*processes):
+    assert [process.wait(60) for process in processes] == [0] * len(processes)
+
+
+# The rule
+
+
+@pytest.mark.parametrize(
+    ("wanted", "others", "begins"),
+    [
+        (Entry(1, 5, SHARES), [], True),
+        (Entry(1, 5, SHARES), [Entry(1, 9, SHARES)], True),
+        (Entry(1, 6, SHARES), [Entry(1, 9, SHARES)], False),
+        (Entry(1, 5, SHARES), [Entry(1, 4, SHARES), Entry(1, 4, SHARES)], True),
+        (Entry(1, 6, SHARES), [Entry(1, 4, SHARES), Entry(1, 4, SHARES)], False),
+        # What a process holds between tests is gone, too.
+        (Entry(1, 5, SHARES), [Entry(1, 8, SHARES), Entry(2, 0, RESTS)], False),
+        # But where only such are left, waiting would not help.
+        (Entry(1, 99, SHARES), [Entry(9, 0, RESTS)], True),
+        (Entry(1, 0, ALONE), [Entry(1, 1, SHARES)], False),
+        (Entry(1, 0, ALONE), [Entry(1, 0, RESTS)], True),
+        (Entry(1, 1, SHARES), [Entry(1, 0, ALONE)], False),
+    ],
+)
+def test_a_test_begins_where_all_that_is_reserved_fits(wanted, others, begins):
+    assert may_begin(wanted, others, now()) is begins
+
+
+def test_what_programs_without_an_entry_hold_is_not_there():
+    others = [Entry(1, 4, SHARES)]
+    assert may_begin(Entry(1, 5, SHARES), others, now(DeviceMemory(16, free=6, held=0)))
+    assert not may_begin(Entry(1, 5, SHARES), others, now(DeviceMemory(16, free=5, held=0)))
+    # Its own part of what is not free is in its entry.
+    assert may_begin(Entry(1, 5, SHARES), others, now(DeviceMemory(16, free=5, held=1)))
+
+
+# Between processes
+
+
+def together(log):
+    """The bytes of tests that ran at once, the most, by a log of ``begins`` and ``ends``."""
+    running, most = {}, 0
+    for line in log:
+        event, wanted, who = line.split()
+        if event == "begins":
+            running[who] = 16 if wanted == "None" else int(wanted) + 1
+        else:
+            del running[who]
+        most = max(most, sum(running.values()))
+    return most
+
+
+def test_tests_run_at_once_as_far_as_they_fit_and_no_further(tmp_path):
+    sizes = {"a": 7, "b": 6, "c": 5, "d": 3, "e": None}
+    finished(*(start(f"for _ in range(4): run({size})", tmp_path, name) for name, size in sizes.items()))
+    log = log_of(tmp_path)
+    assert len(log) == 40
+    assert 8 < together(log) <= 16
+
+
+def test_without_a_ledger_they_do_not_fit_and_it_is_seen(tmp_path):
+    script = """
+        from contextlib import nullcontext
+        ledger.reserved = lambda wanted, now: nullcontext()
+        run(9, seconds=3)
+    """
+    finished(*(start(script, tmp_path, name) for name in "ab"))
+    assert together(log_of(tmp_path)) == 20
+
+
+def test_eight_small_ones_run_at_once(tmp_path):
+    finished(*(start("run(1, seconds=8)", tmp_path, name) for name in "abcdefgh"))
+    assert together(log_of(tmp_path)) == 16
+
+
+@pytest.mark.parametrize("wanted", ["15", "None"])
+def test_small_ones_that_come_later_cannot_starve_a_large_one(tmp_path, wanted):
+    small = [
+        start("while 'large' not in open(folder / 'log').read().split(): run(2, 0.02)", tmp_path, name) for name in "ab"
+    ]
+    wait_for("begins 2 a", tmp_path)
+    wait_for("begins 2 b", tmp_path)
+    finished(start(f"run({wanted})", tmp_path, "large"), *small)
+
+
+def test_a_process_that_is_killed_gives_its_bytes_back(tmp_path):
+    killed = start("run(14, seconds=600)", tmp_path, "killed")
+    wait_for("begins 14 killed", tmp_path)
+    waits = start("run(14)", tmp_path, "waits")
+    with pytest.raises(subprocess.TimeoutExpired):
+        waits.wait(0.5)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    finished(waits)
+
+
+def test_ctrl_c_while_waiting_leaves_the_queue_to_others(tmp_path):
+    holds = start("run(14, seconds=600)", tmp_path, "holds")
+    wait_for("begins 14 holds", tmp_path)
+    interrupted = start(
+        """
+        try:
+            note("waits")
+            run(13)
+        except KeyboardInterrupt:
+            note("interrupted")
+            sys.stdin.read()
+        """,
+        tmp_path,
+        "waits",
+    )
+    wait_for("waits waits", tmp_path)
+    interrupted.send_signal(signal.SIGINT)
+    wait_for("interrupted waits", tmp_path)
+    finished(start("run(0)", tmp_path, "small"))
+    for process in (holds, interrupted):
+        process.kill()
+        process.wait()
+
+
+# Of one process
+
+
+def test_a_session_within_a_test_waits_for_nobody(tmp_path):
+    ledger = MemoryLedger("GPU-0", folder=tmp_path)
+    with ledger.reserved(None, now()) as outer, MemoryLedger("GPU-0", folder=tmp_path).reserved(9, now()) as inner:
+        assert (outer.limit, inner.limit) == (None, None)
+
+
+def test_what_is_reserved_is_exchanged_for_the_whole_device(tmp_path):
+    readings = itertools.count(1)
+    ledger = MemoryLedger("GPU-0", folder=tmp_path)
+    with ledger.reserved(9, lambda: DeviceMemory(16, 16, next(readings))) as reservation:
+        assert reservation.limit == 10
+        reservation.take_all()
+        assert (reservation.wanted, reservation.limit) == (None, None)
+
+
+def test_a_test_begins_in_any_case_once_whoever_holds_the_memory_must_hang(tmp_path, monkeypatch):
+    holds = start("run(14, seconds=600)", tmp_path, "holds")
+    wait_for("begins 14 holds", tmp_path)
+    monkeypatch.setattr(memory_ledger, "MOST_SECONDS", 0.2)
+    with MemoryLedger("GPU-0", folder=tmp_path / "ledger").reserved(14, now()) as reservation:
+        assert reservation.limit == 14
+    holds.kill()
+    holds.wait()
+
+
+def test_a_device_that_tells_nothing_any_more_keeps_what_was_reserved(tmp_path):
+    readings = iter([EMPTY])
+
+    def broken():
+        try:
+            return next(readings)
+        except StopIteration:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered") from None
+
+    ledger = MemoryLedger("GPU-0", folder=tmp_path)
+    with ledger.reserved(9, broken):
+        pass
+    process = memory_ledger._process_ledger(tmp_path, "GPU-0.memory", os.getpid())
+    assert process.entry == Entry(9, 0, RESTS)
+
+
+def test_a_system_without_record_locks_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(OSError, match="this system has no POSIX record locks"):
+        MemoryLedger("GPU-0", folder=tmp_path).enter(1)

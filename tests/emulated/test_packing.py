@@ -1,0 +1,199 @@
+"""``--gpumem-pack``: workers whose tests share one emulated card by known peaks, and what happens to them without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpumem.emulation.load import CARD
+from tests.emulated.conftest import REPOSITORY
+
+GB = 10**9
+SIZES = [round(5 + 3 * number) * GB for number in range(12)]
+SUITE = f"""
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SIZES = {SIZES}
+LOG = Path(__file__).with_name("log")
+
+
+def note(event, size):
+    with LOG.open("a") as log:
+        log.write(f"{{event}} {{size}}\\n")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_step(gpumem, size):
+    def step():
+        held = torch.empty(size, dtype=torch.uint8, device="cuda")
+        held[:1].add_(1)
+        time.sleep(0.2)
+
+    note("begins", size)
+    gpumem.measure(step)
+    note("ends", size)
+"""
+CARD_BYTES = 85_017_100_288
+
+
+@pytest.fixture
+def session(tmp_path, warm_python):
+    def write(source):
+        (tmp_path / "test_it.py").write_text(source, encoding="utf-8")
+
+    def run(*arguments: str, new: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "log").write_text("")
+        python = sys.executable if new else warm_python()
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        if not any(word.startswith("--gpumem-device") for word in arguments):
+            command.append("--gpumem-device=emulated:h100")
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        return subprocess.run(
+            [*command, "--gpumem-report=report.json", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    def figures():
+        results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
+        return {
+            result["verdict"]["test"]: verdict["measurement"]["metrics"]
+            for result in results
+            for verdict in result["verdict"]["verdicts"]
+        }
+
+    def log():
+        return [(event, int(size)) for event, size in map(str.split, (tmp_path / "log").read_text().splitlines())]
+
+    run.write, run.figures, run.log, run.card = write, figures, log, str(tmp_path / "card")
+    write(SUITE)
+    return run
+
+
+def most_at_once(log):
+    """How many tests ran at once, and how many bytes they took together, the most of each."""
+    running, tests, taken = [], 0, 0
+    for event, size in log:
+        if event == "begins":
+            running.append(size)
+        else:
+            running.remove(size)
+        tests, taken = max(tests, len(running)), max(taken, sum(running))
+    return tests, taken
+
+
+def test_tests_with_baselines_share_a_card_without_running_out_and_with_the_bytes_of_alone(session):
+    recorded = session("--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    alone = session.figures()
+    at_once = session("--gpumem-baseline", "-n4", **{CARD: session.card})
+    assert at_once.returncode == 1
+    assert " - torch.OutOfMemoryError: CUDA out of memory" in at_once.stdout
+    assert most_at_once(session.log())[1] > CARD_BYTES
+    packed = session("--gpumem-baseline", "--gpumem-pack", "-n4")
+    assert packed.returncode == 0, packed.stdout
+    assert session.figures() == alone
+    tests, taken = most_at_once(session.log())
+    assert tests >= 3
+    assert taken < CARD_BYTES
+    assert "packing: 12 measured tests shared the GPU by known peaks\n" in packed.stdout
+    begun = [size for event, size in session.log() if event == "begins"]
+    # In the order in which workers are ready.
+    assert max(SIZES) in begun[:4]
+    assert min(SIZES) in begun[-4:]
+
+
+def test_a_budget_is_a_known_peak_and_tests_without_one_have_the_card_alone(session):
+    session.write(
+        SUITE.replace(f"SIZES = {SIZES}", "SIZES = [1, 2, 3, 4]")
+        .replace("size, dtype", "size * 10**9, dtype")
+        .replace("def test_step", "@pytest.mark.gpumem(max_memory='4.5 GB')\ndef test_step")
+        + """
+
+@pytest.mark.gpumem
+@pytest.mark.parametrize("size", [5, 6])
+def test_unknown(size):
+    note("begins", size)
+    torch.empty(10**9, dtype=torch.uint8, device="cuda")
+    time.sleep(0.5)
+    note("ends", size)
+"""
+    )
+    done = session("--gpumem-pack", "-n4")
+    assert done.returncode == 0, done.stdout
+    log = session.log()
+    assert most_at_once([entry for entry in log if entry[1] <= 4])[0] >= 2
+    # They come last, one after the other.
+    assert [event for event, _ in log[-4:]] == ["begins", "ends"] * 2
+    assert {size for _, size in log[-4:]} == {5, 6}
+    told = "packing: 4 measured tests shared the GPU by known peaks; 2 had it alone (2 of unknown peak; the first is test_it.py::"
+    assert told in done.stdout
+
+
+GROWS = """
+import os
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_step(gpumem, number):
+    grown = 2 if number == 1 and os.environ.get("PLANTED") else 1
+
+    def step():
+        torch.empty(grown * 15 * 10**9, dtype=torch.uint8, device="cuda").view(-1)[:1].add_(1)
+
+    gpumem.measure(step)
+
+
+@pytest.mark.gpumem(max_memory="1 GB")
+def test_catches():
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(10**15, dtype=torch.uint8, device="cuda")
+    torch.empty(10**8, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_test_that_needs_more_than_known_runs_again_alone_and_is_found_with_its_figures(session):
+    session.write(GROWS)
+    recorded = session("--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    done = session("--gpumem-baseline", "--gpumem-pack", "-n2", PLANTED="yes")
+    assert done.returncode == 1
+    assert "1 regressed" in done.stdout
+    assert "out of memory" not in done.stdout
+    grown = session.figures()["test_step[1]"]
+    assert grown["peak_allocated"] == 30 * GB
+    assert "4 passed" in done.stdout
+    assert (
+        "2 ran once more with all of it, having needed more than known: test_it.py::test_catches, test_it.py::test_step[1]"
+        in done.stdout
+    )
+
+
+def test_alone_an_emulated_card_is_a_process_s_own_which_is_told(session):
+    session.write(GROWS)
+    done = session("--gpumem-pack")
+    assert done.returncode == 0, done.stdout
+    assert "packing: an emulated GPU is each process's own without pytest-xdist: add -n 8, say" in done.stdout
+
+
+def test_a_step_that_nearly_fills_the_card_is_counted_in_the_first_test_of_a_process(session):
+    session.write(GROWS)
+    done = session("--gpumem-device=emulated:16GB", "-k", "step and 0", new=True)
+    assert done.returncode == 0, done.stdout
+    assert session.figures()["test_step[0]"]["launches"] == 1
