@@ -63,6 +63,11 @@ def make_cpu() -> Device:
     return CpuDevice(DeviceLock("cpu", spoken="the CPU") if launch is None or launch.local_rank == 0 else None)
 
 
+def may_share_memory(word: str) -> bool:
+    """Return whether processes may share the memory of the device called ``word``, so that tests can be packed on it."""
+    return word != "cpu"
+
+
 BUILT_IN: dict[str, DeviceFactory] = {"cuda": make_cuda, "cpu": make_cpu}
 
 

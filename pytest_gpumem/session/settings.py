@@ -226,8 +226,10 @@ def _check_against(settings: Settings) -> None:
 
 
 def _check_pack(settings: Settings, *, typed: bool) -> None:
+    from pytest_gpumem.devices.registry import may_share_memory
+
     # In pyproject.toml it is for the sessions that measure on a GPU.
-    if typed and settings.device == "cpu":
+    if typed and not may_share_memory(settings.device):
         raise SettingsError(
             "--gpumem-pack has tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
             "--gpumem-device=cuda"
