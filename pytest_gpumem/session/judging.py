@@ -217,7 +217,9 @@ class Judging:
         """Return the verdict with the text of its failure, if the test must fail."""
         failing = self.failing(verdict)
         if failing:
-            words, rest = item.stash.get(COMMAND, None) or Command((*self.ranks.command, self._path_from_here(verdict)))
+            words, rest = self.item.stash.get(COMMAND, None) or Command(
+                (*self.ranks.command, self._path_from_here(verdict))
+            )
             accept = accept_command(verdict, failing, words=words, options=options_given(self._config), rest=rest)
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
             return replace(verdict, failure=text, accept=accept)
