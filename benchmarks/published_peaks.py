@@ -17,8 +17,6 @@ import operator
 import os
 import platform
 import re
-import struct
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -26,13 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from claims import Claim, conclude, print_table
+from emulated_child import run_child, serve
+from published_figures import HEADER, Compared, Figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "published"
-UNITS = {"B": 1, "MB": 2**20, "GiB": 2**30}
 PEAKS = ("peak_allocated", "peak_reserved")
 EMULATED_BY = {
     "NVIDIA B200": "b200",
@@ -46,30 +45,6 @@ WORKSPACE = ":4096:2:16:8"
 """Workspace of cuBLAS in the published runs, 8,519,680 bytes a thread. torch 2.13 gives a B200 more of itself."""
 WANDERING = range(2, 41)
 CASE_SECONDS = 600
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A published figure."""
-
-    value: float
-    unit: str
-    digits: int
-    """Digits behind its point."""
-
-    @classmethod
-    def read(cls, row: Mapping[str, str]) -> Figure:
-        return cls(float(row["value"]), row["unit"], len(row["value"].partition(".")[2]))
-
-    @property
-    def bytes(self) -> float:
-        return self.value * UNITS[self.unit]
-
-    def is_that_of(self, emulated: float) -> bool:
-        """Tell whether so many bytes would have been published so: in bytes to the last, in Liger's MB rounded to fp32."""
-        if self.unit == "MB":
-            return _as_fp32(emulated / UNITS["MB"]) == self.value
-        return round(emulated / UNITS[self.unit], self.digits) == self.value
 
 
 @dataclass(frozen=True)
@@ -91,46 +66,6 @@ class Case:
         grouped = f", {self.group} under a checkpoint" if self.group else ""
         shared = f", {self.ranks} ranks" if self.ranks > 1 else ""
         return f"{self.size} {self.precision} {self.mode} s{self.context}{grouped}{shared}"
-
-
-@dataclass(frozen=True)
-class Compared:
-    """An emulated figure beside the published one."""
-
-    name: str
-    metric: str
-    emulated: float
-    published: Figure
-
-    @property
-    def difference(self) -> float:
-        return self.emulated - self.published.bytes
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.difference / self.published.bytes
-
-    @property
-    def equal(self) -> bool:
-        return self.published.is_that_of(self.emulated)
-
-    @property
-    def off(self) -> float:
-        """Percent that cannot be the publisher's rounding."""
-        return 0.0 if self.equal else abs(self.percent)
-
-    def cells(self) -> tuple[str, ...]:
-        there = self.published
-        said = f"{there.value:,.0f}" if there.unit == "B" else f"{there.value:,.{there.digits}f} {there.unit}"
-        apart = ("equal", "") if self.equal else (f"{self.difference:+,.0f}", f"{self.percent:+.4f} %")
-        return (self.name, self.metric.removeprefix("peak_"), f"{self.emulated:,.0f}", said, *apart)
-
-
-HEADER = ("case", "peak", "emulated, B", "published", "difference, B", "")
-
-
-def _as_fp32(number: float) -> float:
-    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 def cs336_cases() -> list[Case]:
@@ -170,7 +105,7 @@ def liger_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# What a process of its own does: `_run_there` starts one of these with its arguments as JSON.
+# What a process of its own does: `run_child` starts one of these with its arguments as JSON.
 
 
 def run_case(asked: dict[str, Any]) -> dict[str, int]:
@@ -220,20 +155,6 @@ def run_kernels(asked: dict[str, Any]) -> list[float]:
 CHILDREN = {function.__name__: function for function in (run_case, run_steps, run_kernels)}
 
 
-def _be_child(asked: dict[str, Any]) -> None:
-    """Do what is asked on an emulated GPU, print it as JSON, and end at once: nothing waits for threads of autograd."""
-    sys.path.insert(0, str(HERE.parent))
-    from pytest_gpumem.emulation.before_torch import install
-    from pytest_gpumem.emulation.load import load
-
-    (install if asked["values"] else load)(f"emulated:{asked['gpu']}")
-    import torch
-
-    result = CHILDREN[asked["do"]](asked)
-    print(json.dumps({"torch": torch.__version__, "result": result}), flush=True)
-    os._exit(0)
-
-
 class Runner:
     """Starts the processes, and notes what they ran on."""
 
@@ -248,16 +169,9 @@ class Runner:
         environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
         if self.workspace and not own_workspace:
             environment["CUBLAS_WORKSPACE_CONFIG"] = self.workspace
-        text = json.dumps({"do": do, "gpu": gpu, "values": self.values, "before": self.before, **asked})
-        command = [sys.executable, str(Path(__file__).resolve()), "--do", text]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=CASE_SECONDS
-        )
-        if done.returncode:
-            raise RuntimeError(f"{do} on emulated:{gpu} failed:\n{done.stderr[-4000:]}")
-        said = json.loads(done.stdout.splitlines()[-1])
-        self.torch = said["torch"]
-        return said["result"]
+        asked |= {"do": do, "gpu": gpu, "values": self.values, "before": self.before}
+        self.torch, result = run_child(Path(__file__), asked, environment, CASE_SECONDS)
+        return result
 
     def environment(self, gpu: str) -> dict[str, Any]:
         return {
@@ -384,7 +298,7 @@ def main() -> int:
     parser.add_argument("--do", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.do:
-        _be_child(json.loads(options.do))
+        serve(options.do, CHILDREN)
     runner, results = Runner(options), {}
     compared = compare_cs336(runner, options.only, results)
     kernels = compare_liger(runner, options.only, results)
