@@ -109,7 +109,7 @@ RUNS = {
 GPUS = {"A100": "a100", "RTX 4090": "24GB"}
 """torch 2.7's kernel for flex attention's backward needs 102,144 bytes of shared memory, and an RTX 4090 has 101,376."""
 NO_CLAIM = ("LoRA", "QLoRA", "8B LoRA", "8B QLoRA")
-"""Rows whose settings are not published: README.md says by how much they are off, and what was tried."""
+"""Rows that are off for a reason that is not known: README.md says by how much, and what was tried."""
 METHODS = ("adalora", "lora", "glora", "ln_tuning", "tinylora")
 """PEFT's methods, by falling published peak."""
 LENGTHS = range(640, 705, 4)
@@ -160,7 +160,7 @@ def compare_torchtune(options: argparse.Namespace) -> tuple[list[Compared], list
         if options.only not in row.name:
             continue
         asked = {"do": "run_recipe", "gpu": row.gpu, "values": False, "steps": STEPS, **row.run}
-        asked["compile_norms"] = options.compile_norms
+        asked["compile_norms"] = options.compile_norms and row.run["changes"]["compile"]
         _, peaks = run_child(Path(__file__), asked, environment, CASE_SECONDS)
         one = Compared(f"{row.name} ({row.gpu})", row.metric, peaks[-1]["peak_memory_active"], row.figure)
         print(*one.cells(), sep="  ", flush=True)
@@ -224,7 +224,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=tuple(NEEDS), nargs="?", default="torchtune")
     parser.add_argument("--only", default="", metavar="WORD", help="rows with this in their name; nothing is written")
-    parser.add_argument("--compile-norms", action="store_true", help="compile the last norm, too; nothing is written")
+    parser.add_argument(
+        "--compile-norms",
+        action="store_true",
+        help="compile the last norm, too, where layers are compiled; nothing is written",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of results")
     parser.add_argument("--do", help=argparse.SUPPRESS)
     options = parser.parse_args()
