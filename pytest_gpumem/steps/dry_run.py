@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.precision import precision_named
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.ranks.together import Alone
     from pytest_gpumem.steps.config import StepConfig
     from pytest_gpumem.steps.runner import Phase
     from pytest_gpumem.steps.training import Training
@@ -35,8 +37,8 @@ class DryRun:
     """Whether gradients overflow at every scale, so that the optimizer is skipped in every step."""
 
 
-def dry_run(training: Training) -> DryRun:
-    """Run the training step, not compiled, until it is like the ones that follow.
+def dry_run(training: Training, together: Alone = ALONE) -> DryRun:
+    """Run the training step, not compiled, until it is like the ones that follow: on several ranks, on all of them.
 
     Raises `ConfigError` when what was to be recomputed, or cast by autocast, was not; and `MeasuringError` when gradients
     are not numbers (NaN) at every scale, with the parameter's name.
@@ -60,7 +62,7 @@ def dry_run(training: Training) -> DryRun:
                 with cast.watched() if forward else again.counted():
                     phase.run()
             after = training.scale()
-            if before is None or after is None or after >= before:
+            if together.all(before is None or after is None or after >= before):
                 break
             if attempt == MOST_OVERFLOWS:
                 if wrong:
