@@ -212,7 +212,7 @@ def test_the_committed_baselines_hold(reversed_run):
     assert reversed_run.code == 0, reversed_run.output
     # They keep no times, which would be those of one machine: the tests that time a step say so.
     assert reversed_run.accounting == "20 gated, 14 new"
-    assert "of 17 timed steps, the time of 17 is not gated: the baseline has no times" in reversed_run.output
+    assert "of 18 timed steps, the time of 18 is not gated: the baseline has no times" in reversed_run.output
     assert len(reversed_run.printed) == 21
 
 
