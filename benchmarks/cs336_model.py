@@ -250,6 +250,26 @@ class Run:
     """Blocks under one checkpoint; 0: none are."""
     ranks: int = 1
     """GPUs that share a batch, of which this is the first; each gradient is summed over them after backward."""
+    sharded: bool = False
+    """Whether each layer is sharded over these GPUs (torch's ``fully_shard``) in place of that."""
+
+
+def _shard_layers(model: nn.Module, ranks: int) -> None:
+    """Shard each layer that has parameters by itself over ``ranks`` GPUs, then the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cuda", (ranks,))
+    for layer in list(model.modules()):
+        if layer is not model and any(True for _ in layer.parameters(recurse=False)):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _sum_gradients(model: nn.Module, run: Run) -> None:
+    """Sum each gradient over the ranks, unless they were shared out in backward."""
+    for parameter in model.parameters() if run.ranks > 1 and not run.sharded else ():
+        dist.all_reduce(parameter.grad)
 
 
 def make_step(run: Run) -> Callable[[dict[str, int] | None], torch.Tensor]:
@@ -266,6 +286,8 @@ def make_step(run: Run) -> Callable[[dict[str, int] | None], torch.Tensor]:
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=run.ranks)
     with torch.device("cuda"):
         model = LanguageModel(SIZES[run.size], run.context, run.group)
+    if run.sharded:
+        _shard_layers(model, run.ranks)
     optimizer = LoopedAdamW(model.parameters())
     rows = BATCH // run.ranks
     tokens = torch.randint(VOCABULARY, (rows, run.context), device="cuda")
@@ -286,9 +308,7 @@ def make_step(run: Run) -> Callable[[dict[str, int] | None], torch.Tensor]:
         if run.mode == "forward":
             return logits[0, 0, 0].detach()
         loss.backward()
-        if run.ranks > 1:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
+        _sum_gradients(model, run)
         tell("after_backward_allocated")
         if run.mode == "train":
             optimizer.step()
