@@ -48,8 +48,6 @@ class StateBytes:
     master_weights: Share
     """Full-precision copies of half-precision parameters, kept by an optimizer. None of torch's keeps one; under AMP the
     float32 parameters themselves are the masters."""
-    gradient_buckets: Share
-    """The copies of gradients that ``DistributedDataParallel`` keeps to send them."""
     buffers: int
     batch: int
     other: int
@@ -57,6 +55,8 @@ class StateBytes:
     activations: int
     """The rest: what forward adds at its peak, saved tensors and temporaries."""
     peak: int
+    gradient_buckets: Share = Share(0, 0)
+    """The copies of gradients that ``DistributedDataParallel`` keeps to send them."""
 
 
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:

@@ -183,7 +183,7 @@ def test_complex_numbers_are_not_made_real(word):
     assert in_precision(model, "fp32", given=False) is model
 
 
-def test_only_amp_in_float16_scales_gradients():
+def test_only_float32_weights_that_compute_in_float16_scale_gradients():
     scaled = [word for word in [None, *PRECISIONS] if scaler_of(word, CPU) is not None]
-    assert scaled == ["amp-fp16"]
+    assert scaled == ["amp-fp16", "mp-fp16"]
     assert scaler_of("amp-fp16", CPU).get_scale() == 65536
