@@ -42,6 +42,7 @@ _PROBE_BYTES = 61
 
 _LACKS = {
     "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
+    "cp": "the parts of a sequence meet in attention kernels of a GPU, and this is a CPU",
     "offload": "tensors are moved to the host, and the CPU is the host",
 }
 

@@ -86,6 +86,9 @@ class StepConfig:
                 raise ConfigError(_unknown(name, value, words))
         if not isinstance(self.checkpoint, str):
             raise ConfigError(_unknown("checkpoint", self.checkpoint, CHECKPOINTS))
+        for name in ("shard", "offload"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: write a text, {NONE!r} for nothing")
         kind = self.checkpointing.kind
         object.__setattr__(self, "accumulate", _read("accumulate=", whole_number, self.accumulate))
         if self.clip is not None:
@@ -213,6 +216,29 @@ def _against(config: StepConfig, sharding: Sharding | None) -> Iterator[tuple[bo
         "activations" in offloaded and checkpoint == "offload",
         "checkpoint=offload and offload=activations are the same; leave one out",
     )
+    split = sharding is not None and sharding.degree("tp") > 1
+    yield (
+        split and not fully and precision == "amp-fp16",
+        "amp-fp16 scales gradients, of which tp splits some only, and torch does not mix them; use amp-bf16 or fsdp+tp:N",
+    )
+    yield (
+        (fully or split) and config.optimizer == "adafactor",
+        "torch's Adafactor takes no sharded parameters; use adamw",
+    )
+    zero = sharding is not None and sharding.data is not None and sharding.data.shards_optimizer
+    yield zero and config.optimizer == "none", "shard=zero1 shares out an optimizer's state, and there is none; use ddp"
+    yield staged and config.compile != "none", "the schedule of pp calls the stage as it is; leave compile= out"
+    for name, given in {
+        "shard=zero1": zero,
+        "zero_grad=zero": config.zero_grad == "zero",
+        "optimizer=none": config.optimizer == "none",
+        f"clip={config.clip}": config.clip is not None,
+        precision: precision.endswith("p-fp16"),
+    }.items():
+        yield (
+            given and "optimizer" in offloaded,
+            f"offload=optimizer takes gradients to the host in backward, and does not go with {name}",
+        )
     yield (
         {"optimizer", "params"} <= offloaded,
         "offload=params has the optimizer in the host's memory, too; leave optimizer out",

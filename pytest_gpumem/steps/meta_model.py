@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,16 @@ def parameters_on_meta() -> Iterator[None]:
 
     register = torch.nn.Module.register_parameter
 
+    made: dict[int, tuple[weakref.ref[torch.nn.Parameter], torch.nn.Parameter]] = {}
+
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and type(parameter) is torch.nn.Parameter and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            reference, known = made.get(id(parameter), (None, None))
+            if known is None or reference is None or reference() is not parameter:
+                known = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                # One that has two names stays one.
+                made[id(parameter)] = weakref.ref(parameter), known
+            parameter = known
         register(module, name, parameter)
 
     modules: Any = torch.nn.Module
@@ -72,7 +80,8 @@ def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Mo
     with suppress(Exception), parameters_on_meta():
         model = built_on(device, factory, "the model")
         if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):
-            return model
+            # A buffer that is computed from parameters has no values without them.
+            return None if any(buffer.is_meta for buffer in model.buffers()) else model
     return None
 
 
@@ -96,7 +105,9 @@ def materialise(model: torch.nn.Module, device: torch.device, *, parameters_on_h
     with torch.no_grad():
         for name, parameter in model.named_parameters() if missing else ():
             values = getattr(parameter, "to_local", lambda whole=parameter: whole)()
-            if values.dim() > 1:
+            if not (values.is_floating_point() or values.is_complex()):
+                values.zero_()
+            elif values.dim() > 1:
                 torch.nn.init.normal_(values, std=_STD)
             else:
                 values.fill_(1.0 if name.endswith("weight") else 0.0)

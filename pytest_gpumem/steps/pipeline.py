@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.batches import mapped, micro_batches
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.checkpoint_kinds import in_segments
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.model_step import loss_of
+from pytest_gpumem.steps.model_step import caching, loss_of
 from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
@@ -70,15 +71,16 @@ class Pipeline:
         except ValueError as error:
             raise ConfigError(f"shard={config.shard}: {error}") from None
         args, kwargs = _call(mapped(parts[0], lambda tensor: tensor.to("meta")))
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ExitStack() as stack:
             # What exporting says about itself.
             warnings.simplefilter("ignore")
+            stack.enter_context(caching(model, False, required=False))
             try:
                 split = pipeline(model, args, kwargs, split_spec=dict.fromkeys(first[1:], SplitPoint.BEGINNING))
             except Exception as error:
                 raise ConfigError(
                     f"shard={config.shard}: torch.distributed.pipelining cannot split {type(model).__name__}: "
-                    + f"{type(error).__name__}: {error}".partition("\n")[0]
+                    + _innermost(error)
                 ) from error
             stage = split.build_stage(number, device, group)
         self.module: torch.nn.Module = stage.submod
@@ -103,6 +105,13 @@ class Pipeline:
     def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         """Return the loss of a micro-batch, which the schedule names by its number."""
         return loss_of(output, self._parts[int(number)], self._loss)
+
+
+def _innermost(error: BaseException) -> str:
+    """Return the first line of the error that torch wrapped in others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _put_buffers(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:

@@ -328,8 +328,9 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 
 def can_run(device: Device, config: StepConfig) -> None:
     """Raise `CannotRun` if the device cannot run a step under this config."""
-    offloads = "offload" if config.offloaded else None
-    for feature in (config.precision, config.checkpointing.kind.name, config.compile, offloads):
+    more = ["offload"] if config.offloaded else []
+    more += ["cp"] if config.sharding is not None and config.sharding.degree("cp") > 1 else []
+    for feature in (config.precision, config.checkpointing.kind.name, config.compile, *more):
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:
             raise CannotRun(why_not)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, store_of_nobody
+from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, forget_operators_of_meshes, store_of_nobody
 from pytest_gpumem.torch_support.reachability import is_host
 
 if TYPE_CHECKING:
@@ -35,16 +35,18 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
     if not dist.is_available():
         raise ConfigError(f"shard={config.shard} needs torch.distributed, which this build of torch lacks")
     if dist.is_initialized():
+        forget_operators_of_meshes()
         yield _layout(config, dist.get_world_size(), dist.get_rank())
         return
     real = int(os.environ.get("WORLD_SIZE", "1"))
     if real > 1 and "RANK" in os.environ:
         layout = _layout(config, real, int(os.environ["RANK"]))
-        dist.init_process_group("gloo" if is_host(device) else "nccl")
+        dist.init_process_group("gloo" if is_host(device) else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)
         yield layout
         return
     layout = _layout(config, None, None)
+    forget_meshes()
     dist.init_process_group(FAKE, store=store_of_nobody(), rank=layout.rank, world_size=layout.world)
     try:
         yield layout

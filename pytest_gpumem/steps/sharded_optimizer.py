@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.model_step import import_quietly
@@ -35,12 +35,19 @@ def adapted(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerOrFactory
     make: Any = maker
     if on_host:
         return partial(_host_optimizer(), optimizer_class=make)
-    if sharding is not None and sharding.data is not None and sharding.data.shards_optimizer:
-        return partial(import_quietly("torch.distributed.optim").ZeroRedundancyOptimizer, optimizer_class=make)
 
     def made(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        groups = parameter_groups(parameters)
-        optimizer: torch.optim.Optimizer = make([{"params": one} for one in groups] if len(groups) > 1 else groups[0])
+        optimizer: torch.optim.Optimizer = make(parameters)
+        if sharding is not None and sharding.data is not None and sharding.data.shards_optimizer:
+            zero: Any = import_quietly("torch.distributed.optim").ZeroRedundancyOptimizer
+            kind: Any = type(optimizer)
+            # Each group has all that the optimizer was made with.
+            return cast("torch.optim.Optimizer", zero(optimizer.param_groups, lambda groups, **_: kind(groups)))
+        optimizer.param_groups[:] = [
+            {**group, "params": alike}
+            for group in optimizer.param_groups
+            for alike in parameter_groups(group["params"])
+        ]
         return optimizer
 
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
@@ -53,6 +54,7 @@ def build_sharded(
         # Traced before lines are looked for, in a mode that cannot be traced.
         buffers = built(factory, config, device).named_buffers()
         whole = in_precision(build_model(factory, torch_meta()), config.precision, given=False)
+        _refuse_ties(whole, config)
         pipeline = Pipeline(whole, buffers, batch, loss, config, mesh["pp"].get_group(), device)
         blocks = pipeline.blocks
     notes: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ def build_sharded(
             model = built(factory, config, device)
             initialise(model, batch, config, context.device, training=True)
         if sharding.degree("tp") > 1:
+            _refuse_ties(model, config)
             _split_tensors(model, mesh["tp"])
         if sharding.fully:
             notes = _shard_fully(model, replace(config, blocks=blocks), mesh[_data_dims(layout)])
@@ -73,6 +76,15 @@ def build_sharded(
             raise CannotRun("torch.compile splits a model within DistributedDataParallel in a way that is not emulated")
         ddp = _ddp(model)
     return Built(model, ddp, blocks, creation_sites, unreduced=ddp.no_sync)
+
+
+def _refuse_ties(model: torch.nn.Module, config: StepConfig) -> None:
+    """Raise `ConfigError` for parameters that have two names: each name would get a tensor of its own."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name:
+            raise ConfigError(f"shard={config.shard} would untie {other} and {name}; untie them, or use shard=fsdp")
 
 
 def torch_meta() -> torch.device:
@@ -209,6 +221,10 @@ def _split_tensors(model: torch.nn.Module, mesh: DeviceMesh) -> None:
             f"{type(model).__name__} has no tp_plan, by which its layers are split; give it one: a mapping of patterns of "
             'modules to "colwise", "rowwise" or a ParallelStyle of torch.distributed.tensor.parallel'
         )
+    for pattern in plan:
+        # torch only warns, and the model would be measured whole.
+        if not any(fnmatchcase(path, pattern) for path, _ in model.named_modules()):
+            raise ConfigError(f"tp_plan[{pattern!r}] matches no module of {type(model).__name__}")
     parallelize_module(model, mesh, {pattern: _style(pattern, style) for pattern, style in plan.items()})
 
 

@@ -91,7 +91,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         buffers = held(model.buffers(), known)
         known |= buffers
         batch = held([training.batch], known)
-        buckets = held(buckets_of(training.run), known | batch)
+        buckets = held(buckets_of(training.wrapped), known | batch)
         found.append(
             {
                 "parameters": sum(weights.values()),
@@ -119,7 +119,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     word = training.config.precision
     other = figures.memory.own - at_rest
     buckets = 0
-    if has_buckets(training.run):
+    if has_buckets(training.wrapped):
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
             # DDP shows them to nobody where other ranks are there: bytes at rest without another owner.

@@ -51,6 +51,8 @@ class Training:
     """Called when all gradients are there, in the dry run only."""
     pipeline: Pipeline | None = None
     """The stage whose schedule is forward and backward of all micro-batches."""
+    wrapped: torch.nn.Module | None = None
+    """The model, or what is around it, before it is compiled."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context around forward in which backward leaves gradients as this rank's own."""
     _losses: list[torch.Tensor] = field(default_factory=list)
@@ -193,6 +195,10 @@ def prepared_train_step(
         given.zero_grad(set_to_none=True)
     maker = optimizer if optimizer is not None or config.optimizer == "none" else optimizer_named(config.optimizer)
     shared = config.sharding is not None or bool(config.offloaded)
+    if "optimizer" in config.offloaded and given is not None:
+        raise ConfigError(
+            f"{config}: hooks of the offloading optimizer would stay; pass a function that builds the model"
+        )
     if maker is not None and shared:
         maker = adapted(maker, config)
     with ExitStack() as stack:
@@ -211,7 +217,7 @@ def prepared_train_step(
         made = None if maker is None else build_optimizer(maker, model, given is not None)
         config = replace(config, blocks=built.blocks)
         training = Training(model, run, batch, made, loss, config, device)
-        training.pipeline, training.unreduced = built.pipeline, built.unreduced
+        training.pipeline, training.unreduced, training.wrapped = built.pipeline, built.unreduced, run
         stack.callback(model.zero_grad, set_to_none=True)
         if config.optimizer.endswith("-8bit"):
             # It compiles its step by itself.

@@ -415,14 +415,20 @@ def store_of_nobody() -> Any:
 def forget_meshes() -> None:
     """Forget device meshes whose process groups are gone: torch would take them for equal ones that come later."""
     from torch.distributed import device_mesh
+
+    forget_operators_of_meshes()
+    resources = getattr(device_mesh, "_mesh_resources", None)
+    for name in ("child_to_root_mapping", "root_to_flatten_mapping"):
+        known = getattr(resources, name, None)
+        if isinstance(known, dict):
+            known.clear()
+
+
+def forget_operators_of_meshes() -> None:
+    """Forget how operators were run on tensors of a mesh, which torch remembers by mesh, whose process group may be gone."""
     from torch.distributed.tensor import DTensor, debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is None:
         clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
     clear()
-    resources = getattr(device_mesh, "_mesh_resources", None)
-    for name in ("child_to_root_mapping", "root_to_flatten_mapping"):
-        known = getattr(resources, name, None)
-        if isinstance(known, dict):
-            known.clear()

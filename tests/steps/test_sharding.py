@@ -21,6 +21,7 @@ from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
 
 WIDTH, INNER, OUTPUTS, BLOCKS, SAMPLES = 64, 128, 8, 4, 16
 F32, COUNT = 4, 4
@@ -283,8 +284,6 @@ def test_a_sharded_step_leaves_no_process_group_and_changes_no_other_step(bench)
 
 
 def test_a_process_group_that_is_there_is_used_and_left(bench):
-    from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
-
     dist.init_process_group(FAKE, store=store_of_nobody(), rank=1, world_size=2)
     try:
         with prepared(bench, "fp32,shard=zero3") as step:
@@ -313,6 +312,64 @@ def test_a_model_that_is_sharded_keeps_its_buffers_and_never_has_all_parameters(
         assert step.model.scale.tolist() == [0.5] * WIDTH
         assert all(parameter.to_local().isfinite().all() for parameter in step.model.parameters())
     assert built == [{"meta"}]
+
+
+def test_parameters_with_two_names_stay_one_or_are_refused(bench):
+    class Tied(Net):
+        def __init__(self):
+            super().__init__()
+            self.tail = torch.nn.Linear(WIDTH, OUTPUTS, bias=False)
+            self.tail.weight = self.head.weight
+
+        def forward(self, x):
+            return super().forward(x) + self.tail(x)
+
+    plain = state(bench, "fp32", model=Tied).parameters.measured
+    assert state(bench, "fp32,shard=fsdp,world=2", model=Tied).parameters.measured == plain / 2
+    with pytest.raises(ConfigError, match=r"shard=tp:2 would untie head\.weight and tail\.weight"):
+        peaks(bench, "fp32,shard=tp:2", model=Tied)
+
+
+def test_a_buffer_that_is_computed_from_parameters_is_real(bench):
+    class Averaged(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", self.head.weight.detach().clone())
+
+    whole = state(bench, "fp32,shard=fsdp,world=4", model=Averaged)
+    assert whole.buffers == F32 * (OUTPUTS * WIDTH + WIDTH)
+
+
+def test_an_optimizer_with_groups_of_its_own_is_sharded(bench):
+    def decays(parameters):
+        parameters = list(parameters)
+        groups = [[one for one in parameters if (one.dim() > 1) is large] for large in (True, False)]
+        return torch.optim.AdamW(
+            [{"params": one, "weight_decay": decay} for one, decay in zip(groups, (0.1, 0.0), strict=True)]
+        )
+
+    for config in ("zero1,world=2", "zero3,world=2", "tp:2", "fsdp+tp:2,world=4"):
+        own, usual = (state(bench, f"fp32,shard={config}", optimizer=one) for one in (decays, None))
+        assert own.optimizer_state == usual.optimizer_state
+
+
+def test_a_rank_alone_is_not_misled_by_a_process_group_that_is_gone(bench):
+    dist.init_process_group(FAKE, store=store_of_nobody(), rank=1, world_size=4)
+    there = peaks(bench, "fp32,clip=1,shard=fsdp+tp:2")
+    dist.destroy_process_group()
+    assert peaks(bench, "fp32,clip=1,shard=fsdp+tp:2,world=4,rank=2") == there
+
+
+def test_compiled_ddp_has_its_buckets(bench):
+    assert state(bench, "fp32,compile=eager,shard=ddp,world=2").gradient_buckets.measured == PARAMETERS
+
+
+def test_a_plan_that_names_no_module_is_refused(bench):
+    class Misspelt(Net):
+        tp_plan: ClassVar = {"blocks.*.up": "colwise"}
+
+    with pytest.raises(ConfigError, match=r"tp_plan\['blocks\.\*\.up'\] matches no module of Misspelt"):
+        peaks(bench, "fp32,shard=tp:2", model=Misspelt)
 
 
 def test_a_model_that_reads_its_parameters_when_it_is_built_is_built_for_real(bench):
