@@ -67,6 +67,8 @@ OPTIONS = tuple(
         "report",
     )
 )
+GATE_OPTIONS = ("gpumem_baseline", "gpumem_update", "gpumem_strict", "gpumem_report")
+"""The options that ask for a result also where nothing is measured."""
 
 
 def is_measured(item: pytest.Item) -> bool:

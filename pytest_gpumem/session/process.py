@@ -14,7 +14,7 @@ import pytest
 
 from pytest_gpumem.ranks.launch import LaunchError
 from pytest_gpumem.session.marker import BudgetError, remember_markers
-from pytest_gpumem.session.options import is_measured
+from pytest_gpumem.session.options import GATE_OPTIONS, is_measured
 from pytest_gpumem.session.ranks import OneProcess, RankSession, ranks_of
 from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measured_of
 from pytest_gpumem.session.settings import SettingsError, check_device, settings_of
@@ -49,6 +49,8 @@ class GpumemSession:
         self._measured: dict[pytest.Item, Measured] = {}
         self._store: Store | None = None
         self._controller: Controller | None = None
+        self._gate_typed = any(config.getoption(option) for option in GATE_OPTIONS)
+        self._wrong_launch: str | None = None
         self._ranks = self._ranks_of(config)
         self._rank_hooks: RankHooks | None = None
         self._turns: Turns | None = None
@@ -67,18 +69,20 @@ class GpumemSession:
             self._register_controller()
 
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
-        if self._worker is not None:
-            return OneProcess()
+        """Return this process's part; a mistake in the launch matters once something is measured, or a gate was typed."""
         try:
             ranks = ranks_of(self.settings.rank_timeout, os.environ)
-        except LaunchError as error:
-            raise pytest.UsageError(str(error)) from None
-        if ranks.rank is not None and _distributes(config):
-            raise pytest.UsageError(
+            if ranks.rank is None or (self._worker is None and not _distributes(config)):
+                return ranks
+            raise LaunchError(
                 f"this is {ranks.rank}, started by torchrun, and pytest-xdist (-n, --tx) would give its tests to processes "
                 "that are no ranks: leave -n out (-p no:xdist), or run pytest without torchrun"
             )
-        return ranks
+        except LaunchError as error:
+            if self._gate_typed and self._worker is None:
+                raise pytest.UsageError(str(error)) from None
+            self._wrong_launch = str(error)
+            return OneProcess()
 
     def _asks_for_a_gate(self) -> bool:
         settings = self.settings
@@ -129,12 +133,18 @@ class GpumemSession:
 
         Raises ``pytest.UsageError`` for a wrong marker of any of them; ``selected`` is emptied for it in a worker.
         """
-        if self._find(everything):
+        if self._find(everything, selected):
             self._select(everything, selected)
-        else:
-            selected.clear()
 
-    def _find(self, items: list[pytest.Item]) -> bool:
+    def _refuse(self, error: str, selected: list[pytest.Item]) -> None:
+        """Raise ``pytest.UsageError``; in a worker, leave that to the controller and run none of ``selected``."""
+        if self._worker is None:
+            raise pytest.UsageError(error) from None
+        # An exception here would look like a crash of the worker: the controller gets the error, and ends the session.
+        self.selection = Selection(error=error)
+        selected.clear()
+
+    def _find(self, items: list[pytest.Item], selected: list[pytest.Item]) -> bool:
         """Find the measured tests; whether there was no mistake in their markers, or in the name of a device."""
         factories = self._device_factories()
         names = [*factories, "auto"]
@@ -143,10 +153,7 @@ class GpumemSession:
             found = ((item, measured_of(item, self.settings, names)) for item in items)
             self._measured = {item: measured for item, measured in found if measured is not None}
         except (BudgetError, SettingsError) as error:
-            if self._worker is None:
-                raise pytest.UsageError(str(error)) from None
-            # An exception here would look like a crash of the worker: the controller gets the error, and ends the session.
-            self.selection = Selection(error=str(error))
+            self._refuse(str(error), selected)
             return False
         for item in self._measured:
             remember_markers(item)
@@ -163,8 +170,13 @@ class GpumemSession:
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=self._whole_files(),
         )
-        if isinstance(self._ranks, RankSession) and not self._config.option.collectonly:
-            self._join(self._ranks, items)
+        if not self._config.option.collectonly:
+            if kept and self._wrong_launch is not None:
+                self._refuse(self._wrong_launch, items)
+                return
+            # All ranks have the same options, and are to have the same tests: they take the same decision.
+            if (kept or self._gate_typed) and isinstance(self._ranks, RankSession):
+                self._join(self._ranks, items)
         if kept and not self._register_measuring(kept, items):
             return
         if self._worker is None:
@@ -294,10 +306,7 @@ class GpumemSession:
         try:
             self._pack(measured, items, devices)
         except (StoreError, BackendError, HookError, OSError) as error:
-            if self._worker is None:
-                raise pytest.UsageError(f"--gpumem-pack: {error}") from None
-            self.selection = Selection(error=f"--gpumem-pack: {error}")
-            items.clear()
+            self._refuse(f"--gpumem-pack: {error}", items)
             return False
         return True
 

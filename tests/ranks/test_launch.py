@@ -81,6 +81,38 @@ def test_pytest_xdist_within_a_rank_is_refused(project, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"])
 
 
+@pytest.mark.parametrize("launched", [{"WORLD_SIZE": "2"}, {**TORCHRUN, "MASTER_PORT": "9"}])
+@pytest.mark.parametrize("arguments", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_a_session_that_measures_nothing_is_no_rank(project, monkeypatch, launched, arguments):
+    project.write("def test_it():\n    pass\n")
+    project.settings('[tool.gpumem]\nrank_timeout = "1 s"\n')
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    result = project.run(*arguments)
+    assert result.ret == pytest.ExitCode.OK
+    result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("launched", "arguments", "said"),
+    [
+        ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE is 2, and RANK and *"),
+        (TORCHRUN, ["-n", "1"], "this is rank 5 of 8, started by torchrun, and pytest-xdist*"),
+        ({**TORCHRUN, "MASTER_PORT": "9"}, ["--gpumem-rank-timeout=1"], "rank 5 of 8 found no store at 127.0.0.1:9 *"),
+    ],
+    ids=["launch", "xdist", "store"],
+)
+def test_a_gate_that_is_typed_needs_its_ranks_also_without_a_measured_test(
+    project, monkeypatch, launched, arguments, said
+):
+    project.write("def test_it():\n    pass\n")
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    result = project.run("--gpumem-baseline", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {said}"])
+
+
 def test_a_rank_without_a_store_says_so(project, monkeypatch):
     project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
     for name, value in {**TORCHRUN, "MASTER_PORT": "9"}.items():
