@@ -73,6 +73,10 @@ class Packed:
         return f"packing: {'; '.join([*parts, *sorted(self.not_shared)]) or 'no measured test'}"
 
 
+NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, as torchrun gives each its own"}))
+"""What a session of one rank says."""
+
+
 def wanted_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
     """Return the bytes that a test takes of a GPU by what is known of it; ``None`` where its peak is not known.
 

@@ -52,6 +52,11 @@ class GpumemSession:
         self._gate_typed = any(config.getoption(option) for option in GATE_OPTIONS)
         self._wrong_launch: str | None = None
         self._ranks = self._ranks_of(config)
+        if self._ranks.rank is not None and config.getoption("gpumem_pack"):
+            raise pytest.UsageError(
+                "--gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank its own; leave it "
+                "out"
+            )
         self._rank_hooks: RankHooks | None = None
         self._turns: Turns | None = None
         if self._worker is not None:
@@ -186,6 +191,10 @@ class GpumemSession:
                 self._controller.select(self.selection)
                 if self._turns is not None:
                     self._controller.packs(self._turns.packed)
+                elif kept and self.settings.pack and self._ranks.rank is not None:
+                    from pytest_gpumem.session.packing import NOT_AMONG_RANKS
+
+                    self._controller.packs(lambda: NOT_AMONG_RANKS)
 
     def _join(self, ranks: RankSession, items: list[pytest.Item]) -> None:
         """Join the other ranks, which must have selected the same tests. Raises ``pytest.UsageError``."""
@@ -311,7 +320,8 @@ class GpumemSession:
         return True
 
     def _pack(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item], devices: Devices) -> None:
-        if not self.settings.pack:
+        # A rank that waited for memory would keep the others waiting for it, in another test.
+        if not self.settings.pack or self._ranks.rank is not None:
             return
         from pytest_gpumem.session.packing import Planner, largest_first
         from pytest_gpumem.session.turns import Repeating, Turns

@@ -113,6 +113,17 @@ def test_a_gate_that_is_typed_needs_its_ranks_also_without_a_measured_test(
     result.stderr.fnmatch_lines([f"ERROR: {said}"])
 
 
+def test_packing_is_refused_within_a_rank(project, monkeypatch):
+    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    result = project.run("--gpumem-pack", device="cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank its own; *"]
+    )
+
+
 def test_a_rank_without_a_store_says_so(project, monkeypatch):
     project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
     for name, value in {**TORCHRUN, "MASTER_PORT": "9"}.items():

@@ -195,6 +195,14 @@ def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(two, tor
         assert re.search(r"within (_engine_run_backward|_pre_forward)", job.output)
 
 
+def test_ranks_do_not_pack_where_the_settings_ask_for_it(project, torchrun):
+    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
+    project.settings("[tool.gpumem]\npack = true\n")
+    result = torchrun(project.path, 2)
+    assert result.status == 0, result.output
+    assert "packing: ranks share no GPU, as torchrun gives each its own" in result.output
+
+
 def test_ranks_that_select_other_tests_are_told_and_do_not_hang(project, torchrun):
     project.write(
         """
