@@ -117,12 +117,12 @@ class RankHooks:
             result = yield
         except BaseException as error:
             ended_early = str(error) or type(error).__name__
-            self._ranks.together.end_session([self._failed, ended_early])
+            self._ranks.end_tests(self._failed, ended_early)
             self._ranks.write_now()
             raise
         watch = self._ranks.watch
         watch.where, watch.measures = "the end of its tests", False
-        self._ranks.together.end_session([self._failed, ended_early])
+        self._ranks.end_tests(self._failed, ended_early)
         if self._ranks.rank.is_first:
             self._tell_of_others(self._ranks.together.ends_of_sessions())
         self._ranks.write_now()

@@ -54,6 +54,7 @@ class RankSession(OneProcess):
         self._seconds = seconds
         self._watch: Watch | None = None
         self._writes = False
+        self._told_its_end = False
 
     @property
     def joined(self) -> bool:
@@ -139,6 +140,16 @@ class RankSession(OneProcess):
         finally:
             self.together.decide(decision)
 
+    def end_tests(self, failed: Sequence[str], ended_early: str | None) -> None:
+        """Tell the others that this rank runs no more tests.
+
+        Args:
+            failed: What failed on it and is in no verdict, each as a clause.
+            ended_early: Why it did not run all of its tests; ``None`` where it did.
+        """
+        self._told_its_end = True
+        self.together.end_session([list(failed), ended_early])
+
     def write_now(self) -> None:
         """Begin to write what is not to be cut off until `leave`, also where the job is ended."""
         self._writes = self.watch.writing.acquire(blocking=False)
@@ -153,6 +164,9 @@ class RankSession(OneProcess):
         if self._writes:
             self._watch.writing.release()
         try:
+            if not self._told_its_end:
+                with suppress(BoardError):
+                    self.end_tests([], "its session ended before its first test")
             # Rank 0, which may serve the store, need not wait for those that have looked whether it is about to exit.
             with suppress(BoardError):
                 self.together.leave()

@@ -224,6 +224,25 @@ if os.environ["RANK"] == "1":
     assert job.left == ()
 
 
+def test_a_rank_that_breaks_before_its_first_test_does_not_keep_the_others_waiting(project, torchrun):
+    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
+    project.write(
+        """
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    import os
+
+    if os.environ["RANK"] == "1":
+        raise pytest.UsageError("this rank has no data")
+""",
+        "conftest.py",
+    )
+    result = torchrun(project.path, 2)
+    assert result.status != 0
+    assert "ERROR: this rank has no data" in result.output
+    assert "rank 1 of 2 runs no more tests" in result.output
+
+
 def test_what_fails_on_another_rank_beside_measuring_makes_rank_0_red(project, torchrun):
     project.write(
         """
