@@ -152,7 +152,9 @@ class RankSession(OneProcess):
 
     def write_now(self) -> None:
         """Begin to write what is not to be cut off until `leave`, also where the job is ended."""
-        self._writes = self.watch.writing.acquire(blocking=False)
+        # Where the watch reports a lost rank, this waits for the end of the process.
+        if not self._writes:
+            self._writes = self.watch.writing.acquire()
 
     def leave(self) -> None:
         """Wait until every rank is about to exit, and watch no longer."""
