@@ -102,6 +102,14 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"baseline": "true"}, "here: baseline is 'true', expected true or false"),
         ({"strict": 0}, "here: strict is 0, expected true or false"),
         ({"store": 5}, "here: store is 5, expected a string"),
+        ({"rank_timeout": True}, "here: rank_timeout is True, expected a number of seconds or a string"),
+        (
+            {"rank_timeout": 0},
+            "here: rank_timeout is 0, expected a duration above zero: '300 s' or '10 min'",
+        ),
+        ({"rank_timeout": float("nan")}, "here: rank_timeout is nan, expected a duration above zero"),
+        ({"rank_timeout": 10**400}, "expected a duration above zero"),
+        ({"rank_timeout": -3}, "here: rank_timeout is -3, expected a duration above zero"),
         ({"device": ["cpu"]}, "here: device is ['cpu'], expected a string"),
         ({"update": True}, "here: update is True, expected a string"),
         ({"update": "impoved"}, "here: update is 'impoved'; did you mean 'improved'?"),
@@ -178,6 +186,13 @@ def test_a_mistake_is_told_with_its_place_and_what_would_be_right(table, message
 def test_the_seconds_that_timing_may_take_are_a_duration():
     assert settings_from_table({"time_budget": "500 ms"}, "here").time_budget == 0.5
     assert settings_from_table({}, "here").time_budget == 2.0
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [(300, 300), (0.5, 0.5), (1e9, 1e9), ("300", 300), ("300 s", 300), ("5 min", 300)]
+)
+def test_the_seconds_of_ranks_are_a_number_or_a_duration(written, seconds):
+    assert settings_from_table({"rank_timeout": written}, "here").rank_timeout == seconds
 
 
 def test_limits_of_speed_are_set_by_a_pattern_of_tests():

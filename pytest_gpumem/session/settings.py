@@ -146,8 +146,10 @@ _OPTIONS: dict[str, type] = {
 }
 _ONLY_TYPED = frozenset({"reason", "against"})
 """Options of one session, which are no keys of the table."""
-_KEYS: dict[str, type] = {
+_SECONDS = (int, float, str)
+_KEYS: dict[str, type | tuple[type, ...]] = {
     **{name: kind for name, kind in _OPTIONS.items() if name not in _ONLY_TYPED},
+    "rank_timeout": _SECONDS,
     "units": str,
     "time_budget": str,
     "tolerance": dict,
@@ -276,7 +278,9 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     for key, value in table.items():
         if key not in _KEYS:
             raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(_KEYS))}")
-        if not isinstance(value, _KEYS[key]):
+        kind = _KEYS[key]
+        # true and false are numbers in Python.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise SettingsError(f"{where}: {key} is {value!r}, expected {kind_name(key)}")
         values[key] = value
     if values.get("store") == "":
@@ -312,12 +316,13 @@ def _read_durations(values: dict[str, Any], where: str) -> None:
         values["rank_timeout"] = _rank_timeout(values["rank_timeout"], f"{where}: rank_timeout")
 
 
-def _rank_timeout(text: str, where: str) -> float:
-    """Return the seconds that a text names. Raises `SettingsError`."""
+def _rank_timeout(value: float | str, where: str) -> float:
+    """Return the seconds that a number or a text names. Raises `SettingsError`."""
     try:
+        text = value if isinstance(value, str) else f"{value:f}"
         return parse_seconds(f"{text} s" if text.replace(".", "", 1).isdigit() else text)
-    except ValueError:
-        raise SettingsError(f"{where} is {text!r}, expected a duration above zero: '300 s' or '10 min'") from None
+    except (ValueError, OverflowError):
+        raise SettingsError(f"{where} is {value!r}, expected a duration above zero: '300 s' or '10 min'") from None
 
 
 def kind_name(key: str) -> str:
@@ -326,7 +331,13 @@ def kind_name(key: str) -> str:
 
 
 _ARRAYS = {"report": "an array of file names", "measure": "an array of patterns of tests"}
-_KIND_NAMES = {bool: "true or false", str: "a string", dict: "a table", list: "an array of tables"}
+_KIND_NAMES = {
+    bool: "true or false",
+    str: "a string",
+    dict: "a table",
+    list: "an array of tables",
+    _SECONDS: "a number of seconds or a string",
+}
 
 
 def _one_of(values: Mapping[str, Any], key: str, valid: list[str], where: str) -> None:
