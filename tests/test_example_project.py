@@ -314,7 +314,9 @@ def test_scores_that_are_kept_fail_the_gate_until_they_are_accepted(recorded, tm
     assert example.stored() == before
 
     # Of each file something: the others measure the same models.
-    accepted = example.run("--gpumem-update=all", *options, "-k", "test_gpt.py and not learns or test_evaluation or test_matrix[fp32]")
+    accepted = example.run(
+        "--gpumem-update=all", *options, "-k", "test_gpt.py and not learns or test_evaluation or test_matrix[fp32]"
+    )
     assert accepted.code == 0, accepted.output
     after = example.stored()
     assert {name for name in before if before[name] != after[name]} == {"test_gpt.py.toml", "test_gpt_configs.py.toml"}
