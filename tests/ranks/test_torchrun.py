@@ -88,7 +88,8 @@ def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four
     report = json.loads((four.path / "clean.json").read_text())
     assert report["passed"]
     assert [len(result["verdict"]["verdicts"]) for result in report["results"]] == [4, 4, 4, 4]
-    assert [row["imbalance"] for row in report["ranks"]] == [1, 1, 1, 1]
+    # Threads of gloo let go of a scalar, or of a bucket, when they get to it.
+    assert [row["imbalance"] for row in report["ranks"]] == [pytest.approx(1, rel=0.1)] * 4
 
     files = [f"--gpumem-report=report{suffix}" for suffix in (".json", ".md", ".html")]
     red = torchrun(four.path, 4, "--gpumem-baseline", *files, MORE="512", RAISE="1")
