@@ -17,7 +17,7 @@ class Training:
         self.steps = 0
 
     def step(self):
-        x = torch.ones(256, 64)
+        x = torch.ones(256, self.model[0].in_features)
         self.model(x).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -326,3 +326,26 @@ def test_alone(gpumem):
     )
     result.assert_outcomes(passed=3)
     assert figures(verdicts, "test_loop") == figures(verdicts, "test_alone")
+
+
+def test_a_loop_that_was_ended_leaves_nothing_to_the_next_one(loops):
+    result, verdicts = loops(
+        """
+import gc
+
+def train():
+    Training(width=256).loop()
+
+def test_twice(gpumem):
+    gc.disable()
+    try:
+        with gpumem.steps(5) as first:
+            train()
+        with gpumem.steps(5) as second:
+            train()
+    finally:
+        gc.enable()
+    assert first.measurement.peak_allocated == second.measurement.peak_allocated
+"""
+    )
+    result.assert_outcomes(passed=1)

@@ -35,7 +35,6 @@ class Steps:
         self._explain = explain
         self._loop = Loop(self._measure)
         self._borders = Borders(self._optimizer_stepped)
-        self._end = EndOfLoop("the loop has been measured")
         self._is_told = False
         """Whether the loop says itself where its steps end."""
         self._judged: Judged | None = None
@@ -74,7 +73,7 @@ class Steps:
             with self._borders.watched():
                 yield
         except EndOfLoop as end:
-            if end is not self._end:
+            if end.loop is not self._loop:
                 raise
         except BaseException:
             # The loop's own error is what its test fails with. What was measured before is kept.
@@ -95,7 +94,7 @@ class Steps:
             return
         self._loop.border()
         if self._loop.is_measured:
-            raise self._end
+            raise EndOfLoop(self._loop)
 
     def _measure(self) -> None:
         prepared = PreparedLoop(
@@ -113,5 +112,7 @@ class Steps:
         self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)
 
     def _keep(self) -> None:
+        """Keep what was measured, and nothing of the loop: what comes after it in its test is measured without it."""
+        self._borders.optimizers.clear()
         if self._judged is not None and self._measurement is None:
             self._measurement = self._run.keep(self._judged)

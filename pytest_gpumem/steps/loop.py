@@ -20,7 +20,14 @@ class LoopEnded(Exception):
 
 
 class EndOfLoop(BaseException):
-    """Ends a loop that has been measured, through its own ``finally`` and ``with`` blocks. Loops catch each ``Exception``."""
+    """Ends a loop that has been measured, through its own ``finally`` and ``with`` blocks. Loops catch each ``Exception``.
+
+    Each is raised once: its traceback keeps the frames of the loop alive, with all that they hold.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__("the loop has been measured")
+        self.loop = loop
 
 
 class Loop:
