@@ -43,6 +43,11 @@ class Turns:
             return False
         return self._memory().refusals() > self._refusals
 
+    def may_run_out(self, item: pytest.Item) -> bool:
+        """Return whether a test has less than the whole GPU, so that it may run out of what is reserved for it."""
+        share = self._shares.get(item)
+        return share is not None and share.wanted is not None
+
     # The outermost: a plugin's time limit for a test does not count the seconds that it waits.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -83,16 +88,42 @@ class Repeating:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        option = item.config.getoption
-        if option("usepdb", False) or option("reruns", None) or item.get_closest_marker("flaky") is not None:
+        if not self._turns.may_run_out(item) or _is_left_to_others(item):
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         if self._turns.has_run_out():
-            item._report_sections.clear()  # noqa: SLF001 - what the run that is not reported has told
+            _forget(item)
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+
+def _is_left_to_others(item: pytest.Item) -> bool:
+    """Return whether a debugger is to see the test's first failure, or pytest-rerunfailures runs it again."""
+    option = item.config.getoption
+    if option("usepdb", False) or option("force_reruns", None) or item.get_closest_marker("flaky") is not None:
+        return True
+    reruns: object = option("reruns", None)
+    if reruns is None:
+        with suppress(ValueError, KeyError):  # without that plugin there is no such setting
+            reruns = item.config.getini("reruns")
+    return str(reruns or 0) != "0"
+
+
+def _forget(item: pytest.Item) -> None:
+    """Forget what the run that is not reported has told, and the errors that pytest keeps of fixtures of wider scopes.
+
+    Private names of pytest: where a version lacks one, the repeat meets the kept error, and is reported with it.
+    """
+    getattr(item, "_report_sections", []).clear()
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    for definition in (one for several in definitions.values() for one in several):
+        kept = getattr(definition, "cached_result", None)
+        if kept is not None and kept[2] is not None:
+            definition.cached_result = None
+            # What it had registered until it failed has no fixture to finish; pytest 9 expects none.
+            getattr(definition, "_finalizers", []).clear()
