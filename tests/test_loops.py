@@ -329,7 +329,7 @@ def test_alone(gpumem):
 
 
 def test_a_loop_that_was_ended_leaves_nothing_to_the_next_one(loops):
-    result, verdicts = loops(
+    result, _ = loops(
         """
 import gc
 
