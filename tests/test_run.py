@@ -54,6 +54,8 @@ def net(width):
         torch.nn.Linear(width, 4 * width), torch.nn.ReLU(), torch.nn.Linear(4 * width, width)
     )
 """
+ADDOPTS = "-n 2 -m slow --lf --ff --nf --cache-clear --sw --sw-skip --randomly-seed=1"
+"""What a project says for its tests, with options of pytest-xdist and pytest-randomly."""
 
 
 def line_of(text: str) -> int:
@@ -66,8 +68,7 @@ def script(project):
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
     (folder / "helpers.py").write_text(HELPERS, encoding="utf-8")
-    # What a project says for its tests is not for a script.
-    project.settings('[tool.pytest.ini_options]\naddopts = "-n 2 -m slow"\nfilterwarnings = ["error"]\n[tool.gpumem]\n')
+    project.settings(f'[tool.pytest.ini_options]\naddopts = "{ADDOPTS}"\nfilterwarnings = ["error"]\n[tool.gpumem]\n')
 
     def run(*arguments: str, device: str | None = "cpu"):
         given = ["--gpumem-no-time", *([] if device is None else [f"--gpumem-device={device}"])]
@@ -82,6 +83,8 @@ def test_a_script_is_gated_against_its_baseline(script, project):
     assert "arguments ['--lr', '0.1']" in recorded.stdout
     assert "cleaned up" in recorded.stdout
     assert list(project.stored()) == ["cpu-x86_64/scripts/train.py.toml"]
+    assert "Using --randomly-seed" not in recorded.stdout
+    assert not (project.path / ".pytest_cache").exists()
 
     again = script("--gpumem-baseline", "--gpumem-report=report.json")
     assert (again.returncode, "gpumem: 1 gated" in again.stdout) == (0, True), again.stdout

@@ -113,7 +113,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     chosen = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]
     again = Command(("gpumem", "run", os.path.relpath(path), *chosen), ("--", *arguments) if arguments else ())
     session = ScriptSession(Script(path, arguments, steps, name, again))
-    pytests = ["-s", "-rs", "-p", "no:cacheprovider", "-p", "no:warnings", *QUIET]
+    pytests = ["-s", "-rs", "-p", "no:warnings", *QUIET]
     status = int(pytest.main([str(path), *pytests, *given], plugins=[session]))
     # A test may be skipped; who runs a script wants it measured.
     sys.exit(1 if session.skipped and status == 0 else _STATUS.get(status, status))

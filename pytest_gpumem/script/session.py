@@ -26,8 +26,13 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "markexpr": "",
     "deselect": None,
     "doctestmodules": False,
+    "lf": False,
+    "cacheshow": None,
+    "stepwise": False,
 }
 """Options that a project may have in ``addopts`` to distribute or select its tests: pytest's and pytest-xdist's."""
+_PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly")
+"""Plugins that keep a cache of the project's tests, or seed random numbers; ``addopts`` may have options of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,10 @@ class ScriptSession:
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
+        # Not by -p no:..., with which their options would be unknown.
+        for name in _PLUGINS_NOT_FOR_A_SCRIPT:
+            if config.pluginmanager.has_plugin(name):
+                config.pluginmanager.unregister(name=name)
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
