@@ -104,11 +104,17 @@ def test_a_loop_that_ends_before_is_measured_as_far_as_it_goes(loops):
     [
         ("Training().loop(3)", "the loop ended after 3 steps; its memory is read from 4 at least"),
         ("net()(torch.ones(1, 64))", "the loop has made no step: one ends with the step of an optimizer of torch"),
+        (
+            "concurrent.futures.ThreadPoolExecutor().submit(Training().loop, 9).result()",
+            "the loop has made no step: an optimizer has stepped in another thread",
+        ),
     ],
 )
 def test_a_loop_with_too_few_steps_says_so(loops, body, said):
     result, _ = loops(
         f"""
+import concurrent.futures
+
 def test_loop(gpumem):
     with gpumem.steps():
         {body}

@@ -84,6 +84,11 @@ class Steps:
         self._loop.end()
         self._keep()
         if self._judged is None:
+            if self._borders.stepped_elsewhere:
+                raise MeasuringError(
+                    "the loop has made no step: an optimizer has stepped in another thread, and steps of other threads than "
+                    "this one are not seen"
+                )
             raise MeasuringError(
                 "the loop has made no step: one ends with the step of an optimizer of torch, and none has made any; where the "
                 "loop has no such optimizer, call steps.step_ended() at the end of each step"

@@ -32,6 +32,8 @@ class Borders:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.optimizers: list[torch.optim.Optimizer] = []
         """Those that have stepped, in this order."""
+        self.stepped_elsewhere = False
+        """Whether one has stepped in another thread."""
         self._stack = ExitStack()
 
     @contextmanager
@@ -58,10 +60,14 @@ class Borders:
             self._stepped.add(id(optimizer))
             return
         self._stepped = {id(optimizer)}
-        if threading.get_ident() == self._thread and not in_backward():
+        if in_backward():
+            # It may run in a thread of autograd's.
+            self._await_module()
+        elif threading.get_ident() == self._thread:
             self._is_due = False
             self._border()
         else:
+            self.stepped_elsewhere = True
             self._await_module()
 
     def _await_module(self) -> None:
