@@ -156,3 +156,21 @@ def test_a_fixture_that_ran_out_is_set_up_once_more(session, scope):
         """
     )
     result.assert_outcomes(passed=3)
+
+
+def test_after_an_illegal_access_each_test_fails_by_itself(session):
+    result = session(
+        """
+        def test_shares(memory):
+            memory.broken = True
+            memory.check()
+
+        def test_shares_too(memory):
+            memory.check()
+
+        def test_takes_none():
+            pass
+        """
+    )
+    result.assert_outcomes(failed=2, passed=1)
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()

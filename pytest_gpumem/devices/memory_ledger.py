@@ -181,7 +181,7 @@ class _ProcessLedger:
                 self._write(file, Entry(rest, 0, State.RESTS))
 
     def begin(self, wanted: int | None, now: Callable[[], DeviceMemory]) -> None:
-        held = now().held
+        held = self._held(now)
         self.enter(held)
         entry = Entry(held, wanted or 0, State.ALONE if wanted is None else State.SHARES)
         assert self._file is not None, "it was just entered"
@@ -199,16 +199,22 @@ class _ProcessLedger:
         # A child that was forked within a stretch has inherited this object, and no lock.
         if self._file is None or not self.runs_a_test or self._process != os.getpid():
             return
-        try:
-            held = now().held
-        except RuntimeError:
-            held = self.entry.total  # after an illegal access a device tells nothing, and frees nothing
+        held = self._held(now)
         with self._alone_with_the_file(self._file) as file:
             self._write(file, Entry(held, 0, State.RESTS))
 
+    def _held(self, now: Callable[[], DeviceMemory]) -> int:
+        try:
+            return now().held
+        except RuntimeError:
+            return self.entry.total  # after an illegal access a device tells nothing, and frees nothing
+
     def _begun(self, file: LockFile, entry: Entry, now: Callable[[], DeviceMemory], *, in_any_case: bool) -> bool:
         with self._alone_with_the_file(file):
-            begins = in_any_case or may_begin(entry, self._others(file), now)
+            try:
+                begins = in_any_case or may_begin(entry, self._others(file), now)
+            except RuntimeError:
+                begins = True  # a process that cannot ask its device cannot take more of it either
             if begins:
                 self._write(file, entry)
             return begins

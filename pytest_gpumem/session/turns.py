@@ -41,7 +41,9 @@ class Turns:
         """Return whether the test that runs has run out of what was reserved for it, whoever caught the error."""
         if self._reservation is None or self._reservation.wanted is None:
             return False
-        return self._memory().refusals() > self._refusals
+        with suppress(RuntimeError):  # after an illegal access a device tells nothing
+            return self._memory().refusals() > self._refusals
+        return False
 
     def may_run_out(self, item: pytest.Item) -> bool:
         """Return whether a test has less than the whole GPU, so that it may run out of what is reserved for it."""
@@ -56,8 +58,10 @@ class Turns:
             return (yield)
         memory = share.memory
         with memory.ledger.reserved(share.wanted, memory.now) as reservation:
-            self._reservation, self._running, self._refusals = reservation, share, memory.refusals()
-            memory.limit(reservation.limit)
+            self._reservation, self._running = reservation, share
+            with suppress(RuntimeError):  # likewise, and the test will say so itself
+                self._refusals = memory.refusals()
+                memory.limit(reservation.limit)
             try:
                 return (yield)
             finally:

@@ -19,6 +19,7 @@ RESTS, SHARES, ALONE = State.RESTS, State.SHARES, State.ALONE
 EMPTY = DeviceMemory(total=16, free=16, held=0)
 HEADER = """
 import os, signal, sys, time
+from contextlib import nullcontext
 from pathlib import Path
 from pytest_gpumem.devices.memory_ledger import DeviceMemory, MemoryLedger
 
@@ -37,6 +38,18 @@ def run(wanted, seconds=0.1):
     with ledger.reserved(wanted, now):
         note(f"begins {wanted}")
         time.sleep(seconds)
+        note(f"ends {wanted}")
+
+
+def until_released():
+    while not (folder / "released").exists():
+        time.sleep(0.005)
+
+
+def run_until_released(wanted):
+    with ledger.reserved(wanted, now):
+        note(f"begins {wanted}")
+        until_released()
         note(f"ends {wanted}")
 
 
@@ -105,26 +118,40 @@ def together(log):
     return most
 
 
+def released(folder, events, *processes):
+    """Let processes go on once all that is in ``events`` has happened, and wait for their ends."""
+    for event in events:
+        wait_for(event, folder)
+    (folder / "released").touch()
+    finished(*processes)
+
+
 def test_tests_run_at_once_as_far_as_they_fit_and_no_further(tmp_path):
     sizes = {"a": 7, "b": 6, "c": 5, "d": 3, "e": None}
-    finished(*(start(f"for _ in range(4): run({size})", tmp_path, name) for name, size in sizes.items()))
-    log = log_of(tmp_path)
+    script = """
+        note("ready 0")
+        until_released()
+        for _ in range(4):
+            run({})
+    """
+    processes = [start(script.format(size), tmp_path, name) for name, size in sizes.items()]
+    released(tmp_path, [f"ready 0 {name}" for name in sizes], *processes)
+    log = log_of(tmp_path)[len(sizes) :]
     assert len(log) == 40
-    assert 8 < together(log) <= 16
+    assert together(log) <= 16
+    # More than the largest, which is 8 with what its process holds.
+    assert together(line for line in log if not line.endswith(" e")) > 8
 
 
 def test_without_a_ledger_they_do_not_fit_and_it_is_seen(tmp_path):
-    script = """
-        from contextlib import nullcontext
-        ledger.reserved = lambda wanted, now: nullcontext()
-        run(9, seconds=3)
-    """
-    finished(*(start(script, tmp_path, name) for name in "ab"))
+    script = "ledger.reserved = lambda wanted, now: nullcontext()\nrun_until_released(9)"
+    released(tmp_path, ["begins 9 a", "begins 9 b"], *(start(script, tmp_path, name) for name in "ab"))
     assert together(log_of(tmp_path)) == 20
 
 
 def test_eight_small_ones_run_at_once(tmp_path):
-    finished(*(start("run(1, seconds=8)", tmp_path, name) for name in "abcdefgh"))
+    processes = [start("run_until_released(1)", tmp_path, name) for name in "abcdefgh"]
+    released(tmp_path, [f"begins 1 {name}" for name in "abcdefgh"], *processes)
     assert together(log_of(tmp_path)) == 16
 
 
@@ -210,11 +237,19 @@ def test_a_device_that_tells_nothing_any_more_keeps_what_was_reserved(tmp_path):
         except StopIteration:
             raise RuntimeError("CUDA error: an illegal memory access was encountered") from None
 
-    ledger = MemoryLedger("GPU-0", folder=tmp_path)
+    ledger = MemoryLedger("GPU-0", folder=tmp_path / "ledger")
     with ledger.reserved(9, broken):
         pass
-    process = memory_ledger._process_ledger(tmp_path, "GPU-0.memory", os.getpid())
+    process = memory_ledger._process_ledger(tmp_path / "ledger", "GPU-0.memory", os.getpid())
     assert process.entry == Entry(9, 0, RESTS)
+    holds = start("run(14, seconds=600)", tmp_path, "holds")
+    wait_for("begins 14 holds", tmp_path)
+    # Beside one that leaves no room: nothing more can be taken.
+    with ledger.reserved(2, broken) as reservation:
+        assert reservation.limit == 11
+    assert process.entry == Entry(11, 0, RESTS)
+    holds.kill()
+    holds.wait()
 
 
 def test_a_system_without_record_locks_is_told(tmp_path, monkeypatch):
