@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.baseline import Baseline, Budget
+from pytest_gpumem.baselines.backend import Folder
+from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.gate.baseline import Baseline, Budget, Key
 from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.session.packing import Packed, Share, largest_first, wanted_bytes
+from pytest_gpumem.session import packing
+from pytest_gpumem.session.packing import Packed, Planner, Share, largest_first, wanted_bytes
+from pytest_gpumem.session.selection import Measured
 
 GB, MIB = 10**9, 2**20
 
@@ -42,7 +47,9 @@ def test_what_a_test_takes_is_its_largest_baseline_else_its_budget_with_the_tole
 @given(st.lists(st.one_of(st.just("needs none"), st.none(), st.integers(0, 5)), max_size=12))
 def test_those_that_share_come_largest_first_and_those_that_take_all_last_each_in_their_order(wants):
     items = [object() for _ in wants]
-    shares = {item: Share(None, want) for item, want in zip(items, wants, strict=True) if want != "needs none"}
+    shares = {
+        item: Share(None, want, most=want) for item, want in zip(items, wants, strict=True) if want != "needs none"
+    }
     ordered = largest_first(items, shares)
     assert sorted(map(id, ordered)) == sorted(map(id, items))
 
@@ -57,6 +64,26 @@ def test_those_that_share_come_largest_first_and_those_that_take_all_last_each_i
     for group in ("needs none", "all", *set(sizes)):
         same = [item for item in ordered if group in (kind(item), getattr(shares.get(item), "wanted", None))]
         assert same == [item for item in items if item in same]
+
+
+def test_workers_with_gpus_of_two_models_have_one_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "environment_of", lambda device, _: SimpleNamespace(slug=device.name))
+    store = Store(Folder(tmp_path))
+    sizes = {("a", "small"): 1, ("a", "large"): 8, ("b", "small"): 4, ("c", "large"): 6}
+    for (test, slug), size in sizes.items():
+        entry = Baseline(
+            Workload("measure"), Environment(slug, slug.upper()), {"peak_reserved": size * GB}, "2026-11-23"
+        )
+        store.change({Key("test_it.py", test, "measure"): entry})
+    measured = {test: Measured("test_it.py", test, Budget(), has_fixture=False) for test in "dcba"}
+
+    def order(slug):
+        memory = SimpleNamespace(ledger=SimpleNamespace(enter=lambda _: None), now=lambda: SimpleNamespace(held=0))
+        devices = SimpleNamespace(get=lambda _: SimpleNamespace(name=slug, shared_memory=memory))
+        settings = SimpleNamespace(device="cuda", compared_slug=lambda slug: slug)
+        return largest_first(list(measured), Planner(None, settings, devices, store).shares(measured))
+
+    assert order("small") == order("large") == ["a", "c", "b", "d"]
 
 
 def test_workers_of_a_session_tell_one_line():

@@ -36,6 +36,8 @@ class Share:
     memory: SharedMemory
     wanted: int | None
     alone: Alone | None = None
+    most: int | None = None
+    """The most bytes that it takes of any GPU that has baselines, by which tests are ordered: alike in all workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,16 @@ def _peak(bytes_by_metric: Mapping[str, float]) -> float | None:
 
 
 def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Share]) -> list[pytest.Item]:
-    """Return the tests that share in order of what they take, then those that need none, then those that take all."""
+    """Return the tests that share in order of what they take at most, then those that need none, then those that take all.
+
+    Workers may have GPUs of several models, and pytest-xdist needs one order: what this worker's GPU would say is not asked.
+    """
 
     def place(item: pytest.Item) -> tuple[int, int]:
         share = shares.get(item)
         if share is None:
             return 1, 0
-        return (2, 0) if share.wanted is None else (0, -share.wanted)
+        return (2, 0) if share.most is None else (0, -share.most)
 
     return sorted(items, key=place)
 
@@ -118,6 +123,7 @@ class Planner:
         self._devices = devices
         self._store = store
         self._slugs: dict[str, str] = {}
+        self._known: dict[tuple[str, str], list[Baseline]] | None = None
         self.not_shared: set[str] = set()
 
     def shares(self, measured: Mapping[pytest.Item, Measured]) -> dict[pytest.Item, Share]:
@@ -143,7 +149,18 @@ class Planner:
         slug = self._settings.compared_slug(self._slugs[device.name])
         found = (self._store.find(one.key(name), slug) for name in self._store.names(slug, one.file, one.test))
         wanted = wanted_bytes(one.budget, [entry for entry in found if isinstance(entry, Baseline)])
-        return Share(memory, wanted, "of unknown peak" if wanted is None else None)
+        return Share(memory, wanted, "of unknown peak" if wanted is None else None, self._most(one))
+
+    def _most(self, one: Measured) -> int | None:
+        """Return the bytes that a test takes at most, by its baselines on any device that tell a peak, else by its budget."""
+        if self._known is None:
+            self._known = {}
+            listed = self._store.keys()
+            for slug, key in listed:
+                entry = self._store.find(key, slug)
+                if isinstance(entry, Baseline) and _peak(entry.metrics) is not None:
+                    self._known.setdefault((key.file, key.test), []).append(entry)
+        return wanted_bytes(one.budget, self._known.get((one.file, one.test), []))
 
 
 def _why_not_shared(device: Device) -> str:
