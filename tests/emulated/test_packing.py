@@ -111,9 +111,9 @@ def test_tests_with_baselines_share_a_card_without_running_out_and_with_the_byte
     assert taken < CARD_BYTES
     assert "packing: 12 measured tests shared the GPU by known peaks\n" in packed.stdout
     begun = [size for event, size in session.log() if event == "begins"]
-    # In the order in which workers are ready.
-    assert max(SIZES) in begun[:4]
-    assert min(SIZES) in begun[-4:]
+    # The largest first, in the order in which workers are ready: one that starts late begins its first test late.
+    half = len(begun) // 2
+    assert sum(begun[:half]) > sum(begun[half:])
 
 
 def test_a_budget_is_a_known_peak_and_tests_without_one_have_the_card_alone(session):
