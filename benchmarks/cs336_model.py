@@ -251,7 +251,7 @@ class Run:
     ranks: int = 1
     """GPUs that share a batch, of which this is the first; each gradient is summed over them after backward."""
     sharded: bool = False
-    """Whether each layer is sharded over these GPUs (torch's ``fully_shard``) in place of that."""
+    """Shards each layer over these GPUs (torch's ``fully_shard``) in place of that."""
 
 
 def _shard_layers(model: nn.Module, ranks: int) -> None:

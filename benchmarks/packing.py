@@ -1,4 +1,4 @@
-"""What ``--gpumem-pack`` gains: 40 tests of 0.2 to 4 GB on one emulated card of 16 GB, with ``-n 1`` and with ``-n 8``.
+"""Benchmark of ``--gpumem-pack``: 40 tests of 0.2 to 4 GB on one emulated card of 16 GB, with ``-n 1`` and with ``-n 8``.
 
 Each test's step allocates its bytes, launches one kernel, and waits. The wait (``time.sleep``) stands for the time in which a
 test's process has nothing to do: it waits for its GPU, for data, for a compiler. On a real GPU kernels of several processes

@@ -105,7 +105,7 @@ RUNS = {
     "8B LoRA": _lora("lora", "llama3_1_8b", length=2048),
     "8B QLoRA": _lora("qlora", "llama3_1_8b", length=2048),
 }
-"""How a row is run, by its config there. The other rows are listed in README.md with the reason."""
+"""Settings of each row that is run, by its config there. The other rows are listed in README.md with the reason."""
 GPUS = {"A100": "a100", "RTX 4090": "24GB"}
 """torch 2.7's kernel for flex attention's backward needs 102,144 bytes of shared memory, and an RTX 4090 has 101,376."""
 NO_CLAIM = ("LoRA", "QLoRA", "8B LoRA", "8B QLoRA")

@@ -28,7 +28,7 @@ class Done(Exception):
 
 
 class Tokenizer:
-    """What recipes ask of a tokenizer."""
+    """A tokenizer as recipes ask for it."""
 
     pad_id = 0
 

@@ -30,7 +30,7 @@ _MUTEX, _TURNSTILE = _SLOTS * _SLOT.size, _SLOTS * _SLOT.size + 1
 
 
 class State(IntEnum):
-    """What a process does with a device."""
+    """The use that a process makes of a device."""
 
     RESTS = 1
     """It runs no test that needs the device's memory."""
@@ -41,7 +41,7 @@ class State(IntEnum):
 
 
 class Entry(NamedTuple):
-    """What one process has of a device: ``rest`` bytes also between tests, and ``test`` more while one runs."""
+    """The share that one process has of a device: ``rest`` bytes also between tests, and ``test`` more while one runs."""
 
     rest: int
     test: int
