@@ -13,7 +13,7 @@ EMULATED_TORCH ?= torch===2.13.0
 EMULATED_TRITON ?= triton==3.7.1
 EMULATED_NEEDS := 'pytest>=8.2' 'pluggy>=1.5' 'tomli>=2.0' 'tomli-w>=1.0' 'filelock>=3.13' 'fsspec>=2024.2' \
 	'fastjsonschema>=2.20' 'nvidia-ml-py>=12.535' 'rich>=13.0' 'click>=8.1' 'greenlet>=3.0' typing-extensions sympy networkx jinja2 numpy \
-	'transformers>=5' 'pytest-xdist>=3.8' 'plotly>=5.24'
+	'transformers>=5' 'pytest-xdist>=3.8' 'plotly>=5.24' 'torchao>=0.12'
 # Workers have a core each: more threads of one would wait for the others'.
 SUITE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 

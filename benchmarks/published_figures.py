@@ -1,13 +1,17 @@
-"""Figures that others have published, and emulated ones beside them."""
+"""Figures that others have published, emulated ones beside them, and files of these."""
 
 from __future__ import annotations
 
+import json
+import platform
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 UNITS = {"B": 1, "MB": 2**20, "GiB": 2**30}
 
@@ -74,3 +78,24 @@ HEADER = ("case", "peak", "emulated, B", "published", "difference, B", "")
 
 def _as_fp32(number: float) -> float:
     return struct.unpack("f", struct.pack("f", number))[0]
+
+
+def missing(suite: str, needs: str) -> str | None:
+    """Return what to install, if torch or the suite's package is not."""
+    try:
+        version("torch")
+        version(suite)
+    except PackageNotFoundError as error:
+        return f"{error.name} is not installed; {suite}'s rows need: {needs}"
+    return None
+
+
+def write_results(folder: Path, gpu: str, suite: str, packages: tuple[str, ...], rows: dict[str, Any]) -> None:
+    """Write a suite's results, with the releases that they were emulated with."""
+    release = version("torch").partition("+")[0]
+    path = folder / f"emulated-{gpu.lower()}" / f"{suite}-torch-{release}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    releases = {name: version(name) for name in packages}
+    whole = {"emulated": True, "gpu": f"emulated:{gpu}", **releases, "python": platform.python_version(), "rows": rows}
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")

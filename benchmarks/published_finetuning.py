@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
-import platform
 import sys
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from claims import Claim, conclude, print_table
 from emulated_child import run_child, serve
-from published_figures import HEADER, Compared, Figure
+from published_figures import HEADER, Compared, Figure, missing, write_results
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "published" / "finetuning-peaks.csv"
@@ -171,7 +169,7 @@ def compare_torchtune(options: argparse.Namespace) -> tuple[list[Compared], list
         results.setdefault(row.gpu, {})[row.name] = {"source": row.source, "published": published, "emulated": peaks}
     if not options.only and not options.compile_norms:
         for gpu, rows in results.items():
-            write(options.out, gpu, ("torch", "triton", "torchtune", "torchao"), rows)
+            write_results(options.out, gpu, "torchtune", ("torch", "triton", "torchtune", "torchao"), rows)
     return compared, claims
 
 
@@ -191,32 +189,10 @@ def compare_peft(options: argparse.Namespace) -> tuple[list[Compared], list[Clai
         source, published = f"{rows[method]['source']} {rows[method]['path']}", f"{figure.value:.0f} B"
         results[method] = {"source": source, "published": published, "emulated": peaks}
     compared = min(by_length.values(), key=lambda those: max(one.off for one in those))
-    write(options.out, "l40s", ("torch", "peft", "transformers"), results)
+    write_results(options.out, "l40s", "peft", ("torch", "peft", "transformers"), results)
     swapped = sum(one.emulated < other.emulated for one, other in pairwise(compared))
     claims = [Claim(f"{one.name}: percent off", one.off, 2.0) for one in compared]
     return compared, [*claims, Claim("neighbours in another order than published", swapped, 0)]
-
-
-def write(folder: Path, gpu: str, packages: tuple[str, ...], rows: dict[str, Any]) -> None:
-    """Write results, with the releases that they were emulated with."""
-    suite = next(name for name in packages if name in NEEDS)
-    release = version("torch").partition("+")[0]
-    path = folder / f"emulated-{gpu.lower()}" / f"{suite}-torch-{release}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    releases = {name: version(name) for name in packages}
-    whole = {"emulated": True, "gpu": f"emulated:{gpu}", **releases, "python": platform.python_version(), "rows": rows}
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {path}")
-
-
-def missing(suite: str) -> str | None:
-    """Return what to install, if the suite's packages are not."""
-    try:
-        version("torch")
-        version(suite)
-    except PackageNotFoundError as error:
-        return f"{error.name} is not installed; {suite}'s rows need: {NEEDS[suite]}"
-    return None
 
 
 def main() -> int:
@@ -234,7 +210,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.do:
         serve(options.do, CHILDREN)
-    if lack := missing(options.suite):
+    if lack := missing(options.suite, NEEDS[options.suite]):
         parser.error(lack)
     compared, claims = (compare_torchtune if options.suite == "torchtune" else compare_peft)(options)
     print(f"\nEmulated, torch {version('torch')}\n")

@@ -90,6 +90,11 @@ class Environment:
         return type(self), (self.slug, self.device, dict(self.details))
 
 
+def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
+    """Return the device with the largest peak, the first of equal ones; ``None`` of none."""
+    return max(by_device, key=lambda device: by_device[device]["peak_allocated"], default=None)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Measurement(MetricAttributes):
     """What one run of one step gave.
@@ -116,17 +121,33 @@ class Measurement(MetricAttributes):
     )
     """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
     lowest_peak: int | None = None
-    """The smallest `peak_allocated` of the later half of the steps, in bytes, where they did not settle."""
+    """The smallest `peak_allocated` of the later half of the steps, in bytes, where they did not settle.
+
+    Of several GPUs the largest of ``lowest_by_device``.
+    """
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
     """What ``operators``, ``flops``, ``syncs`` and ``launches`` are made of: operators, at lines where those are known."""
     workspaces: int = 0
     """Bytes of the peaks that the backend's libraries keep for themselves (cuBLAS, on CUDA), whatever the code's size is."""
+    by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """In a process that sees several GPUs: the metrics in bytes of each on which the step held any, by ``"cuda:1"``.
+
+    Of each metric, ``metrics`` has the largest value among them.
+    """
+    lowest_by_device: Mapping[str, int] = field(default_factory=dict)
+    """In a process that sees several GPUs: what ``lowest_peak`` is on each, where the steps did not settle."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
         object.__setattr__(self, "metrics", MappingProxyType(ordered))
         object.__setattr__(self, "work", MappingProxyType(dict(self.work)))
         object.__setattr__(self, "by_operator", MappingProxyType(dict(self.by_operator)))
+        by_device = {
+            device: MappingProxyType({name: here[name] for name in METRICS if name in here})
+            for device, here in sorted(self.by_device.items())
+        }
+        object.__setattr__(self, "by_device", MappingProxyType(by_device))
+        object.__setattr__(self, "lowest_by_device", MappingProxyType(dict(sorted(self.lowest_by_device.items()))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (Measurement, to_plain(self))
@@ -158,6 +179,11 @@ class Measurement(MetricAttributes):
                 "gpumem.measure, train_step, infer_step and steps record it with explain=True"
             )
         return self.explanation.peak
+
+    @property
+    def largest_device(self) -> str | None:
+        """The GPU whose peak is `peak_allocated`, such as ``"cuda:1"``; ``None`` where the process sees only one."""
+        return largest(self.by_device)
 
     def saves(self, other: Measurement) -> float:
         """The memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""

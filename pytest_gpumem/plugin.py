@@ -111,6 +111,7 @@ class Collecting:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._files: set[str] = set()
+        self._not_collected: set[str] = set()
         self._collected: list[pytest.Item] = []
 
     def session(self) -> GpumemSession:
@@ -118,7 +119,7 @@ class Collecting:
         if SESSION not in self._config.stash:
             from pytest_gpumem.session.process import GpumemSession
 
-            self._config.stash[SESSION] = GpumemSession(self._config, self._files)
+            self._config.stash[SESSION] = GpumemSession(self._config, self._files, self._not_collected)
         return self._config.stash[SESSION]
 
     def pytest_report_header(self) -> str | None:
@@ -138,6 +139,8 @@ class Collecting:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.passed and "::" not in report.nodeid:
             self._files.add(report.nodeid)
+        if report.failed:
+            self._not_collected.add(report.nodeid)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:

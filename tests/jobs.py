@@ -30,9 +30,16 @@ class Job:
 
 
 def run_job(
-    folder: Path, ranks: int, *arguments: str, python: str, rank_python: str, device: str = "cpu", **variables: str
+    folder: Path,
+    ranks: int,
+    *arguments: str,
+    python: str,
+    rank_python: str,
+    device: str = "cpu",
+    program: tuple[str, ...] = ("pytest", *_PLUGINS),
+    **variables: str,
 ) -> Job:
-    """Run pytest on some ranks in a folder, and return what became of it.
+    """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.
 
     ``python`` runs torchrun, and ``rank_python`` each rank; a rank that is to die needs a Python of its own.
     """
@@ -41,11 +48,11 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="gpumem-job-") as places:
         environment = {**os.environ, JOB: mark, "TMPDIR": places, "PYTHON_EXEC": rank_python}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "-m", "pytest"]
+        launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "-m", *program]
         begin = ["-X", "forked", "-c", _TORCHRUN] if python != sys.executable else ["-m", "torch.distributed.run"]
         began = time.monotonic()
         done = subprocess.run(
-            [python, *begin, *launch, f"--gpumem-device={device}", *_PLUGINS, *arguments],
+            [python, *begin, *launch, f"--gpumem-device={device}", *arguments],
             cwd=folder,
             env={**environment, **variables},
             stdout=subprocess.PIPE,

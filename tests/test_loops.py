@@ -299,6 +299,73 @@ def test_loop(gpumem):
     assert "no two steps in a row had the same peaks" in notes(verdicts, "test_loop")
 
 
+RUNS_OUT = """
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def runs_out(when):
+    if when:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.")
+
+
+def is_counted():
+    return _get_current_dispatch_mode() is not None
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [pytest.param((), 1, id="first"), pytest.param(("--gpumem-update=new",), 2, id="for lines")],
+)
+def test_a_loop_that_runs_out_of_memory_only_because_it_is_counted_is_ended_as_measured(loops, arguments, number):
+    result, verdicts = loops(
+        f"""
+{RUNS_OUT}
+
+def test_loop(gpumem):
+    training, counted = Training(), 0
+    with gpumem.steps() as steps:
+        while True:
+            training.step()
+            counted += is_counted()
+            runs_out(is_counted() and counted == {number})
+    assert training.steps == {19 + number}
+    assert steps.measurement.peak_allocated > 0
+""",
+        *arguments,
+    )
+    result.assert_outcomes(passed=1)
+    measured = figures(verdicts, "test_loop")
+    said = "not counted: OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 MiB."
+    assert (said in notes(verdicts, "test_loop"), "operators" in measured) == (number == 1, number == 2)
+
+
+@pytest.mark.parametrize(
+    ("when", "steps"),
+    [
+        pytest.param("training.steps == 12", 12, id="measured"),
+        pytest.param("training.steps == 30", 30, id="after it has been measured"),
+        pytest.param("training.steps == 22 and not is_counted()", 22, id="after it has been counted"),
+    ],
+)
+def test_a_loop_that_runs_out_of_memory_by_itself_fails(loops, when, steps):
+    result, _ = loops(
+        f"""
+{RUNS_OUT}
+
+def test_loop(gpumem):
+    training = Training()
+    with gpumem.steps() as steps:
+        for _ in range(40):
+            training.step()
+            steps.step_ended()
+            runs_out({when})
+"""
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*OutOfMemoryError: CUDA out of memory*"])
+
+
 def test_a_loop_is_timed_and_has_throughput(loops):
     result, _ = loops(
         """

@@ -29,7 +29,8 @@ class Memory:
 
     @property
     def ledger(self):
-        return SimpleNamespace(reserved=contextmanager(lambda wanted, now: (yield Reservation(wanted))))
+        reserved = contextmanager(lambda wanted, now: (yield Reservation(wanted)))
+        return SimpleNamespace(reserved=reserved, leave=lambda: None)
 
     def now(self):
         pass

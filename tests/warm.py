@@ -131,7 +131,11 @@ def _serve(address: str) -> None:
     """Fork for every command that is asked for, until standard input ends."""
     import jinja2  # noqa: F401
     import plotly.offline  # noqa: F401
-    import torch._inductor  # noqa: F401 -- optimizers load it
+    import torch._inductor  # optimizers load it
+    import torch.distributed.fsdp
+    import torch.distributed.optim
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel  # noqa: F401
 
     import pytest_gpumem
 

@@ -38,20 +38,30 @@ One file holds the baselines of one test file on one device::
         ...
     ]
 
+    [tests."TestTrain::test_step[amp-bf16]"."train_step on cuda:1"]
+    environment = "torch-2.11.0-5d2c9f"
+    recorded = "2026-11-02"
+    step = "on cuda:1"
+    peak_allocated = 4060000000
+    ...
+
     [environments."torch-2.11.0-5d2c9f"]
     device = "NVIDIA H100 80GB HBM3"
     slug = "nvidia-h100-80gb-hbm3"
     torch = "2.11.0"
     ...
+
+A step that used several GPUs has a table for each of them besides, which is read as a part of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from pytest_gpumem.gate.baseline import Baseline, Key
@@ -79,6 +89,9 @@ _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION = ("composition", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
+_ON = "on "
+_ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
+"""The step of a table that has the bytes of one GPU; no version of this package has a step called so."""
 _BEYOND = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
@@ -125,11 +138,31 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
         for test, tables in _table(document.pop("tests", {}), "tests").items()
         for name, table in _table(tables, f"tests.{test}").items()
     }
+    entries = _with_devices(entries)
     if not entries:
         raise FormatError("has no baselines: the file is truncated; restore it from version control, or delete it")
     for unknown in document:
         raise FormatError(f"unknown key {unknown!r}; {nearest(unknown, ['format', 'environments', 'tests'])}")
     return entries
+
+
+def _with_devices(entries: Mapping[Key, Baseline]) -> dict[Key, Baseline]:
+    """Return the entries with those of single GPUs as parts of the ones that they belong to."""
+    whole = {key: entry for key, entry in entries.items() if not _ON_ONE_GPU.fullmatch(entry.workload.step)}
+    for key, entry in entries.items():
+        if key in whole:
+            continue
+        device = entry.workload.step.removeprefix(_ON)
+        name = key.name.removesuffix(f" {_ON}{device}")
+        of = replace(key, name=name)
+        if name == key.name or of not in whole:
+            raise FormatError(
+                f"tests.{key.test}.{key.name}.step is {entry.workload.step!r}: it is a part of an entry that is not there; "
+                "restore the file from version control"
+            )
+        here = {metric: int(value) for metric, value in entry.metrics.items()}
+        whole[of] = replace(whole[of], by_device={**whole[of].by_device, device: here})
+    return whole
 
 
 def render(entries: Mapping[Key, Baseline]) -> str:
@@ -159,7 +192,15 @@ def render(entries: Mapping[Key, Baseline]) -> str:
                 if metric in entry.by_operator
             },
         }
-        tests.setdefault(key.test, {})[key.name] = {k: value for k, value in table.items() if value is not None}
+        of_test = tests.setdefault(key.test, {})
+        of_test[key.name] = {k: value for k, value in table.items() if value is not None}
+        for device, here in entry.by_device.items():
+            of_test[f"{key.name} {_ON}{device}"] = {
+                "environment": name,
+                "recorded": entry.recorded,
+                "step": f"{_ON}{device}",
+                **{metric: here[metric] for metric in METRICS if metric in here},
+            }
     # The environments come last: entries without the one that they name tell that the end of the file is missing.
     document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
     return tomli_w.dumps(document)

@@ -76,8 +76,23 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         name: value for name, value in entry.metrics.items() if name in better or METRICS[name].where_absent is None
     }
     by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
-    lowered = replace(entry, metrics={**taken, **kept}, composition=composition, by_operator=by_operator)
+    by_device = _lowered_by_device(earlier, entry, better)
+    lowered = replace(
+        entry, metrics={**taken, **kept}, composition=composition, by_operator=by_operator, by_device=by_device
+    )
     return _with_times_of(entry if "step_time" in better else earlier, lowered)
+
+
+def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Return the bytes of each GPU: those of ``entry`` of the metrics that are ``better``, and else those of ``earlier``."""
+    return {
+        device: here
+        for device in sorted({*earlier.by_device, *entry.by_device})
+        if (
+            here := {name: n for name, n in earlier.by_device.get(device, {}).items() if name not in better}
+            | {name: n for name, n in entry.by_device.get(device, {}).items() if name in better}
+        )
+    }
 
 
 def times_left_out(
@@ -143,7 +158,9 @@ def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally,
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()
-        if without_places(tallies) == tallies and without_places(earlier.by_operator.get(name, ())) == tallies
+        if name in earlier.by_operator
+        and without_places(tallies) == tallies
+        and without_places(earlier.by_operator[name]) == tallies
     }
 
 

@@ -70,12 +70,19 @@ class Window:
     """A stretch of time between `Device.open_window` and `Device.close_window`, and the highest peak in it so far."""
 
     peak: Peak | None = None
+    elsewhere: tuple[Window, ...] = ()
+    """The same stretch on each of `Device.others`."""
 
     @property
     def highest(self) -> Peak:
         """The highest peak, after the window has been closed."""
         assert self.peak is not None, "a window sees a peak at the latest when it is closed"
         return self.peak
+
+    @property
+    def everywhere(self) -> tuple[Peak, ...]:
+        """The highest peak on each of `Device.everywhere`, after the window has been closed."""
+        return (self.highest, *(window.highest for window in self.elsewhere))
 
 
 class Device(ABC):
@@ -100,6 +107,8 @@ class Device(ABC):
     """Keeps measured tests of other processes off while times are taken; without one, none are kept off."""
     shared_memory: SharedMemory | None = None
     """The memory that this process shares with others, where ``--gpumem-pack`` can have tests share it."""
+    others: Sequence[Device] = ()
+    """Further GPUs that a step of this process may use. They are opened and closed, and their peaks taken, with this one."""
 
     _undo: ExitStack | None = None
     """Ends what `open` began; ``None`` while closed."""
@@ -131,11 +140,21 @@ class Device(ABC):
 
     # What it is
 
+    @property
+    def everywhere(self) -> tuple[Device, ...]:
+        """This device and its `others`, in the order of all readings that are taken of each."""
+        return (self, *self.others)
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether this process has ever allocated on it; one that it has not is not read."""
+        return True
+
     def lacks(self, feature: str) -> str | None:
         """Return why no step can use ``feature`` here, as a clause; ``None`` when it can.
 
-        A precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile (``"max-autotune"``), or
-        ``"values"``: that tensors are computed at all.
+        A precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile (``"max-autotune"``), a way
+        to shard (``"cp"``, ``"fully_shard"``), or ``"values"``: that tensors are computed at all.
         """
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
@@ -186,6 +205,8 @@ class Device(ABC):
             self.start(undo)
             self._undo = undo.pop_all()
         try:
+            for other in self.others:
+                other.open()
             self.reset_peak()
         except BaseException:
             self.close()
@@ -202,6 +223,8 @@ class Device(ABC):
 
     def close(self) -> None:
         """Stop counting and give back what `open` took. Closing twice does nothing."""
+        for other in self.others:
+            other.close()
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.close()
@@ -240,15 +263,22 @@ class Device(ABC):
         return peak
 
     def keep_peak(self) -> None:
-        """Remember the peak so far for `pop_peak`, because the measured code is about to reset the device's own."""
+        """Remember the peak so far for `pop_peak`, because the measured code is about to reset the device's own.
+
+        Those of `others`, too: whose peak the code resets is an argument of it.
+        """
         self._kept = highest(self._kept, self.peak())
+        for other in self.others:
+            # One after another is opened, and resets its peak then.
+            if other._undo is not None:  # noqa: SLF001 - of this class
+                other.keep_peak()
 
     def open_window(self) -> Window:
         """Return a window that sees every peak from now on until `close_window`. Windows may overlap."""
         self.pop_peak()
         if not self._windows:
             self.forget_libraries()
-        window = Window()
+        window = Window(elsewhere=tuple(other.open_window() for other in self.others))
         self._windows = (*self._windows, window)
         return window
 
@@ -256,6 +286,8 @@ class Device(ABC):
         """Return the highest peak since ``window`` was opened."""
         try:
             self.pop_peak()
+            for other, its_window in zip(self.others, window.elsewhere, strict=True):
+                other.close_window(its_window)
         finally:
             self._windows = tuple(other for other in self._windows if other is not window)
         return window.highest
@@ -278,7 +310,10 @@ class Device(ABC):
         self.keep_peak()
         kept = self._kept
         try:
-            yield
+            with ExitStack() as elsewhere:
+                for other in self.others:
+                    elsewhere.enter_context(other.peak_ignored())
+                yield
             # A device that counts events has to read those of the stretch before it can reset its peak.
             self.peak()
         except BaseException:

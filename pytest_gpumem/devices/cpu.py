@@ -5,6 +5,7 @@ Not the process's RSS: that counts pages, the interpreter and everybody's caches
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from contextlib import contextmanager, suppress
@@ -17,15 +18,17 @@ from pytest_gpumem.devices.live_blocks import FreeCallbacks, LiveBlocks
 from pytest_gpumem.devices.profiled import tokens_of
 from pytest_gpumem.devices.reference_workload import ReferenceWorkload
 from pytest_gpumem.measurement import Environment, MeasuringError
+from pytest_gpumem.ranks.together import let_threads_rest
 from pytest_gpumem.torch_support.private_api import (
     allocation_events,
+    around_collectives,
     beneath_modes,
     quiet_kineto,
 )
 from pytest_gpumem.values.events import AllocationEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import ExitStack
 
     import torch
@@ -67,8 +70,18 @@ class CpuDevice(Device):
     seconds_between_readings = 0.1
     """Both leave the caches full of their own: 9 ms of small steps behind either of them took 1.3 % to 2.7 % longer."""
 
-    def __init__(self, lock: DeviceLock | None = None) -> None:
+    def __init__(
+        self, lock: DeviceLock | None = None, *, other_ranks: Callable[[], Sequence[int]] | None = None
+    ) -> None:
+        """Make the device, which is not open.
+
+        Args:
+            lock: Keeps the measured tests of other processes off.
+            other_ranks: Returns the processes of this machine that take part in the same steps; called once. ``None`` where
+                none do.
+        """
         self.lock = lock
+        self._other_ranks = None if other_ranks is None else functools.cache(other_ranks)
         self._live_blocks = LiveBlocks()
         self._free_callbacks = FreeCallbacks()
         self._profiler: Profile | None = None
@@ -96,6 +109,10 @@ class CpuDevice(Device):
         )
 
     def lacks(self, feature: str) -> str | None:
+        import torch
+
+        if feature == "fully_shard" and not hasattr(torch.cpu.current_stream(), "record_event"):
+            return f"fully_shard of torch {torch.__version__} records events, which its CPU has none of"
         return _LACKS.get(feature)
 
     def start(self, undo: ExitStack) -> None:
@@ -106,6 +123,8 @@ class CpuDevice(Device):
         self._live_blocks = LiveBlocks()
         self._free_callbacks = FreeCallbacks()
         undo.callback(self._end)
+        if self._other_ranks is not None:
+            undo.enter_context(around_collectives(self._let_threads_release, self._leaving_nothing))
         try:
             self._start()
             self._live_blocks.apply(self._stop(allocation_events))
@@ -189,15 +208,37 @@ class CpuDevice(Device):
         return replace(
             super().conditions(),
             stolen=times.stolen if times is not None else None,
-            others=times.busy - time.process_time() - proc.seconds_of_children() if times is not None else None,
+            others=None if times is None else times.busy - self._own_seconds(),
             cores=times.cores if times is not None else None,
             tick=proc.tick_seconds(),
         )
+
+    def _own_seconds(self) -> float:
+        """Return the CPU seconds of this process, its children, and the other ranks of its job."""
+        others = () if self._other_ranks is None else self._other_ranks()
+        return time.process_time() + proc.seconds_of_children() + proc.seconds_of(others)
 
     def pace(self) -> float:
         if self._reference_workload is None:
             self._reference_workload = ReferenceWorkload()
         return self._reference_workload.pace()
+
+    def _let_threads_release(self) -> None:
+        """Have frees by threads of a collective over with before this one goes on: theirs are not reported."""
+        if self._profiler is not None:
+            let_threads_rest()
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Let all blocks that are allocated within count as freed at the end, whichever thread frees them."""
+        if self._profiler is None or self._profiler.record_shapes:  # a recording of operators must not be cut in two
+            yield
+            return
+        known = self.known()
+        yield
+        self._let_threads_release()
+        self._flush()
+        self._live_blocks.keep_only(known)
 
     def _end(self) -> None:
         if self._profiler is not None:

@@ -52,7 +52,8 @@ class CudaDevice(Device):
     order of tests, and this one is. An allocator backend that does not count requests is read by ``allocated_bytes``.
 
     While open, it is shared with the measured tests of other processes by way of ``lock``; without one, none are kept off.
-    Of its memory each process reserves a part in the ``ledger``, where tests are packed; without one they are not.
+    Of its memory each process reserves a part in the ``ledger``, where tests are packed; without one they are not. Its
+    ``others`` are the further GPUs that this process sees.
     """
 
     name = "cuda"
@@ -60,10 +61,15 @@ class CudaDevice(Device):
     tells_time = True
 
     def __init__(
-        self, runtime: CudaRuntime, lock: DeviceLock | None = None, ledger: MemoryLedger | None = None
+        self,
+        runtime: CudaRuntime,
+        lock: DeviceLock | None = None,
+        ledger: MemoryLedger | None = None,
+        others: Sequence[OtherGpu] = (),
     ) -> None:
         self._runtime = runtime
         self.lock = lock
+        self.others = self._others = tuple(others)
         self.shared_memory = None if ledger is None else CudaMemory(runtime, ledger)
         self._counter = _REQUESTED
         self._snapshot: object = None
@@ -95,14 +101,16 @@ class CudaDevice(Device):
         return f"{_FROM_AMPERE_ON[feature]} needs a GPU of compute capability 8.0, and this one has {version}"
 
     def random_devices(self) -> tuple[int, ...]:
-        index = self.torch_device.index
-        return () if index is None else (index,)
+        indices = (device.torch_device.index for device in self.everywhere)
+        return tuple(index for index in indices if index is not None)
 
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
         return tf32_allowed(allowed)
 
     def start(self, undo: ExitStack) -> None:
         self._counter = self._probe()
+        for other in self._others:
+            other._counter = self._counter  # noqa: SLF001 - of this class
         super().start(undo)
 
     def close(self) -> None:
@@ -111,10 +119,12 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         self._runtime.synchronize()
+        for other in self._others:
+            other.synchronize()
 
     def release_workspaces(self) -> None:
         # A block that another stream has used is freed when that stream's event is seen: emptying the cache looks.
-        self._runtime.synchronize()
+        self.synchronize()
         self._runtime.clear_workspaces()
         self._runtime.empty_cache()
 
@@ -157,10 +167,15 @@ class CudaDevice(Device):
                 pickle.dump(self._snapshot, file)
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        return self._runtime.laps(runs)
+        used = [other.torch_device.index for other in self._others if other.is_used]
+        return self._runtime.laps(runs, used) if used else self._runtime.laps(runs)
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
-        return self._runtime.launches(run)
+        def to_its_end() -> None:
+            run()
+            self.synchronize()
+
+        return self._runtime.launches(to_its_end)
 
     def conditions(self) -> Conditions:
         """Of the host only the waiting of this thread, which launches: a GPU shares neither cache nor memory with the host."""
@@ -201,3 +216,33 @@ class CudaDevice(Device):
             "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or an allocator of one's own): "
             f"after allocating {_PROBE_BYTES} bytes it still counts {after.get('allocated_bytes.all.current', 0)}"
         )
+
+
+class OtherGpu(CudaDevice):
+    """A further GPU of a process, read beside its current one.
+
+    As long as the process has not used it, neither is anything allocated on it nor waited for, as that would make a context
+    there, of hundreds of MB.
+    """
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        super().__init__(runtime)
+        self.name = str(self.torch_device)
+
+    @property
+    def is_used(self) -> bool:
+        return self._runtime.has_allocated()
+
+    def start(self, undo: ExitStack) -> None:
+        """Start to count as the current GPU does, which also watches for resets."""
+
+    def synchronize(self) -> None:
+        if self.is_used:
+            super().synchronize()
+
+    def reset_peak(self) -> None:
+        if self.is_used:
+            super().reset_peak()
+
+    def _statistic(self, name: str) -> int:
+        return super()._statistic(name) if self.is_used else 0

@@ -20,6 +20,7 @@ from pytest_gpumem.devices.profiled import launches_of, profiled
 from pytest_gpumem.torch_support.private_api import (
     beneath_modes,
     clear_cublas_workspaces,
+    cuda_has_allocated,
     cuda_history_is_on,
     cuda_snapshot,
     start_cuda_history,
@@ -64,17 +65,18 @@ class Stretch:
 
 
 class CudaRuntime(Protocol):
-    """What `CudaDevice` asks of torch.cuda, for the current device."""
+    """Interface between `CudaDevice` and torch.cuda, for one GPU."""
 
     def torch_device(self) -> torch.device: ...
     def properties(self) -> GpuProperties: ...
     def statistics(self) -> dict[str, int]: ...
+    def has_allocated(self) -> bool: ...
     def reset_peaks(self) -> None: ...
     def clear_workspaces(self) -> None: ...
     def empty_cache(self) -> None: ...
     def synchronize(self) -> None: ...
     def allocate(self, nbytes: int) -> object: ...
-    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]: ...
+    def laps(self, runs: Sequence[Callable[[], object]], beside: Sequence[int] = ()) -> list[float]: ...
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None: ...
     def gpu(self) -> GpuNow: ...
     def sm_clock(self) -> float | None: ...
@@ -85,10 +87,17 @@ class CudaRuntime(Protocol):
     def limit(self, fraction: float) -> None: ...
 
 
-class TorchCuda:
-    """torch.cuda itself. Raises `DeviceUnavailable` where it has no GPU."""
+def gpus_beside(device: torch.device) -> list[int]:
+    """Return the indices of the further GPUs that this process sees."""
+    import torch
 
-    def __init__(self) -> None:
+    return [index for index in range(torch.cuda.device_count()) if index != device.index]
+
+
+class TorchCuda:
+    """torch.cuda itself, for the GPU with an ``index``, by default the current one. Raises `DeviceUnavailable` without any."""
+
+    def __init__(self, index: int | None = None) -> None:
         import torch
 
         if torch.version.cuda is None and torch.version.hip is None:
@@ -107,7 +116,7 @@ class TorchCuda:
             raise DeviceUnavailable(
                 f"no CUDA device: torch {torch.__version__} cannot initialise CUDA: {error}"
             ) from None
-        self._index = torch.cuda.current_device()
+        self._index = torch.cuda.current_device() if index is None else index
         self._nvml: NvmlGpu | None = None
 
     def torch_device(self) -> torch.device:
@@ -134,6 +143,10 @@ class TorchCuda:
 
         return dict(torch.cuda.memory_stats(self._index))
 
+    def has_allocated(self) -> bool:
+        """Return whether this process has ever allocated on the GPU; without `statistics`, which take ten times as long."""
+        return cuda_has_allocated(self._index)
+
     def reset_peaks(self) -> None:
         import torch
 
@@ -158,8 +171,11 @@ class TorchCuda:
         with beneath_modes():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
 
-    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Return seconds of each, by events on the stream: the host does not wait for the GPU but at the end."""
+    def laps(self, runs: Sequence[Callable[[], object]], beside: Sequence[int] = ()) -> list[float]:
+        """Return seconds of each, by events on the stream: the host does not wait for the GPU but at the end.
+
+        The stream waits at the end of each for the GPUs ``beside`` it, given by index.
+        """
         import torch
 
         borders = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
@@ -167,7 +183,9 @@ class TorchCuda:
         borders[0].record()
         for run, border in zip(runs, borders[1:], strict=True):
             run()
-            border.record()
+            for index in beside:
+                torch.cuda.current_stream(self._index).wait_event(torch.cuda.current_stream(index).record_event())
+            border.record(torch.cuda.current_stream(self._index))
         borders[-1].synchronize()
         return [float(start.elapsed_time(end)) / 1e3 for start, end in itertools.pairwise(borders)]
 

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
-from pytest_gpumem.devices.cuda_runtime import TorchCuda
+from pytest_gpumem.devices.cuda import CudaDevice, OtherGpu, cuda_slug
+from pytest_gpumem.devices.cuda_runtime import TorchCuda, gpus_beside
 from pytest_gpumem.devices.memory_ledger import MemoryLedger
 from pytest_gpumem.devices.profiled import kernel_name
 from pytest_gpumem.emulation.load import CARD
@@ -32,7 +32,8 @@ class EmulatedDevice(CudaDevice):
 
     def __init__(self, emulation: Emulation) -> None:
         runtime = _EmulatedCuda(emulation)
-        super().__init__(runtime, ledger=_ledger(runtime))
+        others = [OtherGpu(_EmulatedCuda(emulation, index)) for index in gpus_beside(runtime.torch_device())]
+        super().__init__(runtime, ledger=_ledger(runtime), others=others)
         self._emulation = emulation
         self._convolutions_before = 0
 
@@ -78,8 +79,8 @@ def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
 class _EmulatedCuda(TorchCuda):
     """torch.cuda over the stand-ins, which know each launch themselves: there is no CUPTI."""
 
-    def __init__(self, emulation: Emulation) -> None:
-        super().__init__()
+    def __init__(self, emulation: Emulation, index: int | None = None) -> None:
+        super().__init__(index)
         self._emulation = emulation
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:

@@ -131,6 +131,11 @@ class LiveBlocks:
                 self._learn(address, nbytes)
                 self._peak += nbytes
 
+    def keep_only(self, known: BlockIds) -> None:
+        """Let every block that is not in ``known`` be freed now."""
+        for address in [one for one in self._blocks if (one, self._numbers[one]) not in known]:
+            self._live -= self._blocks.pop(address)
+
     def restrict(self, known: BlockIds, blocks: Blocks) -> None:
         """Remove every block that is neither in ``known`` nor in ``blocks``, and add all of ``blocks``."""
         kept = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}

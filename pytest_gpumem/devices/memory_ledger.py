@@ -114,6 +114,10 @@ class MemoryLedger:
         """Enter this process with the ``rest`` that it holds between tests. Twice does nothing more."""
         self._of_this_process().enter(rest)
 
+    def leave(self) -> None:
+        """Take this process out, unless it runs a test; the last one removes the file."""
+        self._of_this_process().leave()
+
     @contextmanager
     def reserved(self, wanted: int | None, now: Callable[[], DeviceMemory]) -> Iterator[Reservation]:
         """Wait until a test may begin, and reserve the device's memory for it within.
@@ -174,11 +178,24 @@ class _ProcessLedger:
         return self.entry.state is not State.RESTS
 
     def enter(self, rest: int) -> None:
-        if self._file is None:
-            self._file = LockFile(self._folder or folder_of_user(), self._file_name)
-            with self._alone_with_the_file(self._file) as file:
-                self._slot = self._claimed(file)
-                self._write(file, Entry(rest, 0, State.RESTS))
+        while self._file is None:
+            with self._alone_with_the_file(LockFile(self._folder or folder_of_user(), self._file_name)) as file:
+                if not file.is_removed:
+                    self._slot = self._claimed(file)
+                    self._write(file, Entry(rest, 0, State.RESTS))
+                    self._file = file
+            if self._file is None:
+                file.close()
+
+    def leave(self) -> None:
+        if self._file is None or self.runs_a_test or self._process != os.getpid():
+            return
+        with self._alone_with_the_file(self._file) as file:
+            os.pwrite(file.descriptor, bytes(_SLOT.size), self._slot * _SLOT.size)
+            if not self._others(file):
+                file.remove()
+        self._file = None
+        file.close()
 
     def begin(self, wanted: int | None, now: Callable[[], DeviceMemory]) -> None:
         held = self._held(now)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _BUSY = (0, 1, 2, 5, 6)
 """Of the counters of a cpu line: user, nice, system, irq, softirq; guests are in user and nice (proc_stat(5))."""
@@ -63,6 +63,29 @@ def _seconds_of_live(proc: Path, pid: int, tick: float) -> Iterator[float]:
     for word in (_text(proc / f"{pid}/task/{pid}/children") or "").split():
         yield seconds_in(_text(proc / f"{word}/stat"), tick)
         yield from _seconds_of_live(proc, int(word), tick)
+
+
+def siblings_with(variable: str, proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """Return the other processes of this one's parent that have an environment variable with its value here.
+
+    Args:
+        variable: Its name; where it is not set here, there are none.
+        proc: The folder that the kernel fills.
+    """
+    value = os.environ.get(variable)
+    found = []
+    for process in proc.glob("[0-9]*") if value is not None else ():
+        pid, environ = int(process.name), _text(process / "environ") or ""
+        mine = pid == os.getpid() or parent_in(_text(process / "stat")) != os.getppid()
+        if not mine and f"{variable}={value}" in environ.split("\0"):
+            found.append(pid)
+    return tuple(found)
+
+
+def seconds_of(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
+    """Return the CPU seconds of processes and their children; 0 for those that have ended."""
+    tick = tick_seconds()
+    return sum(seconds_in(_text(proc / f"{pid}/stat"), tick) + sum(_seconds_of_live(proc, pid, tick)) for pid in pids)
 
 
 def parent_of(pid: int) -> int | None:

@@ -28,6 +28,7 @@ class LockFile:
         except ImportError:
             raise OSError(errno.ENOSYS, "this system has no POSIX record locks") from None
         self._fcntl = fcntl
+        self._path = folder / file_name
         self.descriptor = _open_private(folder, file_name)
 
     def share(self, byte: int) -> bool:
@@ -45,6 +46,15 @@ class LockFile:
     def free(self, byte: int) -> None:
         """Free the lock on a byte."""
         self._lock(self._fcntl.LOCK_UN, byte)
+
+    @property
+    def is_removed(self) -> bool:
+        """Return whether it has been removed since it was opened, so that others open another file."""
+        return os.fstat(self.descriptor).st_nlink == 0
+
+    def remove(self) -> None:
+        """Remove the file. Who has opened it before has to look whether it `is_removed`."""
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file, which frees all locks."""

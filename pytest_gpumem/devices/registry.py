@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
+from pytest_gpumem.devices.proc import siblings_with
 from pytest_gpumem.ranks.launch import launch_of
 from pytest_gpumem.values.option_words import EMULATED
 
@@ -25,15 +26,16 @@ def make_cuda() -> Device:
 
         _take_gpu_of_rank()
         return EmulatedDevice(emulation)
-    from pytest_gpumem.devices.cuda import CudaDevice
-    from pytest_gpumem.devices.cuda_runtime import TorchCuda
+    from pytest_gpumem.devices.cuda import CudaDevice, OtherGpu
+    from pytest_gpumem.devices.cuda_runtime import TorchCuda, gpus_beside
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.memory_ledger import MemoryLedger
 
     _take_gpu_of_rank()
     runtime = TorchCuda()
     name = "gpu-" + runtime.properties().uuid
-    return CudaDevice(runtime, DeviceLock(name), MemoryLedger(name))
+    others = [OtherGpu(TorchCuda(index)) for index in gpus_beside(runtime.torch_device())]
+    return CudaDevice(runtime, DeviceLock(name), MemoryLedger(name), others)
 
 
 def _take_gpu_of_rank() -> None:
@@ -59,8 +61,11 @@ def make_cpu() -> Device:
     from pytest_gpumem.devices.device_lock import DeviceLock
 
     launch = launch_of(os.environ)
+    lock = DeviceLock("cpu", spoken="the CPU")
+    if launch is None:
+        return CpuDevice(lock)
     # Ranks of one job share the CPU, and keep other jobs' tests off together.
-    return CpuDevice(DeviceLock("cpu", spoken="the CPU") if launch is None or launch.local_rank == 0 else None)
+    return CpuDevice(lock if launch.local_rank == 0 else None, other_ranks=lambda: siblings_with("MASTER_PORT"))
 
 
 def may_share_memory(word: str) -> bool:

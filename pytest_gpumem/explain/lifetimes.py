@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from math import prod
@@ -12,7 +13,7 @@ from pytest_gpumem.values.composition import item_bits
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pytest_gpumem.explain.trace import Trace
     from pytest_gpumem.values.module_calls import ModuleCalls
@@ -110,17 +111,34 @@ def _with_leftovers(lifetimes: tuple[Lifetime, ...], own_bytes: int) -> tuple[Li
     room = own_bytes - sum(
         block.nbytes for block in lifetimes if block.allocated < 0 and block.own and not is_leftover(block)
     )
-    found: list[Lifetime] = []
-    # The step's own blocks come first, as it is known what leads to them.
-    for block in sorted(lifetimes, key=lambda block: not block.own):
-        if not is_leftover(block):
-            found.append(block)
-        elif block.nbytes <= room:
+    found = [block for block in lifetimes if not is_leftover(block)]
+    for block in _in_turn(filter(is_leftover, lifetimes), kept):
+        if block.nbytes <= room:
             room -= block.nbytes
             found.append(replace(block, own=True, matched=next(turns[block.nbytes])))
         else:
             found.append(replace(block, own=False))
     return tuple(sorted(found, key=lambda block: (block.allocated, block.address)))
+
+
+def _in_turn(leftovers: Iterable[Lifetime], kept: Mapping[int, list[Lifetime]]) -> list[Lifetime]:
+    """Return leftovers in the order in which they are taken for the step's, so that addresses do not decide which are.
+
+    Those that it frees come first: later steps have not kept them. The others come a step's worth of all sizes at a time, the
+    step's own first, as it is known what leads to them. ``kept`` are the blocks that the step leaves, by size.
+    """
+    ordered = sorted(leftovers, key=lambda block: (block.freed is None, not block.own))
+    freed = Counter(block.nbytes for block in ordered if block.freed is not None)
+    seen: Counter[int] = Counter()
+    turns = []
+    for block in ordered:
+        if block.freed is not None:
+            turns.append(-1)
+            continue
+        each_step = max(1, len(kept[block.nbytes]) - freed[block.nbytes])
+        turns.append(seen[block.nbytes] // each_step)
+        seen[block.nbytes] += 1
+    return [block for _, block in sorted(zip(turns, ordered, strict=True), key=lambda pair: pair[0])]
 
 
 def _is_more_specific(label: Label, block: Lifetime) -> bool:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.events import Token
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
+_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
@@ -236,6 +237,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
+
+
+def gpu_that_ran_out(error: BaseException) -> str | None:
+    """Return the GPU of which the error says that its memory ran out: ``GPU 1 has a total capacity of 79.19 GiB``."""
+    found = _GPU.search(str(error))
+    return None if found is None else f"cuda:{found.group(1)}"
 
 
 def asked_for(error: BaseException) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.measurement import largest
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs, run_of
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, total
@@ -68,6 +69,8 @@ class Baseline:
     """Why it was accepted, in one line; ``None`` where no reason was given."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     """The operators of its counts, by metric; baselines of older versions have none."""
+    by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The judged metrics in bytes of each GPU, where it used several; baselines of older versions have none."""
 
     def __post_init__(self) -> None:
         # A count of 0 is made of nothing, whoever recorded it.
@@ -81,7 +84,30 @@ class Baseline:
 
     def takes_the_same(self, other: Baseline) -> bool:
         """Return whether both are of the same workload with the same bytes and counts."""
-        return self.workload == other.workload and _repeating(self.metrics) == _repeating(other.metrics)
+        return (
+            self.workload == other.workload
+            and _repeating(self.metrics) == _repeating(other.metrics)
+            and self._repeating_by_device == other._repeating_by_device
+        )
+
+    @property
+    def _repeating_by_device(self) -> dict[str, dict[str, float]]:
+        return {device: _repeating(here) for device, here in self.by_device.items()}
+
+    def on(self, device: str, among: Mapping[str, Mapping[str, int]]) -> Baseline:
+        """Return this baseline with the bytes of one GPU ``among`` those of a measurement.
+
+        One that has no such bytes held none then. A baseline that is not of several GPUs is that of the largest now.
+        """
+        if self.by_device:
+            here = self.by_device.get(device, {})
+        elif device == largest(among):
+            return self
+        else:
+            here = {}
+        names = {name for one in (self.by_device or among).values() for name in one}
+        metrics = {name: here.get(name, 0) if name in names else value for name, value in self.metrics.items()}
+        return replace(self, metrics=metrics)
 
     def says_the_same(self, other: Baseline) -> bool:
         """Return whether replacing ``other`` by this one would change nothing that is compared, so that nothing is written.
@@ -114,6 +140,14 @@ def baseline_of(measurement: Measurement, recorded: str, commit: str | None, rea
         # An entry that lacks the metric means this value.
         if value != METRICS[name].where_absent
     }
+    by_device = {
+        device: {
+            name: value
+            for name, value in here.items()
+            if METRICS[name].tolerance is not None and value != METRICS[name].where_absent
+        }
+        for device, here in measurement.by_device.items()
+    }
     explanation = measurement.explanation
     # One that was recorded in a run with another peak would not explain this one.
     explains = explanation is not None and explanation.peak.total == metrics["peak_allocated"]
@@ -131,6 +165,7 @@ def baseline_of(measurement: Measurement, recorded: str, commit: str | None, rea
             for name, tallies in measurement.by_operator.items()
             if name in metrics and total(tallies) == metrics[name]
         },
+        by_device=by_device if len(by_device) > 1 else {},
     )
     run = None if measurement.times is None else run_of(measurement.times)
     if run is None:

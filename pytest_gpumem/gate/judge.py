@@ -11,6 +11,7 @@ from pytest_gpumem.gate.count_difference import changed_tallies
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.measurement import largest
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.operator_counts import kept
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.baseline import Budget
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.values.composition import Explanation
 
 
 def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
@@ -58,7 +60,7 @@ def judge(
     metrics = tuple(
         judge_step_time(measurement, budget, entry if outcome is None else None, tolerances.get(name))
         if name == "step_time"
-        else _judge_metric(
+        else _judge_on_devices(
             METRICS[name], value, budget.limits.get(name), measurement, entry, outcome, tolerances.get(name)
         )
         for name, value in measurement.metrics.items()
@@ -96,8 +98,13 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
     """
     growth, more = None, {}
     if isinstance(baseline, Baseline):
-        if baseline.composition is not None and measurement.explanation is not None:
-            growth = difference(baseline.composition, measurement.explanation.peak)
+        explained = measurement.explanation
+        if (
+            baseline.composition is not None
+            and explained is not None
+            and _is_explained(explained, measurement, baseline)
+        ):
+            growth = difference(baseline.composition, explained.peak)
         if verdict.reason is None:
             more = {
                 name: kept(changed_tallies(baseline.by_operator[name], tallies))
@@ -105,6 +112,54 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
                 if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
             }
     return replace(verdict, measurement=measurement, growth=growth, count_changes=more)
+
+
+_WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
+
+
+def _judge_on_devices(
+    metric: Metric,
+    value: float,
+    limit: int | None,
+    measurement: Measurement,
+    baseline: Baseline | None,
+    why_not: Outcome | None,
+    tolerance: Tolerance | None,
+) -> MetricVerdict:
+    """Return the verdict on a metric: that of the largest device, or of one that is worse than that of its baseline.
+
+    Arguments as for `_judge_metric`.
+    """
+    whole = _judge_metric(metric, value, limit, measurement, baseline, why_not, tolerance)
+    by_device = {device: here[metric.name] for device, here in measurement.by_device.items() if metric.name in here}
+    several = len(by_device) > 1 or (by_device and baseline is not None and baseline.by_device)
+    if not several:
+        return whole
+    found = []
+    for device, here in by_device.items():
+        then = None if baseline is None else baseline.on(device, measurement.by_device)
+        one = _judge_metric(metric, here, limit, _on(measurement, device), then, why_not, tolerance)
+        absent = baseline is not None and then is not baseline and device not in baseline.by_device
+        if absent and one.reason is None:
+            one = replace(one, reason=f"the baseline has no bytes of {device}")
+        found.append(replace(one, gpu=device))
+    return max(
+        (one for one in found if one.outcome in _WORSE),
+        key=lambda one: (_WORSE.index(one.outcome), one.value - (one.budget or one.baseline or 0)),
+        default=replace(whole, gpu=max(by_device, key=by_device.__getitem__) if value else None),
+    )
+
+
+def _on(measurement: Measurement, device: str) -> Measurement:
+    """Return what was measured with the bytes of one of its devices."""
+    here = measurement.by_device[device]
+    lowest = measurement.lowest_by_device.get(device)
+    return replace(measurement, metrics={**measurement.metrics, **here}, lowest_peak=lowest)
+
+
+def _is_explained(explanation: Explanation, measurement: Measurement, baseline: Baseline) -> bool:
+    """Return whether it is of the device that the baseline's composition is of: the one with the largest peak."""
+    return explanation.gpu in (None, largest(baseline.by_device) or measurement.largest_device)
 
 
 def _judge_metric(

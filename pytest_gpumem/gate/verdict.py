@@ -64,6 +64,8 @@ class MetricVerdict:
     """The ends of the confidence interval of the ratio to the baseline, of a time."""
     of: str | None = None
     """What a throughput is of: ``samples``, ``tokens``, ``steps``, ``items``."""
+    gpu: str | None = None
+    """The GPU whose bytes decided, of several that the step used."""
 
     @property
     def gated(self) -> bool:

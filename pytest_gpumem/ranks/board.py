@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.ranks.launch import Launch
 
@@ -74,11 +74,21 @@ class Board:
 
     def get(self, key: str) -> Any:
         """Return an entry that is there."""
+        return self.get_all([key])[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[Any]:
+        """Return entries that are there, in one round trip where none is large."""
         try:
-            number, _, packed = bytes(self._store.get(key)).partition(b"\n")
-            packed += b"".join(bytes(self._store.get(f"{key}#{part}")) for part in range(1, int(number)))
+            return [self._unpacked(key, bytes(entry)) for key, entry in self._entries(keys)]
         except RuntimeError as error:
             raise BoardError(_first_line(error)) from None
+
+    def _entries(self, keys: Sequence[str]) -> Iterable[tuple[str, bytes]]:
+        return zip(keys, self._store.multi_get(list(keys)), strict=True)
+
+    def _unpacked(self, key: str, entry: bytes) -> Any:
+        number, _, packed = entry.partition(b"\n")
+        packed += b"".join(bytes(self._store.get(f"{key}#{part}")) for part in range(1, int(number)))
         return json.loads(zlib.decompress(base64.b64decode(packed)))
 
     def maybe(self, key: str) -> Any:

@@ -1,28 +1,36 @@
-"""What ranks have to decide alike while they measure: how often a step runs, and whether it runs once more.
+"""What ranks have to decide alike while they measure: how often a step runs, until when it is timed.
 
 A step may exchange data with those of other ranks. One that a single rank ran would wait for the others for ever.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_gpumem.torch_support.private_api import beneath_modes
 from pytest_gpumem.values.ranks import Rank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    import torch
 
     from pytest_gpumem.ranks.board import Board
 
-_SECONDS_BETWEEN_LOOKS = (0.0005, 0.02)
-"""The shortest, and the longest, to which it grows: a wait must neither cost a step's time nor a core."""
+_SHARE_BETWEEN_LOOKS = 0.1
+"""Of what was waited so far, the next look follows after that: ranks that time a step go on at nearly the same moment."""
+_SECONDS_BETWEEN_LOOKS = (0.00005, 0.02)
+"""The shortest, and the longest: a wait must neither cost a step's time nor a core."""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
 _SECONDS_OF_REST, _MOST_SECONDS_OF_REST, _LOOKS_AT_REST = 0.003, 1.0, 3
 """Threads are at rest when they sleep each time that they are looked at."""
+_SECONDS_OF_TWO_LOOKS_OF_NCCL = 0.25
+"""A thread of ProcessGroupNCCL looks every 0.1 s which collectives are done."""
 
 
 class RankLost(BaseException):
@@ -35,16 +43,35 @@ class Alone:
     several = False
     """Whether there are others."""
 
+    def exchange(self, mine: Any) -> list[Any]:
+        """Return the values of all ranks, in their order. Raises `RankLost` if one of them will not give any."""
+        return [mine]
+
     def all(self, mine: bool) -> bool:
         """Return whether every rank says so."""
-        return mine
+        return all(self.exchange(mine))
 
     def any(self, mine: bool) -> bool:
         """Return whether any rank says so."""
+        return any(self.exchange(mine))
+
+    def first(self, mine: str | None) -> str | None:
+        """Return the clause of the first rank that has one, with the rank's name if there are several."""
         return mine
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Run rank by rank, so that no two of them wait for what the other holds."""
+        yield
+
     def rest(self) -> None:
-        """Let threads of collectives release what they hold, before a step or when it is done with."""
+        """Let threads of collectives release what they hold, before a step."""
+
+    def release(self) -> None:
+        """Have the process group let go of what its collectives were given, before a measurement and behind it.
+
+        ProcessGroupNCCL does so in its next collective: else a model that is gone would be freed in the next test's step.
+        """
 
 
 ALONE = Alone()
@@ -67,6 +94,29 @@ def _others_sleep() -> bool:
     return True
 
 
+def _has_nccl() -> bool:
+    """Return whether this process has a process group whose collectives run on GPUs."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return (
+        dist is not None and dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    )
+
+
+def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
+    """Wait until all other threads sleep each time that they are looked at, or for `_MOST_SECONDS_OF_REST`.
+
+    A thread of gloo that frees a block after the main one has gone on is not seen to free it.
+
+    Args:
+        looks: How often in a row they have to sleep.
+        seconds: From one look to the next.
+    """
+    until, quiet = time.monotonic() + _MOST_SECONDS_OF_REST, 0
+    while quiet < looks and time.monotonic() < until:
+        time.sleep(seconds)  # without the interpreter's lock, for which a thread may wait
+        quiet = quiet + 1 if _others_sleep() else 0
+
+
 class Point(NamedTuple):
     """How far a rank has come. ``test`` and ``step`` count from 1; ``waits`` is whether it waits there for the others."""
 
@@ -85,29 +135,50 @@ class Together(Alone):
         self.point = Point()
         self._board = board
         self._scope = "session"
+        self._given: torch.Tensor | None = None
+        """What `release` gives to a collective: kept, as the process group holds it from then on."""
 
-    def all(self, mine: bool) -> bool:
-        return all(self.exchange(mine))
+    def first(self, mine: str | None) -> str | None:
+        clauses = self.exchange(mine)
+        number = next((number for number, clause in enumerate(clauses) if clause is not None), None)
+        return None if number is None else f"on {Rank(number, self.rank.world)}: {clauses[number]}"
 
-    def any(self, mine: bool) -> bool:
-        return any(self.exchange(mine))
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        test, step, _ = self.point
+        self.point, key = Point(test, step + 1, waits=True), f"{self._scope}/{step + 1}"
+        if not self.rank.is_first:
+            self._wait_for([f"{key}/{self.rank.number - 1}"], ending=False, of=[self.rank.number - 1])
+        self.point = self.point._replace(waits=False)
+        try:
+            yield
+        finally:
+            self._board.put(f"{key}/{self.rank.number}", True)
 
     def rest(self) -> None:
-        # A thread of gloo that frees a bucket after the main one has gone on is not seen to free it.
-        until, quiet = time.monotonic() + _MOST_SECONDS_OF_REST, 0
-        while quiet < _LOOKS_AT_REST and time.monotonic() < until:
-            time.sleep(_SECONDS_OF_REST)  # without the interpreter's lock, for which a thread may wait
-            quiet = quiet + 1 if _others_sleep() else 0
+        let_threads_rest(_LOOKS_AT_REST, _SECONDS_OF_REST)
+
+    def release(self) -> None:
+        # Whoever is not there is named by the exchange; a collective would wait for it.
+        if self.all(_has_nccl()):
+            import torch
+            import torch.distributed as dist
+
+            time.sleep(_SECONDS_OF_TWO_LOOKS_OF_NCCL)
+            with beneath_modes():  # not the test's own, which may make fake tensors
+                if self._given is None:
+                    self._given = torch.zeros(1, device="cuda")
+                dist.all_reduce(self._given)
+        self.rest()
 
     def exchange(self, mine: Any) -> list[Any]:
-        """Return the values of all ranks, in their order. Raises `RankLost` if one of them will not give any."""
         test, step, _ = self.point
         self.point = Point(test, step + 1, waits=True)
         key = f"{self._scope}/{step + 1}"
         self._board.put(f"{key}/{self.rank.number}", mine)
         keys = [f"{key}/{number}" for number in range(self.rank.world)]
         self._wait_for(keys, ending=False)
-        values = [self._board.get(one) for one in keys]
+        values = self._board.get_all(keys)
         self.point = self.point._replace(waits=False)
         return values
 
@@ -131,7 +202,7 @@ class Together(Alone):
             return None
         keys = [f"{self._scope}/end/{number}" for number in range(self.rank.world)]
         self._wait_for(keys, ending=True)
-        return [self._board.get(key) for key in keys]
+        return self._board.get_all(keys)
 
     def decide(self, decision: Any) -> None:
         """Tell the other ranks how the test ended; by rank 0."""
@@ -151,7 +222,7 @@ class Together(Alone):
 
     def ends_of_sessions(self) -> list[Any]:
         """Return what every rank said at the end of its tests."""
-        return [self._board.get(key) for key in self._all_of("ended")]
+        return self._board.get_all(self._all_of("ended"))
 
     def leave(self) -> None:
         """Wait until every rank is about to exit: the launcher ends the others as soon as one of them has exited in red."""
@@ -177,11 +248,11 @@ class Together(Alone):
         Raises:
             RankLost: One of the ranks has ended its test, or its session, and will not come.
         """
-        pause, longest = _SECONDS_BETWEEN_LOOKS
-        called = time.monotonic()
+        shortest, longest = _SECONDS_BETWEEN_LOOKS
+        began = called = time.monotonic()
         while not self._board.has(keys):
-            time.sleep(pause)
-            pause = min(pause * 1.5, longest)
+            waited = time.monotonic() - began
+            time.sleep(min(max(_SHARE_BETWEEN_LOOKS * waited, shortest), longest))
             if time.monotonic() - called > _SECONDS_BETWEEN_ROLL_CALLS:
                 called = time.monotonic()
                 self._call_the_roll(keys, range(self.rank.world) if of is None else of, ending=ending)

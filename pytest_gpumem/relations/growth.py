@@ -35,18 +35,19 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
     half = steps // 2
     with cyclic_collector_off():
         window = device.open_window()
-        began = device.live()
+        began = _live(device)
         for _ in range(half):
             step()
         device.quiesce()
-        live = [device.live()]
+        live = [_live(device)]
         # Weakly: a tensor that the steps replace must go.
         before = [weakref.ref(tensor) for tensor in _tensors(device).values()]
         for _ in range(half, steps):
             step()
             device.quiesce()
-            live.append(device.live())
-        if device.close_window(window).allocated <= began and {*live} == {began}:
+            live.append(_live(device))
+        device.close_window(window)
+        if sum(peak.allocated for peak in window.everywhere) <= began and {*live} == {began}:
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: it runs elsewhere, or not at all")
         if not grows(live):
             return
@@ -54,6 +55,10 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         old = {id(reference()) for reference in before}
         fresh = [tensor for number, tensor in _tensors(device).items() if number not in old]
     raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), fresh))
+
+
+def _live(device: Device) -> int:
+    return sum(one.live() for one in device.everywhere)
 
 
 def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
@@ -84,8 +89,9 @@ def _tensors(device: Device) -> dict[int, torch.Tensor]:
     """Return the tensors with memory on the device by id, as the collector sees them: without the frozen heap's."""
     import torch
 
+    places = [one.torch_device for one in device.everywhere if one.is_used]
     return {
         id(value): value
         for value in gc.get_objects()
-        if is_a(value, torch.Tensor) and any(True for _ in storages_of([value], device.torch_device))
+        if is_a(value, torch.Tensor) and any(True for one in places for _ in storages_of([value], one))
     }

@@ -243,9 +243,10 @@ class Explained:
 def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[Explained]:
     """Return why ``metrics`` are what they are, nothing where that is not known. A leak is first: peaks grow by it, too."""
     explanation = verdict.measurement.explanation or Explanation(Composition(0, ()))
+    where = explained_on(verdict)
     found = []
     if {"growth", "retained"}.intersection(metrics) and explanation.retained.rows:
-        table = composition_table(retained_title(verdict), explanation.retained, units)
+        table = composition_table(retained_title(verdict) + where, explanation.retained, units)
         found.append(Explained(table, tuple(f"kept in: {holder}" for holder in explanation.holders)))
     if any(METRICS[name].peak for name in metrics):
         found += _of_the_peak(verdict, units)
@@ -259,12 +260,20 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     growth, explanation = verdict.growth, verdict.measurement.explanation
     notes = () if explanation is None else explanation.peak.notes
     if growth is not None and growth.growth > 0:
-        return [Explained(growth_table(growth, units), notes=notes)]
+        return [Explained(growth_table(growth, units, title=f"what grew{explained_on(verdict)}"), notes=notes)]
     if explanation is None:
         return []
     if verdict.origin is not None and growth is None and not notes:
         notes = (_NO_COMPOSITION,)
-    return [Explained(composition_table("what is there at the peak", explanation.peak, units), notes=notes)]
+    title = f"what is there at the peak{explained_on(verdict)}"
+    return [Explained(composition_table(title, explanation.peak, units), notes=notes)]
+
+
+def explained_on(verdict: Verdict) -> str:
+    """Return ``" on cuda:1"``, the GPU that an explanation is of, where the step used several; else nothing."""
+    explanation = verdict.measurement.explanation
+    several = len(verdict.measurement.by_device) > 1
+    return f" on {explanation.gpu}" if several and explanation is not None and explanation.gpu is not None else ""
 
 
 def retained_title(verdict: Verdict) -> str:
@@ -286,8 +295,9 @@ def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str
         f" when {format_bytes(explanation.asked, units)} more were asked for" if explanation.asked is not None else ""
     )
     total = format_bytes(explanation.peak.total, units)
+    on = "" if explanation.gpu is None else f" on {explanation.gpu}"
     return [
-        f"memory ran out{asked}; the step held {total} (run once more, recorded)",
+        f"memory ran out{on}{asked}; the step held {total} (run once more, recorded)",
         *part_lines(composition_table("what was there", explanation.peak, units, most=10)),
         *(f"note: {note}" for note in explanation.peak.notes),
     ]

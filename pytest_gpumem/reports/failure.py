@@ -10,7 +10,7 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verd
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.explanation import explanation_blocks, failing_metrics
 from pytest_gpumem.reports.layout import Screen, columns, without_empty
-from pytest_gpumem.reports.values import allowance, difference, shown, texts_of
+from pytest_gpumem.reports.values import allowance, difference, on_device, peaks_by_device, shown, texts_of
 from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
@@ -106,6 +106,8 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
         if metric.reason and _bears_on(metric, _units_of(verdict, failing))
     ]
     notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
+    by_device = peaks_by_device(verdict.measurement, units)
+    notes += [] if by_device is None else [by_device]
     lines += ["", *(f"  note: {note}" for note in notes)] if notes else []
     if verdict.origin is not None:
         lines += ["", f"  baseline: {origin_line(verdict.origin)}"]
@@ -140,7 +142,7 @@ def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
     """Return ``"GPU memory regressed: peak"``, ``"Work regressed: syncs"``, ``"Time regressed: step time"``."""
     metric = METRICS[verdict.metric]
     kind = {"bytes": memory, "count": "Work", "seconds": "Time", "items/s": "Throughput"}[metric.unit]
-    return f"{kind} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}"
+    return f"{kind} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}{on_device(verdict)}"
 
 
 def _against(verdict: MetricVerdict, other: float | None, what: str, units: UnitSystem) -> str:

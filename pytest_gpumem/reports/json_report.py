@@ -94,8 +94,9 @@ def _read(text: str, name: str) -> SessionReport:
 def _with_ints(plain: dict[str, Any]) -> dict[str, Any]:
     """Return a valid report with bytes and counts as ints, which other programs write as 12.0."""
     for verdict in (one for result in plain["results"] for one in result["verdict"]["verdicts"]):
-        values = verdict["measurement"]["metrics"]
-        values |= {name: int(value) for name, value in values.items() if METRICS[name].unit in WHOLE}
+        by_device = verdict["measurement"].get("by_device", {})
+        for values in (verdict["measurement"]["metrics"], *by_device.values()):
+            values |= {name: int(value) for name, value in values.items() if METRICS[name].unit in WHOLE}
         for one in verdict["metrics"]:
             if METRICS[one["metric"]].unit in WHOLE:
                 one |= {key: int(one[key]) for key in ("value", "baseline", "budget") if one[key] is not None}

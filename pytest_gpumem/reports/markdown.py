@@ -17,8 +17,8 @@ from pytest_gpumem.reports.explanation import explained, grown_counts
 from pytest_gpumem.reports.layout import without_empty
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
-from pytest_gpumem.reports.summary import reasons
-from pytest_gpumem.reports.values import change, shown, texts_of
+from pytest_gpumem.reports.summary import device_lines, reasons
+from pytest_gpumem.reports.values import change, peaks_by_device, shown, texts_of
 from pytest_gpumem.reports.view import measured_in, origin_line, rows_of, state_of
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ def _figures(row: Row, units: UnitSystem) -> str:
         found.append(_metrics(one, units))
         found += _explained(one, units)
         notes = [*(metric.reason for metric in one.metrics if metric.reason), *one.measurement.notes]
+        by_device = peaks_by_device(one.measurement, units)
+        notes += [] if by_device is None else [by_device]
         if notes:
             found.append("\n".join(f"- {plain(note)}" for note in dict.fromkeys(notes)))
         if one.origin is not None:
@@ -220,7 +222,12 @@ def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
 def _part_table(of: PartTable) -> str:
     name = plain if of.of_blocks else code_in_table
     why = ["why"] if of.changes else []
-    header = [of.title, *of.figures, *("module", "line", "operator", "tensors")[: 4 if of.of_blocks else 2], *why]
+    header = [
+        plain(of.title),
+        *of.figures,
+        *("module", "line", "operator", "tensors")[: 4 if of.of_blocks else 2],
+        *why,
+    ]
     rows = [
         [
             name(part.name),
@@ -268,7 +275,9 @@ def _all_tests(tests: Sequence[Row], units: UnitSystem) -> str:
     header = ["test", *(cell for name in used for cell in (METRICS[name].title, "change")), "verdict"]
     # Where nothing was compared, no column of changes.
     header, lines = without_empty(header, lines, [at for at, title in enumerate(header) if title != "change"])
-    return table(header, lines, (0, len(header) - 1)) if lines else ""
+    peaks = [f"- {plain(line)}" for line in device_lines((one for row in tests for one in row.measured), units)]
+    every = table(header, lines, (0, len(header) - 1)) if lines else ""
+    return "\n".join([every, "", *peaks]) if peaks else every
 
 
 def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.verdict import CHANGED, Outcome, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
-from pytest_gpumem.reports.values import change, shown
+from pytest_gpumem.reports.values import change, peaks_by_device, shown
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -95,6 +95,15 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
     for row, one in zip(rows, measured, strict=True):
         row.append(Span(one.verdict.outcome.words, STYLES[one.verdict.outcome]))
     return Table((*columns, Column("verdict", left=True)), tuple(map(tuple, rows)))
+
+
+def device_lines(measured: Iterable[Measured], units: UnitSystem) -> list[str]:
+    """Return a line with the peak of each GPU for each measurement that used several."""
+    return [
+        f"{one.title}: {peaks}"
+        for one in measured
+        if (peaks := peaks_by_device(one.verdict.measurement, units)) is not None
+    ]
 
 
 def reasons(tests: Iterable[TestVerdict]) -> list[str]:

@@ -13,6 +13,7 @@ from pytest_gpumem.reports.results import recording_notes
 from pytest_gpumem.reports.summary import (
     LEAST_NAME,
     STYLES,
+    device_lines,
     not_shown,
     notes,
     reasons,
@@ -155,6 +156,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     if chosen:
         pieces.append(summary_table(chosen, units, everything=everything))
         pieces += [_line(text, "aside") for text in not_shown(measured, chosen)]
+        pieces += map(_line, device_lines(chosen, units))
     if not quiet:
         compared = (one.verdict for one in report.results if one.verdict.verdicts)
         pieces += map(_line, [*reasons(compared), *notes(measured)])

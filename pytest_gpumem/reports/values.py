@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_gpumem.gate.verdict import MetricVerdict
+    from pytest_gpumem.measurement import Measurement
 
 _WHOLE: dict[Unit, Callable[[str, int, UnitSystem], str]] = {
     "bytes": lambda _metric, value, units: format_bytes(value, units),
@@ -46,7 +47,7 @@ class MetricTexts:
 def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
     """Return the row of a metric in a table of metrics."""
     return MetricTexts(
-        METRICS[verdict.metric].title,
+        METRICS[verdict.metric].title + on_device(verdict),
         shown(verdict.metric, verdict.baseline, units, verdict.of),
         shown(verdict.metric, verdict.value, units, verdict.of),
         change(verdict, units),
@@ -54,6 +55,21 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
         shown(verdict.metric, verdict.budget, units, verdict.of),
         "" if verdict.outcome is Outcome.RECORDED else verdict.outcome.words,
     )
+
+
+def on_device(verdict: MetricVerdict) -> str:
+    """Return ``" on cuda:1"`` for a metric that is one of several GPUs', and else nothing."""
+    return "" if verdict.gpu is None else f" on {verdict.gpu}"
+
+
+def peaks_by_device(measurement: Measurement, units: UnitSystem) -> str | None:
+    """Return ``"peak 3.2 GB on cuda:1 (cuda:0 2.9 GB)"``, the largest first; ``None`` where the step used one GPU."""
+    peaks = {device: here["peak_allocated"] for device, here in measurement.by_device.items()}
+    if len(peaks) < 2:
+        return None
+    first, *others = sorted(peaks, key=lambda device: -peaks[device])
+    rest = ", ".join(f"{device} {format_bytes(peaks[device], units)}" for device in others)
+    return f"peak {format_bytes(peaks[first], units)} on {first} ({rest})"
 
 
 def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = None) -> str:

@@ -65,11 +65,6 @@ class Controller:
         if (typed or settings.baseline) and not config.option.collectonly:
             self._files.begin()
 
-    @property
-    def not_collected(self) -> list[str]:
-        """The files and folders that could not be collected."""
-        return sorted(self._not_collected)
-
     def tell(self, error: str) -> None:
         """Add why the session is red, whatever became of its tests."""
         self._errors.append(error)

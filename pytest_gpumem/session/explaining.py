@@ -88,6 +88,13 @@ class ExplainPolicy:
         asked = judging.measured.has_fixture and asks_for_composition(getattr(judging.item, "function", None))
         return asked or self._should(judged, "bytes")
 
+    def device_to_explain(self, judged: Judged) -> str | None:
+        """Return the GPU whose peak is explained: that by which the test fails, or else that with the largest peak."""
+        failing = self._judging.failing(self._judging.verdict([judged]))
+        metrics = judged.verdict.metrics
+        failed_on = (one.gpu for one in metrics if one.outcome in failing and one.gpu is not None)
+        return next(failed_on, judged.measurement.largest_device)
+
     def should_locate_counts(self, judged: Judged) -> bool:
         """Return whether to find the lines of its counts: it fails by them, or is going to be a baseline."""
         return self._should(judged, "count")

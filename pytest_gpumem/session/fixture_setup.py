@@ -204,7 +204,10 @@ class FixtureSetup:
             ownership.forget(fixturedef)
 
     def _ownership(self, device: Device) -> Ownership:
-        return self._ownerships.setdefault(device.name, Ownership(device))
+        if device.name not in self._ownerships:
+            elsewhere = tuple(Ownership(other) for other in device.others)
+            self._ownerships[device.name] = Ownership(device, elsewhere)
+        return self._ownerships[device.name]
 
 
 def _as_it_is() -> Generator[None, object, object]:

@@ -150,7 +150,7 @@ class Measuring:
             ownership = self._fixtures.begin(item, device)
             context = MeasuringContext(
                 device,
-                TimeBudget(settings.time_budget) if self._times(device) else None,
+                TimeBudget(settings.time_budget) if device.tells_time and not settings.no_time else None,
                 sites=None if settings.explain == "never" else self._sites,
                 artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
                 over_time=bool(settings.report),
@@ -162,10 +162,6 @@ class Measuring:
             device.close()
             raise
         item.stash[_RUN] = self._fixtures.run = run
-
-    def _times(self, device: Device) -> bool:
-        """Return whether steps are timed: not on several ranks, each of which would stop sampling when it has enough."""
-        return device.tells_time and not self._settings.no_time and self._ranks.rank is None
 
     @property
     def _writes(self) -> bool:

@@ -7,7 +7,7 @@ then is foreign and not in its figures, so that they do not depend on what ran b
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,8 @@ class Ownership:
     """The fixtures that are set up on one device, and the bytes that belong to tests through them."""
 
     device: Device
+    elsewhere: tuple[Ownership, ...] = ()
+    """Those of the device's `others`, which are told what this one is told."""
     _notes: dict[pytest.FixtureDef[Any], FixtureNote] = field(default_factory=dict)
     _gained_within: list[int] = field(default_factory=list)
 
@@ -63,6 +65,20 @@ class Ownership:
 
         Fixtures that are set up meanwhile (``getfixturevalue``) keep their share of the bytes for themselves.
         """
+        with ExitStack() as others:
+            told = [others.enter_context(one.setting_up(fixturedef, node)) for one in self.elsewhere]
+            with self._setting_up(fixturedef, node) as tell:
+
+                def done(value: object) -> None:
+                    for each in (tell, *told):
+                        each(value)
+
+                yield done
+
+    @contextmanager
+    def _setting_up(
+        self, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector | None
+    ) -> Iterator[Callable[[object], None]]:
         if _is_of_pytest(fixturedef):
             of_pytest: list[object] = []
             yield of_pytest.append
@@ -83,7 +99,7 @@ class Ownership:
             gained = self.device.live() - live_before
         if self._gained_within:
             self._gained_within[-1] += gained
-        tensors = list(reachable_tensors([*values, *_class_values(node)]))
+        tensors = list(reachable_tensors([*values, *_class_values(node)])) if self.device.is_used else []
         visible = sum(nbytes for address, nbytes in self._of(tensors).items() if address not in seen_before)
         self._note(fixturedef, max(0, gained - within - visible), tensors)
 
@@ -93,7 +109,8 @@ class Ownership:
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """Forget a fixture that has been torn down."""
-        self._notes.pop(fixturedef, None)
+        for one in self.everywhere:
+            one._notes.pop(fixturedef, None)  # noqa: SLF001 - of this class
 
     def clear_left_gradients(self, item: pytest.Item) -> None:
         """Clear gradients that earlier tests left on the parameters of fixtures that ``item`` shares, before it is set up.
@@ -107,6 +124,11 @@ class Ownership:
                 gradient = gradient_of(tensor)
                 if gradient is not None and id(gradient) not in came_with:
                     clear_gradient(tensor)
+
+    @property
+    def everywhere(self) -> tuple[Ownership, ...]:
+        """This one and those `elsewhere`, in the order of `Device.everywhere`."""
+        return (self, *self.elsewhere)
 
     def own(self, item: pytest.Item) -> OwnBytes:
         """Return the bytes that belong to ``item`` now: those of its fixtures, of its class and of its instance."""
@@ -132,7 +154,7 @@ class Ownership:
         return self._of(reachable_tensors(values))
 
     def _of(self, tensors: Iterable[torch.Tensor]) -> Blocks:
-        return blocks_of(tensors, self.device.torch_device)
+        return blocks_of(tensors, self.device.torch_device) if self.device.is_used else {}
 
 
 def fixtures_used(item: pytest.Item, among: Iterable[pytest.FixtureDef[Any]]) -> list[pytest.FixtureDef[Any]]:

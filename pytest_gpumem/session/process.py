@@ -24,6 +24,8 @@ from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.devices.registry import DeviceFactory, Devices
     from pytest_gpumem.reports.session_report import SessionReport
@@ -36,10 +38,17 @@ if TYPE_CHECKING:
 class GpumemSession:
     """The session in one process. Raises ``pytest.UsageError`` for wrong settings or a broken store."""
 
-    def __init__(self, config: pytest.Config, files: set[str]) -> None:
-        """``files`` are the files and folders that have been collected without an error; it grows meanwhile."""
+    def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str]) -> None:
+        """Begin a session.
+
+        Args:
+            config: pytest's.
+            files: The files and folders that have been collected without an error; it grows meanwhile.
+            not_collected: Those that could not be collected; it grows, too.
+        """
         self._config = config
         self._files = files
+        self._not_collected = not_collected
         self._worker = os.environ.get("PYTEST_XDIST_WORKER") if hasattr(config, "workerinput") else None
         try:
             self.settings: Settings = settings_of(config)
@@ -181,7 +190,7 @@ class GpumemSession:
                 return
             # All ranks have the same options, and are to have the same tests: they take the same decision.
             if (kept or self._gate_typed) and isinstance(self._ranks, RankSession):
-                self._join(self._ranks, items)
+                self._join(self._ranks, items, kept)
         if kept and not self._register_measuring(kept, items):
             return
         if self._worker is None:
@@ -196,24 +205,22 @@ class GpumemSession:
 
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
-    def _join(self, ranks: RankSession, items: list[pytest.Item]) -> None:
-        """Join the other ranks, which must have selected the same tests. Raises ``pytest.UsageError``."""
+    def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Iterable[pytest.Item]) -> None:
+        """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""
         from pytest_gpumem.ranks.board import BoardError
         from pytest_gpumem.ranks.together import RankLost
         from pytest_gpumem.session.rank_hooks import RankHooks
 
         try:
             ranks.join(self.root, self._lost)
-            wrong = ranks.differing([item.nodeid for item in items], self._not_collected())
+            tests, gated = [item.nodeid for item in items], [item.nodeid for item in measured]
+            wrong = ranks.differing(tests, gated, sorted(self._not_collected))
         except (BoardError, RankLost) as error:
             raise pytest.UsageError(str(error)) from None
         if wrong is not None:
             raise pytest.UsageError(wrong)
         self._rank_hooks = RankHooks(ranks, self._measured, self._tell)
         self._config.pluginmanager.register(self._rank_hooks, "gpumem-ranks")
-
-    def _not_collected(self) -> list[str]:
-        return [] if self._controller is None else self._controller.not_collected
 
     def _tell(self, what: str) -> None:
         """Report what makes the session red that happened on another rank."""

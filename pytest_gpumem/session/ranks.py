@@ -81,18 +81,27 @@ class RankSession(OneProcess):
         self._watch = Watch(self._launch, self.together, self._seconds, root, lost)
         self._watch.start()
 
-    def differing(self, tests: Sequence[str], not_collected: Sequence[str]) -> str | None:
+    def differing(self, tests: Sequence[str], measured: Sequence[str], not_collected: Sequence[str]) -> str | None:
         """Return in what the tests that ranks are about to run differ, as a sentence; ``None`` where they do not.
 
         Args:
             tests: The ids of this rank's tests, in their order.
+            measured: Those of them that are measured.
             not_collected: The files that it could not collect.
         """
-        everything = self.together.exchange([list(tests), list(not_collected)])
-        first = everything[0][0]
-        for number, (theirs, files) in enumerate(everything):
+        everything = self.together.exchange([list(tests), list(measured), list(not_collected)])
+        first, first_measured, not_there = everything[0]
+        for number, (theirs, measured_there, files) in enumerate(everything):
+            rank = Rank(number, self.rank.world)
             if theirs != first:
-                return differing_text(Rank(number, self.rank.world), first, theirs, files)
+                return differing_text(rank, first, theirs, files, not_there)
+            only = sorted(set(first_measured) ^ set(measured_there))
+            if only:
+                who = "rank 0" if only[0] in first_measured else str(rank)
+                return (
+                    f"only {who} measures {only[0]}, of rank 0 and {rank}: they measure it together, or it is not gated. Give "
+                    "it the marker, or the fixture, on every rank"
+                )
         return None
 
     def begin(self, nodeid: str) -> None:
@@ -188,7 +197,9 @@ def ranks_of(seconds: float, environ: Mapping[str, str] | None = None) -> OnePro
     return OneProcess() if launch is None else RankSession(launch, seconds)
 
 
-def differing_text(rank: Rank, first: Sequence[str], theirs: Sequence[str], files: Sequence[str]) -> str:
+def differing_text(
+    rank: Rank, first: Sequence[str], theirs: Sequence[str], files: Sequence[str], files_of_first: Sequence[str]
+) -> str:
     """Return a sentence on a rank whose tests are others than rank 0's.
 
     Args:
@@ -196,6 +207,7 @@ def differing_text(rank: Rank, first: Sequence[str], theirs: Sequence[str], file
         first: Rank 0's tests.
         theirs: The rank's tests.
         files: The files that it could not collect.
+        files_of_first: The files that rank 0 could not collect.
     """
     lacking = [test for test in first if test not in set(theirs)]
     more = [test for test in theirs if test not in set(first)]
@@ -210,6 +222,7 @@ def differing_text(rank: Rank, first: Sequence[str], theirs: Sequence[str], file
     if more:
         parts.append(f"has {_listed(more)} as well")
     broken = f"; it could not collect {_listed(files)}" if files else ""
+    broken += f"; rank 0 could not collect {_listed(files_of_first)}" if files_of_first else ""
     return (
         f"{rank} selected other tests than rank 0: it {' and '.join(parts)}{broken}. Every rank has to select the same tests: "
         "what differs between ranks belongs into the tests"

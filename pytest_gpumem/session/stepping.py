@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.session.callbacks import callback_of
 from pytest_gpumem.steps.borders import Borders
@@ -75,12 +77,14 @@ class Steps:
         except EndOfLoop as end:
             if end.loop is not self._loop:
                 raise
-        except BaseException:
+        except BaseException as error:
+            counted = error if self._ran_out_by_counting(error) else None
             # The loop's own error is what its test fails with. What was measured before is kept.
             with suppress(Exception):
-                self._loop.end()
+                self._loop.end(counted)
             self._keep()
-            raise
+            if counted is None or self._measurement is None:
+                raise
         self._loop.end()
         self._keep()
         if self._judged is None:
@@ -94,6 +98,13 @@ class Steps:
                 "loop has no such optimizer, call steps.step_ended() at the end of each step"
             )
 
+    def _ran_out_by_counting(self, error: BaseException) -> bool:
+        """Return whether memory ran out in a step that was counted, which takes more than an ordinary one.
+
+        Of several ranks the others may wait for this one in such a step, so that there it is an error of the loop.
+        """
+        return self._loop.is_counted and is_out_of_memory(error) and not self._run.context.together.several
+
     def _optimizer_stepped(self) -> None:
         if self._is_told:
             return
@@ -106,6 +117,7 @@ class Steps:
             context=self._run.context,
             name="steps",
             phases=[Phase("step", self._loop.next_step)],
+            run_counted=partial(self._loop.next_step, counted=True),
             foreign=self._run.foreign,
             held=None,
             items=self._items,

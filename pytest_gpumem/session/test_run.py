@@ -7,11 +7,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.explain.recording import Expected, Left, Subject
+from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.session.explaining import call_again
 from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.runner import Figures, live_at_rest, released_workspaces
+from pytest_gpumem.steps.runner import Reading, largest_of, live_at_rest, live_everywhere
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import instance_dict
@@ -19,7 +19,7 @@ from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frame
 from pytest_gpumem.values.ranks import name_on, rank_in, without_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from pytest_gpumem.devices.contract import BlockIds
     from pytest_gpumem.explain.owners import TensorOwners
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.ownership import Ownership
     from pytest_gpumem.steps.prepared import MeasuredStep, MeasuringContext, PreparedStep
+    from pytest_gpumem.steps.runner import Figures
     from pytest_gpumem.values.composition import Explanation
 
 
@@ -61,8 +62,8 @@ class TestRun:
         self._ownership = ownership
         self._environment = environment
         self._failure: BaseException | None = None
-        self._at_call: tuple[int, int] | None = None
-        """Its own bytes, and all that were live, when the call began."""
+        self._at_call: tuple[list[int], list[int]] | None = None
+        """Its own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
         self._random: RandomNumbers | None = None
         """The random numbers as the call began with them."""
         self._known_at_call: BlockIds = frozenset()
@@ -90,19 +91,22 @@ class TestRun:
         """Prepare for the call: what is allocated from here on is the test's."""
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
-        own = self._ownership.own(self.item).total
+        own = self._held()
         self.device.register_existing(self._ownership.storages(self.item))
-        self._at_call = own, self.device.live()
+        self._at_call = own, live_everywhere(self.device)
         self._known_at_call = self.device.known()
         self._attributes = frozenset(self._instance_dict())
 
     @property
-    def foreign(self) -> int:
-        """The bytes that were live when the call began, and are neither the test's nor its fixtures'."""
+    def foreign(self) -> tuple[int, ...]:
+        """The bytes that were live when the call began, and are neither the test's nor its fixtures', on each device."""
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
-        held, live = self._at_call
-        return live - held
+        return tuple(live - held for held, live in zip(*self._at_call, strict=True))
+
+    def _held(self) -> list[int]:
+        """Return the bytes that belong to the test now, on each of `Device.everywhere`."""
+        return [one.own(self.item).total if one.device.is_used else 0 for one in self._ownership.everywhere]
 
     def foreign_blocks(self) -> frozenset[int]:
         """Return the addresses of live tensors that are neither the test's nor its fixtures', as far as can be told."""
@@ -114,8 +118,8 @@ class TestRun:
                 self.device.pace()
         with everything_in_sight():
             tensors = alive(torch.Tensor)
-        there = blocks_of(tensors, self.device.torch_device).keys()
-        own = {storage.data_ptr() for storage in self._ownership.storages(self.item)}
+        there = {address for one in self.device.everywhere for address in blocks_of(tensors, one.torch_device)}
+        own = {storage.data_ptr() for one in self._ownership.everywhere for storage in one.storages(self.item)}
         return frozenset(there - own - {address for address, _ in self.device.known() - self._known_at_call})
 
     @contextmanager
@@ -130,39 +134,23 @@ class TestRun:
         device = self.device
         if not whole_call:
             device.quiesce()
-            live_before, held_before = device.live(), self._ownership.own(self.item).total
-        reserved_before = device.reserved()
+            live_before, held_before = live_everywhere(device), self._held()
+        reading = Reading(device, foreign, live_before)
         ended: list[Figures] = []
-        turnover = device.turnover()
         with cyclic_collector_off():
             with device.window() as window:
                 yield lambda: ended[0]
-            peak = window.highest
-            turnover = device.turnover() - turnover
-            workspaces = released_workspaces(device)
-            live_run = device.live()
-            held_change = self._ownership.own(self.item).total - held_before
-            live_after = live_at_rest(device, live_before + held_change)
-        ended.append(
-            Figures(
-                foreign=foreign,
-                live_before=live_before,
-                reserved_before=reserved_before,
-                peak=peak,
-                live_run=live_run,
-                live_after=live_after,
-                turnover=turnover,
-                held_change=held_change,
-                workspaces=workspaces,
-            )
-        )
+            reading.ended()
+            held_change = [now - before for now, before in zip(self._held(), held_before, strict=True)]
+            live_after = live_at_rest(device, [sum(pair) for pair in zip(live_before, held_change, strict=True)])
+        ended.append(reading.figures(window.everywhere, live_after, {}, held_change))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
         """Measure a step. If memory runs out, report where it went."""
         try:
             return prepared.measure()
         except Exception as error:
-            self._explain_out_of_memory(error, prepared.subject())
+            self._explain_out_of_memory(error, prepared.subject)
             raise
 
     def judge(
@@ -172,20 +160,20 @@ class TestRun:
 
         ``explain`` says whether it is explained; ``None`` where the verdict and the settings decide.
         """
+        together = self.context.together
         judged = self.judging.judge(self._measurement_of(step, name))
-        while step.may_be_timed_again and self._should_time_again(judged):
+        while together.all(step.may_be_timed_again) and together.any(self._should_time_again(judged)):
             step = prepared.time_again(step)
             judged = self.judging.judge(self._measurement_of(step, name))
         policy = self._policy
         if self.context.sites is None:
             return judged
-        together = self.context.together
         if explain is not False and together.any(policy.should_locate_counts(judged)):
             by_operator = prepared.locate(step).figures.counted.by_operator
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
         if together.any(policy.should_explain(judged) if explain is None else explain):
-            judged = _explained(judged, prepared.explain(step))
-        together.rest()  # what the step holds is freed next
+            judged = _explained(judged, prepared.explain(step, policy.device_to_explain(judged)))
+        together.release()  # what the step holds is freed next
         return judged
 
     def _should_time_again(self, judged: Judged) -> bool:
@@ -197,20 +185,35 @@ class TestRun:
         """Keep a measurement of this test."""
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
-            self.lost = (
-                f"{measurement.name} held no tensor on {self.device.torch_device}: it runs elsewhere, or not at all"
-            )
+            here = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
+            self.lost = f"{measurement.name} held no tensor on {here}: it runs elsewhere, or not at all"
         self.judged.append(judged)
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
 
     def keep_figures(self, workload: Workload, figures: Figures, name: str | None = None) -> Measurement:
         """Judge and keep what `tracked` measured."""
-        measurement = self._new_measurement(workload, figures.memory_metrics(), name, workspaces=figures.workspaces)
+        metrics = {device: one.memory_metrics() for device, one in figures.by_device(self._here).items()}
+        measurement = self._new_measurement(
+            workload,
+            largest_of(metrics.values()),
+            name,
+            workspaces=figures.most_workspaces,
+            by_device=self._by_device(metrics),
+        )
         return self.keep(self.judging.judge(measurement))
+
+    @property
+    def _here(self) -> str:
+        return str(self.device.torch_device)
+
+    def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
+        """Return the metrics of the devices on which a stretch had bytes of its own; none where only one can be used."""
+        return {on: one for on, one in metrics.items() if self.device.others and one["peak_allocated"] > 0}
 
     def _measurement_of(self, step: MeasuredStep, name: str | None) -> Measurement:
         figures = step.figures
+        lowest = figures.lowest_peaks(self._here)
         return self._new_measurement(
             step.workload,
             step.metrics(),
@@ -220,9 +223,11 @@ class TestRun:
             recomputed=step.recomputed,
             times=figures.times,
             work=step.work,
-            lowest_peak=figures.lowest_peak,
+            lowest_peak=max(lowest.values(), default=None),
             by_operator=figures.counted.by_operator,
-            workspaces=figures.memory.workspaces,
+            workspaces=figures.memory.most_workspaces,
+            by_device=self._by_device(figures.metrics_by_device(self._here)) if self.device.others else {},
+            lowest_by_device=lowest if self.device.others else {},
         )
 
     def _new_measurement(
@@ -239,10 +244,19 @@ class TestRun:
             raise ValueError(
                 f"{name!r} is how the measurement {without_rank(name)!r} of a rank is called; give it another name"
             )
+        name = name or _numbered(workload.step, taken)
+        self._check_parts({*taken, name})
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
-        name = name or _numbered(workload.step, taken)
         return Measurement(name if rank is None else name_on(rank, name), workload, environment, metrics, **more)
+
+    def _check_parts(self, names: Collection[str]) -> None:
+        """Raise ``ValueError`` where a measurement is called as the part of another on one GPU is in the store."""
+        parts = {f"{name} on {one.torch_device}" for name in names for one in self.device.everywhere}
+        for name in parts.intersection(names) if self.device.others else ():
+            raise ValueError(
+                f"{name!r} is how the store calls the part of a measurement on one GPU; give it another name"
+            )
 
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
@@ -250,16 +264,23 @@ class TestRun:
             return
         if not self.context.together.any(self._policy.should_explain(self.judged[-1])):
             return
-        expected = Expected(self.judged[-1].measurement.peak_allocated, turnover=None)
-        self.judged[-1] = _explained(self.judged[-1], self.context.explain(self._call_subject(), expected))
+        measurement = self.judged[-1].measurement
+        on = self._policy.device_to_explain(self.judged[-1])
+        place = self.context.named(on)
+        peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
+        expected = Expected(peak, turnover=None)
+        self.judged[-1] = _explained(self.judged[-1], self.context.explain(self._call_subject(place), expected, place))
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
         """Run the call that ran out of memory once more, recorded, and report where it went."""
         if not self.measures_itself and self._at_call is not None:
-            self._explain_out_of_memory(error, self._call_subject())
+            self._explain_out_of_memory(error, self._call_subject)
 
-    def _explain_out_of_memory(self, error: BaseException, subject: Subject) -> None:
-        """Report where memory went if ``error`` says that it ran out; the error stays as it is."""
+    def _explain_out_of_memory(self, error: BaseException, subject: Callable[[int], Subject]) -> None:
+        """Report where memory went if ``error`` says that it ran out; the error stays as it is.
+
+        ``subject`` is what to record on a device, given as its place among `Device.everywhere`.
+        """
         if self.context.sites is None or not self._policy.should_explain_error(error):
             return
         if self.judging.ranks.rank is not None:
@@ -267,11 +288,15 @@ class TestRun:
         # What the failed frames hold has to go, or memory would run out earlier this time.
         clear_frames(error)
         with suppress(*RAISED_BY_A_STEP):
-            explanation = self.context.explain_out_of_memory(subject)
+            place = self.context.named(gpu_that_ran_out(error))
+            explanation = self.context.explain_out_of_memory(subject(place), place)
             if explanation is not None:
                 self._policy.report_out_of_memory(explanation)
 
-    def _call_subject(self) -> Subject:
+    def _call_subject(self, place: int = 0) -> Subject:
+        """Return the call as what is to be recorded on a device, given as its place among `Device.everywhere`."""
+        ownership, device = self._ownership.everywhere[place], self.device.everywhere[place]
+
         def prepare() -> None:
             # The call begins again as it did: what it left on its fixtures and its instance is the first run's.
             self._ownership.clear_left_gradients(self.item)
@@ -282,11 +307,11 @@ class TestRun:
                 dict.pop(attributes, name)
 
         assert self._at_call is not None, "the call has begun"
-        own_at_call, live_at_call = self._at_call
+        own_at_call, live_at_call = (readings[place] for readings in self._at_call)
 
         def left() -> Left:
-            own_gained = self._ownership.own(self.item).total - own_at_call
-            gained = self.device.live() - live_at_call - own_gained
+            own_gained = ownership.own(self.item).total - own_at_call
+            gained = device.live() - live_at_call - own_gained
             blocks = self.device.known() - self._known_at_call
             return Left(max(0, gained), frozenset(address for address, _ in blocks))
 
@@ -297,8 +322,8 @@ class TestRun:
 
         return Subject(
             lambda _: call_again(self.item),
-            own=lambda: list(self._ownership.storages(self.item)),
-            own_bytes=lambda: self._ownership.own(self.item).total,
+            own=lambda: list(ownership.storages(self.item)),
+            own_bytes=lambda: ownership.own(self.item).total,
             register=register,
             prepare=prepare,
             left=left,

@@ -79,6 +79,11 @@ class Turns:
             self._reservation.take_all()
             memory.limit(None)
 
+    def pytest_sessionfinish(self) -> None:
+        for memory in {id(share.memory): share.memory for share in self._shares.values()}.values():
+            with suppress(OSError):
+                memory.ledger.leave()
+
     def _memory(self) -> SharedMemory:
         assert self._running is not None, "only asked while a test runs"
         return self._running.memory

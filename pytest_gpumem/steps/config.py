@@ -179,8 +179,18 @@ class StepConfig:
     def only_for(self, kind: str) -> None:
         """Raise `ConfigError` if a setting has no effect in a step of ``kind`` (train_step, infer_step)."""
         idle = sorted(self.given().keys() & _NOT_IN[kind])
+        plain = ""
+        if self.casts_shards and "shard" in idle:
+            # Without shard= it is refused, too.
+            idle.insert(0, str(self.precision))
+            plain = f"; write {str(self.precision).removeprefix('mp-')}"
         if idle:
-            raise ConfigError(f"step config '{self}': {', '.join(idle)} does nothing in gpumem.{kind}")
+            raise ConfigError(f"step config '{self}': {', '.join(idle)} does nothing in gpumem.{kind}{plain}")
+
+    @property
+    def casts_shards(self) -> bool:
+        """Whether ``fully_shard`` casts what it gathers, instead of autocast (``mp-bf16``)."""
+        return str(self.precision).startswith("mp-")
 
 
 def _against(config: StepConfig, sharding: Sharding | None) -> Iterator[tuple[bool, str]]:
@@ -189,12 +199,13 @@ def _against(config: StepConfig, sharding: Sharding | None) -> Iterator[tuple[bo
     fully, staged = sharding is not None and sharding.fully, sharding is not None and sharding.staged
     kind = config.checkpointing.kind
     policies = {
-        precision: precision.startswith("mp-"),
+        precision: config.casts_shards,
         f"reduce={config.reduce}": config.reduce is not None,
         "offload=params": "params" in offloaded,
     }
     for policy, given in policies.items():
-        yield given and not fully, f"{policy} is a policy of fully_shard; add shard=fsdp (or zero2, zero3, hsdp)"
+        plain = f", or write {precision.removeprefix('mp-')} in gpumem.infer_step" if policy == precision else ""
+        yield given and not fully, f"{policy} is a policy of fully_shard; add shard=fsdp (or zero2, zero3, hsdp){plain}"
     for name, given in {
         f"world={config.world}": config.world is not None,
         f"rank={config.rank}": config.rank > 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +187,7 @@ def _count_operators(
         return result
 
     with ExitStack() as stack:
+        stack.enter_context(_uncompiled())
         stack.enter_context(host.remembered())
         if places is not None:
             stack.enter_context(places.watching())
@@ -197,6 +198,19 @@ def _count_operators(
         step()
     count_flops()
     return tallies.by_operator()
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Have functions that the step itself compiles run as they were written.
+
+    Within a mode they do so anyway, but torch then marks their code as never to be compiled, for the rest of the process.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
+        return nullcontext()
+    import torch
+
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _works(func: Any) -> bool:

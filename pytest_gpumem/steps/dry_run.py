@@ -45,11 +45,21 @@ def dry_run(training: Training, together: Alone = ALONE) -> DryRun:
     """
     config = training.config
     runs = Runs()
+    attention = CallsOfAttention(config)
+    data = None if config.sharding is None else config.sharding.data
+    waits, without_gradient = data is not None and data.wrapped, list[str]()
     cast = CastTo(precision_named(config.precision))
     wrong: list[str] = []
     notes: tuple[str, ...] = ()
-    if training.scaler is not None:
-        training.before_optimizer = lambda: wrong.extend(_not_a_number(training.model))
+
+    def look() -> None:
+        # What is offloaded is on the host by now.
+        if waits and "optimizer" not in config.offloaded:
+            without_gradient.extend(_without_gradient(training.model))
+        if training.scaler is not None:
+            wrong.extend(_not_a_number(training.model))
+
+    training.before_optimizer = look
     again = _CallsInBackward()
     with checkpointed(training.model, config, runs):
         for attempt in range(MOST_OVERFLOWS + 1):
@@ -59,9 +69,18 @@ def dry_run(training: Training, together: Alone = ALONE) -> DryRun:
             before = training.scale()
             for phase in training.phases():
                 forward = phase.name == "forward" or training.pipeline is not None
-                with cast.watched() if forward else again.counted():
+                with attention.watched(), cast.watched() if forward else again.counted():
                     phase.run()
+            if without_gradient:
+                others = f" and {len(without_gradient) - 1} more" if len(without_gradient) > 1 else ""
+                raise ConfigError(
+                    f"shard={config.shard}: DistributedDataParallel waits for the gradient of each parameter, and "
+                    f"{without_gradient[0]}{others} got none; freeze what the step does not use "
+                    "(requires_grad_(False)), or under torchrun leave shard= out and give "
+                    "DistributedDataParallel(model, find_unused_parameters=True)"
+                )
             after = training.scale()
+            together.rest()  # the buckets of DistributedDataParallel are made anew in its second step
             if together.all(before is None or after is None or after >= before):
                 break
             if attempt == MOST_OVERFLOWS:
@@ -76,6 +95,7 @@ def dry_run(training: Training, together: Alone = ALONE) -> DryRun:
     training.before_optimizer = None
     runs.check(training.model, config)
     cast.check(config.precision)
+    attention.check()
     # The parts themselves are run again without being called, so that no hook of theirs sees it.
     return DryRun(notes, again.number + runs.again() - parts_before, overflows=bool(notes))
 
@@ -115,6 +135,10 @@ def _more(names: list[str]) -> str:
     return f" ({len(names)} gradients are)" if len(names) > 1 else ""
 
 
+def _without_gradient(model: torch.nn.Module) -> Iterator[str]:
+    return (name for name, one in model.named_parameters() if one.requires_grad and one.grad is None)
+
+
 def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
     import torch
 
@@ -124,6 +148,41 @@ def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             if bool(torch.isnan(values).any()):
                 yield name
+
+
+class CallsOfAttention:
+    """Detector of calls of scaled dot product attention, the only operation that ranks of ``cp:N`` share."""
+
+    def __init__(self, config: StepConfig) -> None:
+        self._config = config
+        self._wanted = config.sharding is not None and config.sharding.degree("cp") > 1
+        self._seen = False
+
+    def watched(self) -> AbstractContextManager[object]:
+        """Look at the calls of what runs within the context."""
+        return self._watched() if self._wanted else nullcontext()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        from torch.overrides import TorchFunctionMode
+
+        outer = self
+
+        class Watch(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+                    outer._seen = True
+                return func(*args, **(kwargs or {}))
+
+        with Watch():
+            yield
+
+    def check(self) -> None:
+        if self._wanted and not self._seen:
+            raise ConfigError(
+                f"shard={self._config.shard}: the model never calls torch.nn.functional.scaled_dot_product_attention, by which "
+                "ranks of cp share a sequence, so that each would see its own part only; call it, or leave cp out"
+            )
 
 
 class CastTo:

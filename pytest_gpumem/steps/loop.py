@@ -43,6 +43,9 @@ class Loop:
         self._loop: greenlet | None = None
         self._error: BaseException | None = None
         self._ended = False
+        self._raised: BaseException | None = None
+        self.is_counted = False
+        """Whether the loop runs a step that is counted, which may take more memory than one of its own."""
         self.steps = 0
         """How many steps have been run for measuring."""
 
@@ -65,9 +68,12 @@ class Loop:
         self._loop = getcurrent()
         self._measuring.switch()
 
-    def end(self) -> None:
-        """Let measuring come to its end with the steps that there were. Raises what it raised."""
-        self._ended = True
+    def end(self, raised: BaseException | None = None) -> None:
+        """Let measuring come to its end with the steps that there were. Raises what it raised.
+
+        ``raised`` is what ended the latest step, for measuring to deal with; ``None`` where that is the loop's own business.
+        """
+        self._ended, self._raised = True, raised
         if self._measuring is not None and not self._measuring.dead:
             self._loop = getcurrent()
             self._measuring.switch()
@@ -77,13 +83,16 @@ class Loop:
 
     # Called by measuring
 
-    def next_step(self) -> None:
-        """Run the loop until its next border. Raises `LoopEnded` if it ends before."""
+    def next_step(self, *, counted: bool = False) -> None:
+        """Run the loop until its next border. Raises `LoopEnded` if it ends before, or what `end` was given."""
         if not self._ended:
             assert self._loop is not None, "measuring begins at a border of the loop"
+            self.is_counted = counted
             self._loop.switch()
+            self.is_counted = False
         if self._ended:
-            raise LoopEnded(f"the loop ended after {self.steps + 1} steps")
+            raised, self._raised = self._raised, None
+            raise raised or LoopEnded(f"the loop ended after {self.steps + 1} steps")
 
     def _run(self) -> None:
         try:

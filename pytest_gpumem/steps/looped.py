@@ -15,10 +15,13 @@ from pytest_gpumem.steps.runner import (
     SETTLING_STEPS,
     WINDOW,
     StepFigures,
-    growth_per_step,
+    growth_elsewhere,
+    growth_of,
     have_same_peaks,
     live_when_settled,
+    peaks_elsewhere,
     run_one_step,
+    steps_elsewhere,
 )
 from pytest_gpumem.timing.sampling import time_step
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
@@ -26,10 +29,11 @@ from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import named_modules, named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     import torch
 
+    from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.steps.runner import Figures
     from pytest_gpumem.values.times import Times
@@ -46,6 +50,8 @@ class PreparedLoop(PreparedStep):
 
     steps: int
     """How many steps its memory is read from, with the first."""
+    run_counted: Callable[[], object]
+    """Runs it until the next border, for counting, by which alone it may run out of memory."""
     optimizers: Sequence[torch.optim.Optimizer]
     """Those that have stepped so far."""
     foreign_blocks: frozenset[int]
@@ -70,11 +76,14 @@ class PreparedLoop(PreparedStep):
                 raise MeasuringError(
                     f"the loop ended after {made} steps; its memory is read from {FEWEST_STEPS} at least"
                 )
-            if made < self.steps:
-                notes = (f"the loop ended after {made} of {self.steps} steps: nothing was counted or timed",)
+            if self.context.together.any(made < self.steps):
+                ended = (
+                    f"the loop ended after {made} of" if made < self.steps else "the loop of another rank ended before"
+                )
+                notes = (f"{ended} {self.steps} steps: nothing was counted or timed",)
             else:
                 with device.peak_ignored():
-                    counted = count_step(self._run, device)
+                    counted = count_step(self._run_counted, device)
                 times, notes = self._timed()
         figures = loop_figures(seen)
         figures = replace(figures, counted=counted, times=times)
@@ -93,11 +102,16 @@ class PreparedLoop(PreparedStep):
     def _run(self) -> None:
         self.phases[0].run()
 
+    def _run_counted(self) -> None:
+        self.run_counted()
+
     def _memory(self) -> Iterator[Figures]:
         """Yield the figures of each further step, until there are enough or the loop ends."""
         try:
             for _ in range(self.steps - 1):
-                yield run_one_step(self.phases, self.context.device, self.foreign, live_when_settled)
+                yield run_one_step(
+                    self.phases, self.context.device, self.foreign, live_when_settled, self.context.together
+                )
         except LoopEnded:
             return
 
@@ -112,9 +126,9 @@ class PreparedLoop(PreparedStep):
         times = None
         try:
             with device.unrecorded():
-                times = time_step(self._run, self.phases, device, time_budget)
+                times = time_step(self._run, self.phases, device, time_budget, self.context.together)
             # A recorded step replaces what the unrecorded ones left behind.
-            run_one_step(self.phases, device, self.foreign)
+            run_one_step(self.phases, device, self.foreign, together=self.context.together)
         except LoopEnded as ended:
             return times, () if times is not None else (f"not timed: {ended}",)
         finally:
@@ -135,13 +149,13 @@ class PreparedLoop(PreparedStep):
         for optimizer in self.optimizers:
             owners.optimizer(optimizer)
 
-    def _storages(self) -> Iterator[torch.UntypedStorage]:
+    def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
         """Yield the storages of all tensors that the loop may hold: those in sight that are not foreign."""
         import torch
 
         with everything_in_sight():
             held = (alive(torch.Tensor), list(self.optimizers))
-        for storage in self.context.storages(held):
+        for storage in self.context.storages(held, device):
             if storage.data_ptr() not in self.foreign_blocks:
                 yield storage
 
@@ -158,16 +172,30 @@ def loop_figures(seen: Sequence[Figures]) -> StepFigures:
     """Return the figures of a loop, from those of its steps in order, without the first.
 
     It has settled with the first two steps in a row that have the same peaks. Its memory is that of the step with the highest
-    peak from there on, or, where it does not settle, in the later half: a large batch, or an evaluation now and then, counts.
+    peak from there on, on each device, or, where it does not settle, in the later half: a large batch, or an evaluation now and
+    then, counts.
     """
     settled_at = next((n for n, (one, other) in enumerate(pairwise(seen), 1) if have_same_peaks(one, other)), None)
     since = seen[len(seen) // 2 if settled_at is None else settled_at :]
-    memory = max(since, key=lambda one: one.peak_allocated)
+    memory = replace(
+        _highest(since), elsewhere={name: _highest(steps) for name, steps in steps_elsewhere(since).items()}
+    )
     # What fills a cache may do so in the first steps, of which a short loop has fewer.
     window = seen[min(SETTLING_STEPS, len(seen) // 3) :][-WINDOW:]
-    growth = growth_per_step([window[0].live_before, *(one.live_after for one in window)])
-    peaks = tuple(one.peak_allocated for one in seen)
-    return StepFigures(memory, settled_at is not None, peaks, None, growth=growth)
+    growth = growth_of(window)
+    return StepFigures(
+        memory,
+        settled_at is not None,
+        tuple(one.own_peak for one in seen),
+        None,
+        growth=growth,
+        growth_elsewhere=growth_elsewhere(window),
+        warm_up_peaks_elsewhere=peaks_elsewhere(seen),
+    )
+
+
+def _highest(steps: Sequence[Figures]) -> Figures:
+    return max(steps, key=lambda one: one.own_peak)
 
 
 def _moved(seen: Sequence[Figures]) -> str:

@@ -10,10 +10,12 @@ from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.model_step import build_model, built_on, given_model
 from pytest_gpumem.steps.precision import in_precision
 from pytest_gpumem.steps.prepared import is_uninitialised
+from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     import torch
 
@@ -55,16 +57,35 @@ def built(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> 
     """Return the model in its precision, given or built on the device; what is to be sharded is built on meta if it can be.
 
     Raises:
-        ConfigError: A model was given, and would stay sharded.
+        ConfigError: A model was given, or returned that existed before, and would stay sharded.
     """
+    import torch
+
     given = given_model(factory) is not None
     changed = config.sharding is not None and config.sharding.in_place
     if changed and given:
         raise ConfigError(
             f"shard={config.shard} changes the model for good; pass a function that builds it, not the model"
         )
-    model = _built_on_meta(factory, device) if changed else None
-    return in_precision(model or build_model(factory, device), config.precision, given)
+    if not changed:
+        return in_precision(build_model(factory, device), config.precision, given)
+    with everything_in_sight():
+        # Kept until the model is there: no id is used again.
+        before = alive(torch.nn.Module)
+    model = _built_on_meta(factory, device) or build_model(factory, device)
+    _refuse_existing(model, {id(one) for one in before}, config)
+    return in_precision(model, config.precision, given)
+
+
+def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: StepConfig) -> None:
+    """Raise `ConfigError` where a part of the model that has parameters is one of the modules ``existing`` before."""
+    for path, part in model.named_modules():
+        if id(part) in existing and next(part.parameters(), None) is not None:
+            which = f"whose {path} existed before" if path else "that existed before"
+            raise ConfigError(
+                f"shard={config.shard} changes the model for good, and the function that builds it returned one {which}; have "
+                "it build all of it, or return copy.deepcopy(model)"
+            )
 
 
 def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Module | None:

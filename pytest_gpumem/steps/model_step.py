@@ -86,7 +86,10 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
     model = built_on(device, model_or_factory, _name(model_or_factory))
     if not is_a(model, torch.nn.Module):
         raise TypeError(f"{_name(model_or_factory)} returned {class_name(type(model))}, not a torch.nn.Module")
-    return model.to(device)
+    is_split = any(
+        parameter.device.type == device.type and parameter.device != device for parameter in model.parameters()
+    )
+    return model if is_split else model.to(device)
 
 
 def built_on(device: torch.device, factory: Callable[[], Any], name: str) -> Any:

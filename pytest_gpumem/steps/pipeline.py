@@ -82,6 +82,7 @@ class Pipeline:
                     f"shard={config.shard}: torch.distributed.pipelining cannot split {type(model).__name__}: "
                     + _innermost(error)
                 ) from error
+            self._takes = _inputs_of_first_stage(split.split_gm.graph, config)
             stage = split.build_stage(number, device, group)
         self.module: torch.nn.Module = stage.submod
         _put_buffers(self.module, dict(buffers))
@@ -97,14 +98,36 @@ class Pipeline:
         import torch
 
         args, kwargs = _call(self._batch)
-        given: dict[str, Any] = dict(kwargs) if self._is_first else {}
+        # The trace has the positional ones first. What no stage takes is not given to the first one.
+        first = self._takes if self._is_first else ()
+        positional = [one for one, taken in zip(args, first, strict=False) if taken]
+        named = zip(kwargs.items(), first[len(args) :], strict=False)
+        given: dict[str, Any] = {name: value for (name, value), taken in named if taken}
         if self._is_last:
             given["target"] = torch.arange(len(self._parts))
-        self._schedule.step(*(args if self._is_first else ()), **given)
+        self._schedule.step(*positional, **given)
 
     def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         """Return the loss of a micro-batch, which the schedule names by its number."""
         return loss_of(output, self._parts[int(number)], self._loss)
+
+
+def _inputs_of_first_stage(graph: torch.fx.Graph, config: StepConfig) -> tuple[bool, ...]:
+    """Return of each of the model's inputs whether the first stage takes it, from the graph that calls the stages.
+
+    Raises:
+        ConfigError: A later stage takes one: it gets only what the stage before returns.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    stages = [node for node in graph.nodes if node.op == "call_module"]
+    for one in inputs:
+        late = max((stages.index(user) for user in one.users if user in stages), default=0)
+        if late > 0:
+            raise ConfigError(
+                f"shard={config.shard}: stage {late} takes the model's input {one.name!r} itself, and stages after the first "
+                "get only what the one before returns; have the blocks pass it on, or make it in the model"
+            )
+    return tuple(bool(one.users) for one in inputs)
 
 
 def _innermost(error: BaseException) -> str:

@@ -63,23 +63,26 @@ class MeasuringContext:
     together: Alone = ALONE
     """What the ranks of a job decide together."""
 
-    def begin(self, held: object) -> int:
+    def begin(self, held: object) -> tuple[int, ...]:
         """Bring memory to rest before anything of a step is made, and return the bytes that are live and not the step's own.
 
         Args:
             held: What there is of the step already.
+
+        Returns:
+            The bytes on each of `Device.everywhere`.
         """
-        self.together.rest()
+        self.together.release()
         self.device.quiesce()
         self.device.register_existing(self.storages(held))
         if self.together.several:
             self.device.hold_known()
-        blocks = blocks_of(reachable_tensors([held]), self.device.torch_device)
-        return self.device.live() - sum(blocks.values())
+        tensors = list(reachable_tensors([held]))
+        return tuple(one.live() - sum(blocks_of(tensors, one.torch_device).values()) for one in self.device.everywhere)
 
-    def storages(self, held: object) -> Iterator[torch.UntypedStorage]:
-        """Return the storages on the device that can be reached from ``held``."""
-        return storages_of(reachable_tensors([held]), self.device.torch_device)
+    def storages(self, held: object, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
+        """Return the storages on a device, by default that of the context, that can be reached from ``held``."""
+        return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager
     def creation_sites(self) -> Iterator[dict[int, Site]]:
@@ -88,12 +91,17 @@ class MeasuringContext:
         with nullcontext() if self.sites is None else creation_sites(self.sites, found):
             yield found
 
-    def explain(self, subject: Subject, expected: Expected) -> Explanation | str:
+    def named(self, name: str | None) -> int:
+        """Return the place among `Device.everywhere` of the device called ``name``; ``None`` is the first."""
+        return next((n for n, one in enumerate(self.device.everywhere) if str(one.torch_device) == name), 0)
+
+    def explain(self, subject: Subject, expected: Expected, place: int = 0) -> Explanation | str:
         """Run ``subject`` once more, recorded, and return what its peak is made of.
 
         Args:
             subject: A step or call that was measured.
             expected: What was measured of it.
+            place: The device whose peak it is, as its place among `Device.everywhere`.
 
         Returns:
             The explanation, or a clause that says why there is none: what goes wrong this time is no failure of the step.
@@ -101,17 +109,31 @@ class MeasuringContext:
         assert self.sites is not None, "only called where something is explained"
         try:
             with cyclic_collector_off(), random_numbers_given_back(self.device):
-                explanation, recorded = explain(self.device, self.sites, subject, expected, self.together)
-            return self._kept(explanation, recorded)
+                device = self.device.everywhere[place]
+                # No window of the others sees the recorded run, either.
+                with self.device.unrecorded() if place else nullcontext():
+                    explanation, recorded = explain(device, self.sites, subject, expected, self.together)
+            return self._kept(self._named(explanation, place), recorded)
         except RAISED_BY_A_STEP as error:
             return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
 
-    def explain_out_of_memory(self, subject: Subject) -> Explanation | None:
-        """Run what ran out of memory once more, recorded; return where memory went if it runs out again."""
+    def explain_out_of_memory(self, subject: Subject, place: int = 0) -> Explanation | None:
+        """Run what ran out of memory once more, recorded; return where memory went if it runs out again.
+
+        ``place`` is the device that ran out of it, as its place among `Device.everywhere`.
+        """
         assert self.sites is not None, "only called where something is explained"
         with cyclic_collector_off(), random_numbers_given_back(self.device):
-            found = explain_out_of_memory(self.device, self.sites, subject)
-        return None if found is None else self._kept(*found)
+            found = explain_out_of_memory(self.device.everywhere[place], self.sites, subject)
+        return None if found is None else self._kept(self._named(found[0], place), found[1])
+
+    def _named(self, explanation: Explanation, place: int) -> Explanation:
+        """Return the explanation with the name of its GPU, where the process sees several."""
+        return (
+            replace(explanation, gpu=str(self.device.everywhere[place].torch_device))
+            if self.device.others
+            else explanation
+        )
 
     def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
         """Keep the recording, and return its explanation, with the whole step if ``over_time``, and with a note on failure."""
@@ -165,8 +187,8 @@ class PreparedStep:
     context: MeasuringContext
     name: str
     phases: Sequence[Phase]
-    foreign: int
-    """Bytes that were live before its model was built, and are not its own."""
+    foreign: Sequence[int]
+    """Bytes that were live before its model was built, and are not its own, on each of `Device.everywhere`."""
     held: object
     """What leads to everything that the step holds between steps."""
     model: torch.nn.Module | None = None
@@ -200,7 +222,8 @@ class PreparedStep:
         times, time_budget = step.figures.times, self.context.time_budget
         assert times is not None, "only a step that was timed is timed again"
         assert time_budget is not None, "same"
-        sample = sample_again(self.phases, self.context.device, self._storages, time_budget.second_sample)
+        context, seconds = self.context, time_budget.second_sample
+        sample = sample_again(self.phases, context.device, self._storages, seconds, context.together)
         time_budget.spend_on_second_sample(SECONDS_BETWEEN_SAMPLES + sample.spent)
         times = replace(times, samples=(*times.samples, sample))
         return replace(step, figures=replace(step.figures, times=times))
@@ -215,22 +238,32 @@ class PreparedStep:
         assert context.sites is not None, "only called where something is explained"
         places = Places(context.sites, context.device.torch_device)
         with cyclic_collector_off(), random_numbers_given_back(context.device), context.device.peak_ignored():
-            counted = located(lambda: [phase.run() for phase in self.phases], context.device, counted, places)
+            counted = located(self._run_counted, context.device, counted, places)
         return replace(step, figures=replace(step.figures, counted=counted))
 
-    def explain(self, step: MeasuredStep) -> Explanation | str:
-        """Run the step once more, recorded, and return what its peak is made of, or a clause that says why not."""
-        figures = step.figures
-        memory = figures.memory
-        expected = Expected(
-            memory.peak_allocated,
-            memory.turnover if self.context.device.turnover() else None,
-            memory.own if figures.growth else None,
-        )
-        return self.context.explain(self.subject(), expected)
+    def _run_counted(self) -> None:
+        """Run the step while what it does is counted."""
+        for one in self.phases:
+            one.run()
 
-    def subject(self) -> Subject:
-        """Return the step as what is to be recorded."""
+    def explain(self, step: MeasuredStep, device: str | None = None) -> Explanation | str:
+        """Run the step once more, recorded, and return what its peak is made of, or a clause that says why not.
+
+        ``device`` is the name of the GPU whose peak it is, where there are several.
+        """
+        figures, place = step.figures, self.context.named(device)
+        one = self.context.device.everywhere[place]
+        memory = figures.memory if place == 0 else figures.memory.elsewhere[one.name]
+        expected = Expected(
+            memory.memory_metrics()["peak_allocated"],
+            memory.turnover if one.turnover() else None,
+            memory.own if figures.growth or any(figures.growth_elsewhere.values()) else None,
+        )
+        return self.context.explain(self.subject(place), expected, place)
+
+    def subject(self, place: int = 0) -> Subject:
+        """Return the step as what is to be recorded on a device, given as its place among `Device.everywhere`."""
+        device, foreign = self.context.device.everywhere[place], self.foreign[place]
 
         def run(tracker: Tracker) -> None:
             for one in self.phases:
@@ -239,8 +272,8 @@ class PreparedStep:
 
         return Subject(
             run,
-            own=lambda: list(self._storages()),
-            own_bytes=lambda: self.context.device.live() - self.foreign,
+            own=lambda: list(self._storages(device)),
+            own_bytes=lambda: device.live() - foreign,
             register=self._register,
             creation_sites=self.creation_sites,
             compiled=self._compiled,
@@ -260,8 +293,8 @@ class PreparedStep:
     def _compiled(self) -> bool:
         return self.config.compile != "none"
 
-    def _storages(self) -> Iterator[torch.UntypedStorage]:
-        return self.context.storages(self.held)
+    def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
+        return self.context.storages(self.held, device)
 
     def _workload(self) -> Workload:
         if self.model is None:
@@ -329,7 +362,9 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 def can_run(device: Device, config: StepConfig) -> None:
     """Raise `CannotRun` if the device cannot run a step under this config."""
     more = ["offload"] if config.offloaded else []
-    more += ["cp"] if config.sharding is not None and config.sharding.degree("cp") > 1 else []
+    if config.sharding is not None:
+        more += ["cp"] if config.sharding.degree("cp") > 1 else []
+        more += ["fully_shard"] if config.sharding.fully else []
     for feature in (config.precision, config.checkpointing.kind.name, config.compile, *more):
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.timing import bounds
 from pytest_gpumem.timing.validity import disturbance, load
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.times import FEWEST_ROUNDS, Round, Sample, Times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.ranks.together import Alone
 
 
 DEFAULT_SECONDS = 2.0
@@ -64,27 +67,35 @@ _SHORTEST = 1e-9
 """Seconds of a step for which the clock did not move: it has no ratio to another one otherwise."""
 
 
-def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
+def sample_step(
+    step: Callable[[], object], device: Device, seconds: float, fewest: int = 1, together: Alone = ALONE
+) -> Sample:
     """Take a sample of ``step`` in about ``seconds``, of at least ``fewest`` rounds.
 
     The first step of all finds out how many make a round, and counts only when it filled one by itself. When it was slow
     to start, so that the round after it is far too short, that one finds it out instead, and neither counts. A round that
     something disturbed is kept and does not count, and sampling goes on without it while there is time.
+
+    On several ranks all run as many steps in as many rounds, by the longest time that a round took on one of them, until the
+    median is known on each. As they may wait for one another in a step, what disturbed one of them disturbed all.
     """
-    rounds = _Rounds(device)
-    took = spent = device.time(step)
+    rounds = _Rounds(device, together)
+    seconds = max(together.exchange(seconds))
+    mine = device.time(step)
+    took = spent = max(together.exchange(mine))
     steps = _steps_a_round(took)
     rounds.read_pace()
     if steps == 1:
-        rounds.keep(took)
+        rounds.keep(mine, took)
     else:
         rounds.begin()
     sized = False
     while len(rounds.kept) < max(fewest, _needed(took)) or (spent < seconds and not rounds.are_enough()):
-        took = device.time(functools.partial(_repeat, step, steps))
+        mine = device.time(functools.partial(_repeat, step, steps))
+        took = max(together.exchange(mine))
         spent += took
         if sized or took >= SECONDS_A_ROUND / 2:
-            rounds.keep(took / steps, steps)
+            rounds.keep(mine / steps, took)
         else:
             steps = max(steps, _steps_a_round(took / steps))
             rounds.read_pace()
@@ -93,7 +104,7 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
     rounds.end()
     sample = Sample(tuple(rounds.kept), steps)
     few = sum(one.disturbed is None for one in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
-    invalid = (sample.most_disturbed_by if few else None) or rounds.load()
+    invalid = (sample.most_disturbed_by if few else None) or together.first(rounds.load())
     if invalid is None:
         return sample
     return Sample(sample.rounds, steps, invalid, rounds.slowed(disturbed=few))
@@ -102,12 +113,13 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 class _Rounds:
     """The rounds of a sample, some at a time between two readings of the clock that steps run by and of what may disturb it."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, together: Alone) -> None:
         self.kept: list[Round] = []
         self._read = 0
         """How many of them are followed by a reading."""
         self._slowed_on_gpu = 1.0
         self._device = device
+        self._together = together
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
         self._unread = 0.0
@@ -124,9 +136,9 @@ class _Rounds:
         self._unread = 0.0
         self._before = self._device.conditions()
 
-    def keep(self, seconds: float, steps: int = 1) -> None:
-        """Keep a round of so many steps, of so many seconds each."""
-        self._unread += seconds * steps
+    def keep(self, seconds: float, took: float) -> None:
+        """Keep a round of steps of so many seconds each, which ``took`` so many on the slowest rank."""
+        self._unread += took
         self.kept.append(Round(max(seconds, _SHORTEST)))
         if self._unread >= self._device.seconds_between_readings:
             self.end()
@@ -140,9 +152,10 @@ class _Rounds:
         # In this order: reading the conditions takes so long that a GPU may have come to rest.
         self.read_pace()
         now = self._device.conditions()
-        disturbed = disturbance(self._before, now)
-        taken = 1.0 if disturbed is None else bounds.taken(self._before, now)
-        pace = _between(pace, self._pace)
+        together = self._together
+        disturbed = together.first(disturbance(self._before, now))
+        pace = _lowest(together.exchange(_between(pace, self._pace)))
+        taken = 1.0 if disturbed is None else max(together.exchange(bounds.taken(self._before, now)))
         self.kept[self._read :] = [replace(one, pace=pace, disturbed=disturbed, taken=taken) for one in unread]
         self._read, self._slowed_on_gpu = (
             len(self.kept),
@@ -152,7 +165,7 @@ class _Rounds:
 
     def are_enough(self) -> bool:
         """Return whether the median is known. Only called after a reading: between two rounds as little as possible is done."""
-        return self._read == len(self.kept) and _is_known(self.kept)
+        return self._read == len(self.kept) and self._together.all(_is_known(self.kept))
 
     def load(self) -> str | None:
         """Return what kept the machine busy during the whole sample, as a clause."""
@@ -161,7 +174,9 @@ class _Rounds:
     def slowed(self, *, disturbed: bool) -> Slowed:
         """Return the largest factors by which interference slowed the steps; ``disturbed``: also in the rounds that count."""
         on_host = bounds.slowed(self._begun, self._before)
-        return replace(on_host, shared=max(on_host.shared, self._slowed_on_gpu)) if disturbed else on_host
+        shared = max(on_host.shared, self._slowed_on_gpu) if disturbed else on_host.shared
+        everywhere = self._together.exchange([shared, on_host.refilled])
+        return Slowed(*(max(factors) for factors in zip(*everywhere, strict=True)))
 
 
 def _steps_a_round(seconds: float) -> int:
@@ -178,17 +193,27 @@ def time_step(
     phases: Sequence[tuple[str, Callable[[], object]]],
     device: Device,
     time_budget: TimeBudget,
+    together: Alone = ALONE,
 ) -> Times:
     """Return the first sample of the time of ``step`` and the times of its ``phases``, with the device to itself."""
-    with device.exclusive() as refused:
-        sample = sample_step(step, device, time_budget.share)
+    with to_themselves(device, together) as refused:
+        sample = sample_step(step, device, time_budget.share, together=together)
         time_budget.spend(sample.spent)
-        laps = time_phases(phases, device, sample.steps, time_budget)
+        laps = time_phases(phases, device, sample.steps, time_budget, together)
     return Times((invalid_if(refused, sample, device),), laps)
 
 
+@contextmanager
+def to_themselves(device: Device, together: Alone) -> Iterator[str | None]:
+    """Keep measured tests of others off the devices of all ranks; yields why not, as `Device.exclusive` does."""
+    with ExitStack() as stack:
+        with together.in_turn():
+            refused = stack.enter_context(device.exclusive())
+        yield together.first(refused)
+
+
 def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
-    """Return ``sample``, which is invalid if the device was ``refused`` to it by `Device.exclusive`, as that clause says."""
+    """Return ``sample``, which is invalid if the device was ``refused`` to it, as that clause of `to_themselves` says."""
     if refused is None:
         return sample
     slowed = sample.slowed or Slowed()
@@ -197,7 +222,11 @@ def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
 
 
 def time_phases(
-    phases: Sequence[tuple[str, Callable[[], object]]], device: Device, steps: int, time_budget: TimeBudget
+    phases: Sequence[tuple[str, Callable[[], object]]],
+    device: Device,
+    steps: int,
+    time_budget: TimeBudget,
+    together: Alone = ALONE,
 ) -> Mapping[str, float]:
     """Return the median seconds of each phase of a step, from rounds of ``steps`` steps. Phases of one name are one.
 
@@ -205,11 +234,11 @@ def time_phases(
     They are not taken from the rounds of a sample: reading the clock at every border would be in them.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
-    if len(seconds) == 1:
+    if together.all(len(seconds) == 1):
         return {}
     share, spent = time_budget.share, 0.0
     for _ in range(ROUNDS_OF_PHASES):
-        if spent and spent >= share:
+        if together.any(spent > 0 and spent >= share):
             break
         laps = device.laps([run for _ in range(steps) for _, run in phases])
         took = dict.fromkeys(seconds, 0.0)
@@ -229,6 +258,11 @@ def _is_known(rounds: Sequence[Round]) -> bool:
     sample = Sample(tuple(rounds))
     low, high = sample.interval(0.95)
     return high - low <= 2 * PRECISION * sample.median
+
+
+def _lowest(paces: Sequence[float | None]) -> float | None:
+    read = [pace for pace in paces if pace is not None]
+    return min(read) if len(read) == len(paces) else None
 
 
 def _between(first: float | None, second: float | None) -> float | None:

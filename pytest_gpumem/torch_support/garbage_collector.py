@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Sequence
     from types import FrameType
 
 
@@ -23,6 +23,9 @@ class _Allocator(Protocol):
     def quiesce(self) -> None: ...
 
     def reserved(self) -> int | None: ...
+
+    @property
+    def everywhere(self) -> Sequence[_Allocator]: ...
 
 
 @contextmanager
@@ -78,7 +81,7 @@ class FrozenHeap:
         if anew:
             self._freeze_anew()
         device.quiesce()
-        if not anew and (device.reserved() or len(gc.get_objects()) > MOST_YOUNGER):
+        if not anew and (any(one.reserved() for one in device.everywhere) or len(gc.get_objects()) > MOST_YOUNGER):
             self._freeze_anew()
             device.quiesce()
 

@@ -305,6 +305,16 @@ def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
     return threads
 
 
+def cuda_has_allocated(index: int) -> bool:
+    """Return whether the CUDA allocator has given bytes on a GPU to this process so far, freed or not.
+
+    The public statistics are sorted and flattened each time. All four of this one are looked at, as each can be reset.
+    """
+    import torch
+
+    return any(torch._C._cuda_memoryStats(index)["allocated_bytes"]["all"].values())
+
+
 def cuda_history_is_on() -> bool:
     """Return whether the history of the CUDA caching allocator is being recorded."""
     import torch
@@ -396,6 +406,48 @@ def print_by_way_of_the_host() -> None:
         return original(tensor.detach().cpu() if tensor.is_cuda else tensor, indent)
 
     torch._tensor_str._tensor_str = printed
+
+
+@contextmanager
+def around_collectives(
+    waited: Callable[[], None], broadcasting: Callable[[], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """Have ``waited`` run when Python has waited for a collective, and broadcasts of many tensors run within a context.
+
+    `DistributedDataParallel` makes those, of tensors that it joins meanwhile. It waits for others in C++, which is not seen.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield
+        return
+    from torch.distributed import _functional_collectives as functional
+
+    def followed(wait: Callable[P, R]) -> Callable[P, R]:
+        @wraps(wait)
+        def wait_and_tell(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = wait(*args, **kwargs)
+            waited()
+            return result
+
+        return wait_and_tell
+
+    def within(broadcast: Callable[P, R]) -> Callable[P, R]:
+        @wraps(broadcast)
+        def broadcast_within(*args: P.args, **kwargs: P.kwargs) -> R:
+            with broadcasting():
+                return broadcast(*args, **kwargs)
+
+        return broadcast_within
+
+    torch_dist, work, torch_functional = (cast("Any", one) for one in (dist, dist.Work, functional))
+    before = work.wait, torch_functional.wait_tensor, torch_dist._broadcast_coalesced
+    work.wait, torch_functional.wait_tensor = followed(before[0]), followed(before[1])
+    torch_dist._broadcast_coalesced = within(before[2])
+    try:
+        yield
+    finally:
+        work.wait, torch_functional.wait_tensor, torch_dist._broadcast_coalesced = before
 
 
 FAKE = "fake"

@@ -248,6 +248,8 @@ class Explanation:
     """The step's bytes from its beginning to its end, where a report shows them."""
     holders: tuple[str, ...] = ()
     """What keeps the tensors in ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
+    gpu: str | None = None
+    """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
 
     def kept(self) -> Explanation:
         """Return it with the largest rows only, for the way out of this process."""

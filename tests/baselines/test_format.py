@@ -197,6 +197,54 @@ def test_a_file_is_made_to_be_read_in_a_diff():
     assert render(ENTRIES) == TEXT
 
 
+SPLIT = replace(
+    CALL,
+    metrics={"peak_allocated": 640, "retained": 9},
+    by_device={"cuda:0": {"peak_allocated": 512, "retained": 9}, "cuda:1": {"peak_allocated": 640, "retained": 0}},
+)
+SPLIT_TEXT = """\
+[tests.test_split.call]
+environment = "torch-2.11.0-23af2a"
+recorded = "2026-11-02"
+step = "call"
+peak_allocated = 640
+retained = 9
+
+[tests.test_split."call on cuda:0"]
+environment = "torch-2.11.0-23af2a"
+recorded = "2026-11-02"
+step = "on cuda:0"
+peak_allocated = 512
+retained = 9
+
+[tests.test_split."call on cuda:1"]
+environment = "torch-2.11.0-23af2a"
+recorded = "2026-11-02"
+step = "on cuda:1"
+peak_allocated = 640
+retained = 0
+"""
+
+
+def test_the_bytes_of_each_gpu_are_tables_that_a_reader_of_entries_reads():
+    entries = {**ENTRIES, Key(FILE, "test_split", "call"): SPLIT}
+    assert SPLIT_TEXT in render(entries)
+    assert parse(render(entries), FILE) == entries
+    assert render(parse(render(entries), FILE)) == render(entries)
+
+
+def test_a_measurement_that_its_test_calls_like_the_part_of_another_is_one_of_its_own():
+    entries = {Key(FILE, "test_a", name): CALL for name in ("call", "call on cuda:1")}
+    assert parse(render(entries), FILE) == entries
+
+
+def test_the_bytes_of_a_gpu_without_the_entry_that_they_belong_to_are_told():
+    text = render({Key(FILE, "test_split", "call"): SPLIT})
+    first = text.index("[tests.test_split.call]")
+    with pytest.raises(FormatError, match=r"tests\.test_split\.call on cuda:0\.step is 'on cuda:0': .* is not there"):
+        parse(text[:first] + text[text.index('[tests.test_split."call on cuda:0') :], FILE)
+
+
 def test_a_reason_stands_behind_the_commit_in_one_line():
     entries = {key: replace(entry, reason='attention "off"\nuntil #12') for key, entry in ENTRIES.items()}
     text = render(entries)

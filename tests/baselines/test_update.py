@@ -62,6 +62,44 @@ def test_everything_that_differs_is_accepted_on_demand(now):
     assert (entry.metrics["peak_allocated"], entry.recorded, entry.commit) == (now, "2026-12-24", "new1234")
 
 
+def of_gpus(*peaks: int) -> Measurement:
+    by_device = {f"cuda:{n}": {"peak_allocated": peak, "retained": 7} for n, peak in enumerate(peaks)}
+    metrics = {"peak_allocated": max(peaks), "retained": 7}
+    return Measurement("call", Workload("call"), CPU, metrics, by_device=by_device)
+
+
+def written_of_gpus(mode, then, now) -> Baseline | None:
+    stored, measurement = baseline_of(of_gpus(*then), "2026-11-02", "old1234"), of_gpus(*now)
+    verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
+    return entries_to_write(
+        mode, {KEY: (verdict, baseline_of(measurement, "2026-12-24", "new1234"))}, {KEY: stored}
+    ).get(KEY)
+
+
+def test_the_bytes_of_a_smaller_gpu_are_accepted_too():
+    assert written_of_gpus("all", (3 * GB, GB), (3 * GB, GB)) is None
+    entry = written_of_gpus("all", (3 * GB, GB), (3 * GB, 2 * GB))
+    assert entry.by_device["cuda:1"] == {"peak_allocated": 2 * GB, "retained": 7}
+    assert written_of_gpus("new", (3 * GB, GB), (3 * GB, 2 * GB)) is None
+
+
+def test_a_lowered_peak_goes_with_those_of_all_gpus():
+    entry = written_of_gpus("improved", (3 * GB, GB), (2 * GB, GB // 2))
+    assert {gpu: here["peak_allocated"] for gpu, here in entry.by_device.items()} == {
+        "cuda:0": 2 * GB,
+        "cuda:1": GB // 2,
+    }
+    assert entry.by_device["cuda:0"]["retained"] == 7
+    # The largest is lower, and another one has grown.
+    assert written_of_gpus("improved", (3 * GB, GB), (2 * GB, 2 * GB)) is None
+
+
+def test_a_count_of_0_is_accepted_where_the_entry_has_none():
+    entry = written("all", stored_entry(peak_allocated=1000), peak_allocated=1000, syncs=0)
+    assert entry is not None
+    assert entry.metrics["syncs"] == 0
+
+
 def test_what_says_the_same_is_not_written_again():
     stored = stored_entry(peak_allocated=GB, step_time=0.5)
     assert written("all", stored, peak_allocated=GB, step_time=0.6) is None

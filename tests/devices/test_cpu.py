@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
@@ -19,6 +22,7 @@ from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Toke
 from tests.locking import state_of
 
 KB = 1000
+MB = 1000 * KB
 
 
 def tensor(nbytes: int) -> torch.Tensor:
@@ -618,6 +622,14 @@ def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkey
     assert (conditions.others, conditions.stolen, conditions.cores) == (16.0, 0.5, 2)
 
 
+def test_other_ranks_of_the_job_are_not_others(monkeypatch):
+    monkeypatch.setattr(proc, "cpu_times", lambda: proc.CpuTimes(busy=30.0, stolen=0.5, cores=2))
+    monkeypatch.setattr("time.process_time", lambda: 10.0)
+    monkeypatch.setattr(proc, "seconds_of_children", lambda: 4.0)
+    monkeypatch.setattr(proc, "seconds_of", lambda pids: {(101, 102): 9.0}[tuple(pids)])
+    assert CpuDevice(other_ranks=lambda: (101, 102)).conditions().others == 7.0
+
+
 def test_conditions_can_be_read_where_there_is_no_proc(device, monkeypatch):
     monkeypatch.setattr(proc, "waited_seconds", lambda: None)
     monkeypatch.setattr(proc, "cpu_times", lambda: None)
@@ -640,6 +652,57 @@ def test_nothing_is_left_in_the_environment_variables(device):
     assert os.environ.get("KINETO_LOG_LEVEL") != "99"
 
 
+# Beside other ranks
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """A device of a rank, whose collectives are held by a thread a little longer than by the rank."""
+    threads = []
+
+    def held(block: list[torch.Tensor]) -> None:
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+        block.clear()
+
+    def handed_over(nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        threads.append(threading.Thread(target=held, args=([tensor],)))
+        threads[-1].start()
+        return tensor
+
+    monkeypatch.setattr(dist.Work, "wait", handed_over)
+    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda nbytes: handed_over(nbytes) is None)
+    device = CpuDevice(other_ranks=tuple)
+    device.open()
+    yield device
+    device.close()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"), [(dist.Work, "wait"), (dist, "_broadcast_coalesced")], ids=["wait", "broadcast"]
+)
+def test_what_a_thread_of_a_collective_is_the_last_to_hold_is_seen_to_be_freed(rank, holder, name):
+    before = rank.live()
+    for _ in range(3):
+        with rank.window() as window:
+            getattr(holder, name)(MB)
+        assert window.highest.allocated - before == MB
+        assert rank.live() == before
+
+
+def test_collectives_are_as_they_were_when_the_device_is_closed():
+    before = dist.Work.wait, dist._broadcast_coalesced
+    device = CpuDevice(other_ranks=tuple)
+    device.open()
+    assert dist.Work.wait is not before[0]
+    device.close()
+    assert (dist.Work.wait, dist._broadcast_coalesced) == before
+
+
 # What it cannot do
 
 
@@ -650,6 +713,11 @@ def test_the_cpu_lacks_tf32_and_a_host_to_move_tensors_to_and_says_so():
         "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
         "offload": "tensors are moved to the host, and the CPU is the host",
     }
+
+
+def test_where_a_release_has_no_events_of_the_cpu_models_are_not_fully_sharded_there(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "current_stream", object)
+    assert str(CpuDevice().lacks("fully_shard")).endswith(" records events, which its CPU has none of")
 
 
 def test_the_cpu_has_no_random_numbers_besides_those_of_the_host():

@@ -238,7 +238,7 @@ def measured_step(recording: Recording) -> dict[str, int]:
             [Phase(name, playing(runtime, name)) for name in STEP],
             device,
             own=dict,
-            foreign=device.live() - PARAMETERS,
+            foreign=[device.live() - PARAMETERS],
             time_budget=None,
         )
         metrics = figures.memory.memory_metrics()

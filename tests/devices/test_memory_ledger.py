@@ -176,6 +176,61 @@ def test_a_process_that_is_killed_gives_its_bytes_back(tmp_path):
     finished(waits)
 
 
+def test_the_last_process_to_leave_removes_the_file_and_others_still_find_one_another(tmp_path):
+    script = """
+        note("ready 0")
+        until_released()
+        for _ in range(40):
+            run(9, 0.002)
+            ledger.leave()
+    """
+    processes = [start(script, tmp_path, name) for name in "abcd"]
+    released(tmp_path, [f"ready 0 {name}" for name in "abcd"], *processes)
+    log = log_of(tmp_path)[4:]
+    assert len(log) == 320
+    # Two of them would take 20.
+    assert together(log) == 10
+    assert list((tmp_path / "ledger").iterdir()) == []
+
+
+def test_a_file_that_was_removed_while_a_process_came_is_made_anew(tmp_path, monkeypatch):
+    file, opened = tmp_path / "ledger" / "GPU-0.memory", []
+
+    class Removed(memory_ledger.LockFile):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            opened.append(self)
+            if len(opened) == 1:
+                file.unlink()  # by the last one that left
+
+    monkeypatch.setattr(memory_ledger, "LockFile", Removed)
+    ledger = MemoryLedger("GPU-0", folder=tmp_path / "ledger")
+    ledger.enter(1)
+    assert len(opened) == 2
+    assert os.fstat(opened[1].descriptor).st_ino == file.stat().st_ino
+    ledger.leave()
+
+
+def test_a_process_leaves_only_when_it_runs_no_test_and_may_enter_again(tmp_path):
+    ledger = MemoryLedger("GPU-0", folder=tmp_path / "ledger")
+    file = tmp_path / "ledger" / "GPU-0.memory"
+    ledger.leave()
+    with ledger.reserved(5, now()):
+        ledger.leave()
+        assert file.exists()
+    # Another one that is there keeps the file.
+    other = start("ledger.enter(1)\nnote('entered')\nuntil_released()\nledger.leave()", tmp_path, "other")
+    wait_for("entered other", tmp_path)
+    ledger.leave()
+    assert file.exists()
+    released(tmp_path, [], other)
+    assert not file.exists()
+    with ledger.reserved(5, now()):
+        assert file.exists()
+    ledger.leave()
+    assert not file.exists()
+
+
 def test_ctrl_c_while_waiting_leaves_the_queue_to_others(tmp_path):
     holds = start("run(14, seconds=600)", tmp_path, "holds")
     wait_for("begins 14 holds", tmp_path)

@@ -75,6 +75,29 @@ def test_the_time_of_children_is_that_of_ended_ones_of_live_ones_and_of_their_ch
     assert proc.seconds_of_children(tmp_path / "none") == 2.25
 
 
+def test_ranks_are_the_launchers_processes_with_the_same_port(monkeypatch, tmp_path):
+    def process(pid: int, parent: int, *environ: str) -> None:
+        (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (a) S 1) R {parent} 1 1 0 -1 0 0 0 0 0 {pid} 0 0 0 20 0 1\n")
+        (tmp_path / f"{pid}/environ").write_text("\0".join([*environ, ""]))
+
+    process(100, 50, "MASTER_PORT=29500")  # this one
+    process(101, 50, "RANK=1", "MASTER_PORT=29500", "A=b")
+    process(102, 50, "MASTER_PORT=295001")  # of another job
+    process(103, 50, "B=MASTER_PORT=29500")
+    process(104, 101, "MASTER_PORT=29500")  # a rank's child
+    (tmp_path / "101/task/101/children").write_text("104 ")
+    (tmp_path / "105").mkdir()  # it has just ended
+    monkeypatch.setattr("os.getpid", lambda: 100)
+    monkeypatch.setattr("os.getppid", lambda: 50)
+    monkeypatch.setattr(proc, "tick_seconds", lambda: 0.01)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert proc.siblings_with("MASTER_PORT", tmp_path) == (101,)
+    assert proc.seconds_of([101, 105], tmp_path) == pytest.approx(1.01 + 1.04)
+    monkeypatch.delenv("MASTER_PORT")
+    assert proc.siblings_with("MASTER_PORT", tmp_path) == ()
+
+
 @pytest.mark.parametrize(("text", "model"), [(EPYC * 2, "AMD EPYC 9575F"), ("", None), (None, None)])
 def test_the_model_is_the_cpus_name(text, model):
     assert proc.model_of(text) == model

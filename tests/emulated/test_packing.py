@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ LOG = Path(__file__).with_name("log")
 
 def note(event, size):
     with LOG.open("a") as log:
-        log.write(f"{{event}} {{size}}\\n")
+        log.write(f"{{event}} {{size}} {{os.environ.get('PYTEST_XDIST_WORKER')}}\\n")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -75,10 +76,21 @@ def session(tmp_path, warm_python):
             for verdict in result["verdict"]["verdicts"]
         }
 
-    def log():
-        return [(event, int(size)) for event, size in map(str.split, (tmp_path / "log").read_text().splitlines())]
+    def lines():
+        return [line.split() for line in (tmp_path / "log").read_text().splitlines()]
 
-    run.write, run.figures, run.log, run.card = write, figures, log, str(tmp_path / "card")
+    def log():
+        return [(event, int(size)) for event, size, _ in lines()]
+
+    def begun_by_worker():
+        begun: dict[str, list[int]] = {}
+        for event, size, worker in lines():
+            if event == "begins":
+                begun.setdefault(worker, []).append(int(size))
+        return begun
+
+    run.write, run.figures, run.log, run.begun_by_worker = write, figures, log, begun_by_worker
+    run.card = str(tmp_path / "card")
     write(SUITE)
     return run
 
@@ -103,17 +115,21 @@ def test_tests_with_baselines_share_a_card_without_running_out_and_with_the_byte
     assert at_once.returncode == 1
     assert " - torch.OutOfMemoryError: CUDA out of memory" in at_once.stdout
     assert most_at_once(session.log())[1] > CARD_BYTES
-    packed = session("--gpumem-baseline", "--gpumem-pack", "-n4")
+    places = Path(session.card).with_name("places")
+    places.mkdir()
+    packed = session("--gpumem-baseline", "--gpumem-pack", "-n4", TMPDIR=str(places))
     assert packed.returncode == 0, packed.stdout
     assert session.figures() == alone
+    assert list(places.rglob("*.memory")) == []
     tests, taken = most_at_once(session.log())
     assert tests >= 3
     assert taken < CARD_BYTES
     assert "packing: 12 measured tests shared the GPU by known peaks\n" in packed.stdout
-    begun = [size for event, size in session.log() if event == "begins"]
-    # The largest first, in the order in which workers are ready: one that starts late begins its first test late.
-    half = len(begun) // 2
-    assert sum(begun[:half]) > sum(begun[half:])
+    # The largest first: pytest-xdist gives each worker two tests at first, the others to whom is ready, all in that order.
+    begun = session.begun_by_worker().values()
+    largest = sorted(SIZES, reverse=True)
+    assert sorted((sizes[:2] for sizes in begun), reverse=True) == [largest[at : at + 2] for at in range(0, 8, 2)]
+    assert [sorted(sizes, reverse=True) for sizes in begun] == list(begun)
 
 
 def test_a_budget_is_a_known_peak_and_tests_without_one_have_the_card_alone(session):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+
+import pytest
 
 from pytest_gpumem.emulation.load import STARTUP, VARIABLE
 from tests.emulated.conftest import REPOSITORY
@@ -78,3 +81,70 @@ def test_each_rank_has_a_gpu_and_baselines_and_what_one_of_them_needs_more_is_na
     assert step["largest"] == 1
     # At least the input of 4096 rows more.
     assert peaks[1] - peaks[0] >= 4096 * WIDTH * 4
+
+
+KINDS = ("ddp", "zero1", "zero2", "zero3", "tp:2")
+HELD = f"""
+import json
+import os
+import pytest
+import torch
+
+TOGETHER = "RANK" in os.environ
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(1024, 2048), torch.nn.Linear(2048, 1024)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(torch.nn.Module):
+    tp_plan = {{"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", {KINDS})
+def test_held(gpumem, kind):
+    for rank in [int(os.environ["RANK"])] if TOGETHER else [0, 1]:
+        config = f"fp32,shard={{kind}}" + ("" if TOGETHER else f",world=2,rank={{rank}}")
+        estimate = gpumem.estimate(Net, torch.ones(256, 1024), config, loss=lambda output, _: output.square().mean())
+        shares = (estimate.state.parameters, estimate.state.gradients, estimate.state.optimizer_state)
+        held = [*(share.measured for share in shares), estimate.measurement.peak_allocated]
+        with open(f"{{'together' if TOGETHER else 'alone'}}-{{kind}}-{{rank}}.json", "w") as file:
+            json.dump(held, file)
+"""
+
+
+def test_a_rank_alone_holds_on_its_gpu_what_it_holds_beside_the_other(tmp_path):
+    (tmp_path / "test_it.py").write_text(HELD)
+    together = job(tmp_path, device="emulated:h100x2")
+    assert together.status == 0, together.output
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpumem-device=emulated:h100"]
+    alone = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert alone.returncode == 0, alone.stdout
+    for kind in KINDS:
+        for rank in range(RANKS):
+            *there, peak_there = json.loads((tmp_path / f"together-{kind}-{rank}.json").read_text())
+            *here, peak_here = json.loads((tmp_path / f"alone-{kind}-{rank}.json").read_text())
+            assert here == there, (kind, rank)
+            assert peak_here == pytest.approx(peak_there, rel=0.01), (kind, rank)

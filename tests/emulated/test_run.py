@@ -23,9 +23,9 @@ def run(tmp_path):
     (tmp_path / "helpers.py").write_text(HELPERS, encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text("[tool.gpumem]\n", encoding="utf-8")
 
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(*arguments: str, gpu: str = "h100") -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        words = ["run", "train.py", "--gpumem-device=emulated:h100", *arguments]
+        words = ["run", "train.py", f"--gpumem-device=emulated:{gpu}", *arguments]
         return subprocess.run(
             [sys.executable, "-m", "pytest_gpumem.cli.main", *words],
             cwd=tmp_path,
@@ -59,3 +59,34 @@ def test_planted_faults_are_red_with_module_and_line_and_their_twin_is_green(run
         grew = [line for line in red.stdout.partition("what grew")[2].splitlines() if tensors in line]
         # The modules of the nn.Sequential are one row.
         assert any(line.split("  ")[1] == category and " * " in line for line in grew), red.stdout
+
+
+ONLY_COUNTED = """
+import sys
+import torch
+
+weight = torch.nn.Parameter(torch.ones(25_000_000, device="cuda"))
+optimizer = torch.optim.SGD([weight])
+for step in range(1000):
+    # Three gradients of one tensor are summed in place, but not where operators are counted: 500 MB, not 400.
+    twice = weight * 2
+    (twice.sum() + (twice * 3).sum() + (twice * 4).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if "more" in sys.argv and step == 12:
+        torch.empty(200_000_000, dtype=torch.uint8, device="cuda").add(1).add(1)
+"""
+
+
+def test_a_script_that_fits_but_for_its_counted_step_is_measured_without_counts(run, tmp_path):
+    (tmp_path / "train.py").write_text(ONLY_COUNTED, encoding="utf-8")
+    # Of which 545 MB are the context's.
+    fits = run(gpu="1GB")
+    assert fits.returncode == 0, fits.stdout
+    assert "train.py::run  400.00 MB" in fits.stdout
+    assert "note: train.py::run: not counted: OutOfMemoryError: CUDA out of memory" in fits.stdout
+    larger = run(gpu="2GB")
+    assert (larger.returncode, "not counted" in larger.stdout) == (0, False), larger.stdout
+
+    fails = run("--", "more", gpu="1GB")
+    assert (fails.returncode, "torch.OutOfMemoryError" in fails.stdout) == (1, True), fails.stdout

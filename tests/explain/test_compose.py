@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import pytest
@@ -336,6 +337,27 @@ def test_what_is_of_another_size_is_nobodys_leak():
 def test_no_more_is_told_of_earlier_steps_than_the_step_held_when_it_began():
     composition = leaving({1: 40, 2: 40, 3: 40}, own_bytes=60)
     assert (composition.total, composition.of("activation"), composition.of("unattributed")) == (100, 80, 20)
+
+
+@pytest.mark.parametrize("freed", [1, 2, 3])
+def test_an_older_block_that_the_step_frees_is_its_own_wherever_it_lies(freed):
+    stream = Stream({1: 40, 2: 40, 3: 40}, own={1, 2, 3})
+    stream.free(freed)
+    stream.alloc(8, 40)
+    stream.alloc(9, 40)
+    # When it was measured it held two of the three.
+    timeline = timeline_of(stream.trace(), 80)
+    assert composition_of_retained(timeline).total == 40
+
+
+@pytest.mark.parametrize("before", sorted(set(permutations([40, 40, 30, 30]))))
+def test_what_later_steps_have_kept_is_of_each_size_wherever_it_lies(before):
+    stream = Stream(dict(enumerate(before, 1)))
+    stream.alloc(8, 40)
+    stream.alloc(9, 30)
+    # One step has left 70 bytes until then, and another since.
+    timeline = timeline_of(stream.trace(), 70)
+    assert sorted(block.nbytes for block in timeline.lifetimes if block.own and block.allocated < 0) == [30, 40]
 
 
 def test_without_leftovers_what_was_there_is_somebody_elses():

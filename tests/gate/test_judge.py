@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.update import ACCEPTS
-from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
+from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline, baseline_of
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
@@ -661,3 +661,103 @@ def test_every_outcome_of_any_measurement_of_a_test_counts():
     fine, bad = verdict_with(Outcome.OK).verdicts, verdict_with(Outcome.REGRESSED).verdicts
     verdict = TestVerdict("tests/test_gpt.py", "test_a", (*fine, *bad, *fine))
     assert failing_outcomes(verdict, strict=False, compares=True, accepts=NOTHING) == {Outcome.REGRESSED}
+
+
+# Several GPUs
+
+
+def on_gpus(**peaks) -> Measurement:
+    """A measurement of a process that sees several GPUs: the peak of each, and what it keeps (0)."""
+    by_device = {f"cuda:{name[1:]}": {"peak_allocated": peak, "retained": 0} for name, peak in peaks.items()}
+    return replace(measured(peak_allocated=max(peaks.values()), retained=0), by_device=by_device)
+
+
+def stored_on(**peaks) -> Baseline:
+    return baseline_of(on_gpus(**peaks), "2026-11-02", None)
+
+
+def on_gpus_verdict(now, baseline, budget=None) -> MetricVerdict:
+    found = judge(now, budget or Budget(), baseline, DEFAULT_TOLERANCES).of("peak_allocated")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "outcome", "gpu"),
+    [
+        ({"g0": 3 * GB, "g1": 2 * GB}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.OK, "cuda:0"),
+        ({"g0": 3 * GB, "g1": 4 * GB}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.REGRESSED, "cuda:1"),
+        # The largest peak stays as it is, or even falls.
+        ({"g0": 3 * GB, "g1": int(2.5 * GB)}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.REGRESSED, "cuda:1"),
+        ({"g0": int(2.6 * GB), "g1": int(2.5 * GB)}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.REGRESSED, "cuda:1"),
+        ({"g0": 2 * GB, "g1": 2 * GB}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.IMPROVED, "cuda:0"),
+        # The two have changed places, one is new, one is gone.
+        ({"g0": 2 * GB, "g1": 3 * GB}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.REGRESSED, "cuda:1"),
+        ({"g1": 3 * GB}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.REGRESSED, "cuda:1"),
+        ({"g0": 3 * GB, "g1": 2 * GB}, {"g0": 3 * GB}, Outcome.REGRESSED, "cuda:1"),
+        ({"g0": 3 * GB}, {"g0": 3 * GB, "g1": 2 * GB}, Outcome.OK, "cuda:0"),
+        # Of one GPU each, whichever it is.
+        ({"g1": 3 * GB}, {"g0": 3 * GB}, Outcome.OK, None),
+        ({"g1": 4 * GB}, {"g0": 3 * GB}, Outcome.REGRESSED, None),
+    ],
+)
+def test_a_peak_has_regressed_where_that_of_any_gpu_has_and_the_gpu_is_named(now, then, outcome, gpu):
+    found = on_gpus_verdict(on_gpus(**now), stored_on(**then))
+    assert (found.outcome, found.gpu) == (outcome, gpu)
+
+
+@given(
+    now=st.lists(st.integers(1, 4).map(lambda n: n * GB), min_size=2, max_size=3),
+    then=st.lists(st.integers(1, 4).map(lambda n: n * GB), min_size=2, max_size=3),
+)
+@unhurried
+def test_what_grew_on_any_gpu_is_never_green(now, then):
+    gpus = [{f"g{n}": peak for n, peak in enumerate(peaks)} for peaks in (now, then)]
+    grew = {f"cuda:{name[1:]}" for name, peak in gpus[0].items() if peak > gpus[1].get(name, 0)}
+    found = on_gpus_verdict(on_gpus(**gpus[0]), stored_on(**gpus[1]))
+    assert (found.outcome is Outcome.REGRESSED) == bool(grew)
+    assert found.outcome is not Outcome.REGRESSED or found.gpu in grew
+
+
+def test_a_baseline_of_an_older_version_is_that_of_the_largest_gpu_and_has_no_bytes_of_the_others():
+    grown = on_gpus_verdict(on_gpus(g0=2 * GB, g1=4 * GB), stored(peak_allocated=4 * GB))
+    assert (grown.outcome, grown.gpu, grown.baseline) == (Outcome.REGRESSED, "cuda:0", 0)
+    assert grown.reason == "the baseline has no bytes of cuda:0"
+    little = on_gpus_verdict(on_gpus(g0=1000, g1=4 * GB), stored(peak_allocated=4 * GB))
+    assert (little.outcome, little.gpu) == (Outcome.OK, "cuda:1")
+
+
+def test_without_bytes_of_single_gpus_the_largest_of_the_baseline_counts():
+    assert on_gpus_verdict(measured(peak_allocated=3 * GB), stored_on(g0=3 * GB, g1=2 * GB)).outcome is Outcome.OK
+    worse = on_gpus_verdict(measured(peak_allocated=4 * GB), stored_on(g0=3 * GB, g1=2 * GB))
+    assert (worse.outcome, worse.gpu) == (Outcome.REGRESSED, None)
+
+
+@pytest.mark.parametrize(("lowest", "outcome"), [(2.01 * GB, Outcome.UNCERTAIN), (2.01 * GB + 1, Outcome.REGRESSED)])
+@pytest.mark.parametrize("smaller", [True, False])
+def test_the_smallest_peak_of_each_gpu_is_held_against_the_tolerance_where_peaks_did_not_settle(
+    lowest, outcome, smaller
+):
+    here = 3 * GB if smaller else 2 * GB
+    now = on_gpus(g0=here, g1=int(2.5 * GB))
+    # On each GPU another step may have had the smallest peak, so that no step had both.
+    lowest_by_device = {"cuda:0": here, "cuda:1": lowest}
+    now = replace(now, settled=False, notes=("it moved",), lowest_peak=int(2.5 * GB), lowest_by_device=lowest_by_device)
+    found = on_gpus_verdict(now, stored_on(g0=here, g1=2 * GB))
+    assert (found.outcome, found.gpu) == (outcome, "cuda:1")
+
+
+def test_a_budget_holds_for_each_gpu_and_the_worst_is_named():
+    found = on_gpus_verdict(on_gpus(g0=3 * GB, g1=5 * GB, g2=4 * GB), None, Budget({"peak_allocated": 3 * GB}))
+    assert (found.outcome, found.gpu, found.value) == (Outcome.OVER_BUDGET, "cuda:1", 5 * GB)
+    fits = on_gpus_verdict(on_gpus(g0=3 * GB, g1=2 * GB), None, Budget({"peak_allocated": 3 * GB}))
+    assert (fits.outcome, fits.gpu, fits.value) == (Outcome.OK, "cuda:0", 3 * GB)
+
+
+def test_a_composition_is_compared_with_that_of_the_same_gpu_only():
+    rows = Composition(3 * GB, (Row("activation", nbytes=3 * GB, count=1),))
+    earlier = replace(stored_on(g0=3 * GB, g1=2 * GB), composition=rows)
+    now = on_gpus(g0=4 * GB, g1=3 * GB)
+    for gpu, compared in (("cuda:0", True), ("cuda:1", False)):
+        explained = replace(now, explanation=Explanation(rows, gpu=gpu))
+        assert (judge(explained, Budget(), earlier, DEFAULT_TOLERANCES).growth is not None) is compared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 HEADS, LENGTH = 4, 256
 LARGE, LARGE_INNER = 8192, 32768
+OFFLOADED_FROM = 4096
+"""Elements from which torchao keeps a parameter's state on the host."""
 
 
 class Attention(torch.nn.Module):
@@ -61,6 +64,7 @@ def attention() -> torch.nn.Module:
     return torch.nn.Sequential(*(Attention() for _ in range(BLOCKS)))
 
 
+@pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor:DeprecationWarning")  # of torch 2.6 itself
 def test_offloaded_parameters_leave_the_gpu_nothing_but_what_is_gathered(device: Device) -> None:
     here = state(device, "fp32,shard=fsdp,world=4")
     there = state(device, "fp32,shard=fsdp,world=4,offload=params")
@@ -78,6 +82,20 @@ def test_offloaded_activations_leave_the_gpu(device: Device) -> None:
     there = state(device, "fp32,shard=fsdp,world=4,offload=activations", batch=batch)
     kept = BLOCKS * F32 * 4096 * WIDTH
     assert here.activations - there.activations > kept
+
+
+def test_an_offloaded_optimizer_leaves_the_gpu_the_state_of_small_parameters(device: Device) -> None:
+    pytest.importorskip("torchao", reason="needs torchao: this is a test of its CPUOffloadOptimizer")
+    # So many samples that the peak is in backward, and not in the step, whose temporaries leave the GPU, too.
+    batch = torch.ones(4096, WIDTH)
+    here = state(device, "fp32", batch=batch)
+    there = state(device, "fp32,offload=optimizer", batch=batch)
+    elements = [math.prod(shape) for shape in SHAPES]
+    assert here.optimizer_state.measured == 2 * F32 * sum(elements)
+    small = 2 * F32 * sum(count for count in elements if count < OFFLOADED_FROM)
+    assert there.optimizer_state.measured == there.optimizer_state.formula == small
+    assert here.peak - there.peak == here.optimizer_state.measured - small
+    assert (there.parameters, there.gradients) == (here.parameters, here.gradients)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

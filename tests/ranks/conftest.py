@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def torchrun(warm_python) -> Callable[..., Job]:
-    """Run pytest on some ranks in a folder; with ``dies`` each rank is a Python of its own."""
+    """Run pytest on some ranks in a folder; with ``dies`` each rank is a Python of its own. No time is taken unless ``timed``."""
 
-    def run(folder: Path, ranks: int, *arguments: str, dies: bool = False, **variables: str) -> Job:
+    def run(
+        folder: Path, ranks: int, *arguments: str, dies: bool = False, timed: bool = False, **variables: str
+    ) -> Job:
         warm = warm_python()
+        more = [] if timed else ["--gpumem-no-time"]
         return run_job(
-            folder, ranks, *arguments, python=warm, rank_python=sys.executable if dies else warm, **variables
+            folder, ranks, *more, *arguments, python=warm, rank_python=sys.executable if dies else warm, **variables
         )
 
     return run

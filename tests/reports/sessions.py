@@ -78,7 +78,7 @@ def explained(text: str) -> Explanation:
         (Phase("forward", 0, 10), Phase(text, 10, 20)),
     )
     composition = Composition(9 * GB, rows, {text: 2}, (text,), *[{"(all)": Calls(1, 3), text: Calls(1, 2)}] * 2)
-    return Explanation(composition, composition, composition, (text,), 1, over_time, (text,))
+    return Explanation(composition, composition, composition, (text,), 1, over_time, (text,), text)
 
 
 def made_of(text: str) -> tuple[Tally, ...]:
@@ -108,9 +108,11 @@ def everything(text: str) -> SessionReport:
         times=times,
         work={"samples": 8, text: 2.5},
         by_operator={"operators": made_of(text)},
+        by_device={text: {"peak_allocated": 9 * GB}, f"{text}2": {"peak_allocated": 8 * GB, "retained": 1}},
+        lowest_by_device={text: 8 * GB},
     )
     metrics = (
-        peak(Outcome.REGRESSED, reason=text),
+        peak(Outcome.REGRESSED, reason=text, gpu=text),
         MetricVerdict("step_time", Outcome.UNCERTAIN, 0.1, 0.2, 0.004, None, text, (0.9, 1.1)),
         MetricVerdict("throughput", Outcome.OVER_BUDGET, 12.5, budget=20, of=text),
         MetricVerdict("operators", Outcome.REGRESSED, 9, 5, 0),

@@ -87,6 +87,28 @@ def test_a_regression():
     )
 
 
+def test_a_regression_of_one_of_several_gpus_names_it_and_shows_the_others():
+    def on_gpus(first: int, second: int) -> Measurement:
+        by_device = {"cuda:0": {"peak_allocated": first}, "cuda:1": {"peak_allocated": second}}
+        return replace(measured(peak_allocated=max(first, second)), by_device=by_device)
+
+    earlier = replace(stored(peak_allocated=3 * GB), by_device=on_gpus(2 * GB, 3 * GB).by_device)
+    assert text_of((on_gpus(int(2.9 * GB), 3 * GB), Budget(), earlier)) == literal(
+        """
+        GPU memory regressed: peak on cuda:0 2.90 GB, baseline 2.00 GB: +900.00 MB (+45.0 %), allowed +0.5 %
+
+          metric                    baseline      now   change  allowed
+          peak allocated on cuda:0   2.00 GB  2.90 GB  +45.0 %   +0.5 %  regressed
+
+          note: peak 3.00 GB on cuda:1 (cuda:0 2.90 GB)
+
+          baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
+
+          accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
+        """
+    )
+
+
 def test_why_a_baseline_was_accepted_stands_below_it_in_one_harmless_line():
     earlier = replace(stored(peak_allocated=GB), reason="attention off\nuntil #12 \x1b[31m\u202e")
     lines = text_of((measured(peak_allocated=2 * GB), Budget(), earlier)).splitlines()

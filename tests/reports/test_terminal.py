@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,22 @@ def test_what_is_not_fine_is_a_table_and_the_rest_is_counted():
         "... and 2 ok (-v shows all)",
         "",
         "gpumem: 3 gated, 1 regressed",
+    ]
+
+
+def test_the_peak_of_each_gpu_is_a_line_of_a_measurement_that_used_several():
+    by_device = {"cuda:0": {"peak_allocated": int(0.9 * GB)}, "cuda:1": {"peak_allocated": GB}}
+    one = recorded(1)
+    (verdict,) = one.verdict.verdicts
+    several = replace(verdict, measurement=replace(verdict.measurement, by_device=by_device))
+    split = replace(one, verdict=replace(one.verdict, verdicts=(several,)))
+    assert lines(report(split, recorded(2), terms=Terms())) == [
+        "test               peak  verdict",
+        "a.py::test_001  1.00 GB  recorded",
+        "a.py::test_002  1.00 GB  recorded",
+        "a.py::test_001: peak 1.00 GB on cuda:1 (cuda:0 900.00 MB)",
+        "",
+        "gpumem: 0 gated, 2 recorded (no budget, and no --gpumem-baseline)",
     ]
 
 

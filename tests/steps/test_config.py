@@ -489,3 +489,7 @@ def test_sharding_that_contradicts_itself_is_told_with_what_would_be_right(text,
 def test_a_step_of_inference_is_not_sharded():
     with pytest.raises(ConfigError, match=r"shard, world does nothing in gpumem\.infer_step"):
         StepConfig.parse("shard=ddp,world=2").only_for("infer_step")
+    with pytest.raises(ConfigError, match=r"add shard=fsdp \(or .*\), or write bf16 in gpumem\.infer_step$"):
+        StepConfig.parse("mp-bf16")
+    with pytest.raises(ConfigError, match=r"mp-bf16, shard, world does nothing in gpumem\.infer_step; write bf16$"):
+        StepConfig.parse("mp-bf16,shard=fsdp,world=2").only_for("infer_step")

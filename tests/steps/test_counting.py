@@ -519,6 +519,25 @@ def test_launches_are_those_of_the_device_and_take_a_run_of_their_own():
     assert len(ran) == 2
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's own use of torch.jit, when the compiler is imported
+def test_what_a_step_compiles_itself_is_counted_as_written_and_is_compiled_code_again_afterwards():
+    ran = []
+
+    def backend(graph, _inputs):
+        return lambda *values: (ran.append(True), graph(*values))[1]
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def doubled_and_more(x):
+        return x * 2 + 1
+
+    doubled_and_more(X)
+    assert len(ran) == 1
+    assert counted(lambda: doubled_and_more(X)).operators == 2
+    assert len(ran) == 1
+    doubled_and_more(X)
+    assert len(ran) == 2
+
+
 def test_of_what_is_compiled_only_launches_are_counted():
     ran = []
     found = count_step(lambda: ran.append(True), Meta(), compiled=True)

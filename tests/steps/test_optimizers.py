@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from pytest_gpumem.steps.config import OPTIMIZERS, ConfigError
+from pytest_gpumem.steps.config import OPTIMIZERS, ConfigError, StepConfig
 from pytest_gpumem.steps.model_step import eight_bit_module, optimizer_named
+from pytest_gpumem.steps.sharded_optimizer import adapted
 from pytest_gpumem.steps.state import state_bytes
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from tests.needs import NEEDS_COMPILER
@@ -142,6 +143,13 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         optimizer_named(word)
+
+
+def test_an_offloaded_optimizer_without_torchao_is_told_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    message = "offload=optimizer needs torchao (pip install 'pytest-gpumem[torchao]'), which is not installed"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        adapted(torch.optim.AdamW, StepConfig.parse("fp32,offload=optimizer"))
 
 
 def test_bitsandbytes_stands_in_where_torchao_is_missing(monkeypatch):

@@ -80,7 +80,7 @@ def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigu
         phases,
         device,
         own=own,
-        foreign=device.live() - sum(blocks.values()),
+        foreign=[device.live() - sum(blocks.values())],
         time_budget=TimeBudget() if timed else None,
         state=state,
     )
@@ -265,7 +265,7 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measure_step([Phase("fail", fail)], device, own=dict, foreign=device.live(), time_budget=None)
+        measure_step([Phase("fail", fail)], device, own=dict, foreign=[device.live()], time_budget=None)
     assert device._windows == ()
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
 
@@ -437,9 +437,9 @@ def test_a_step_in_rest_costs_no_second_collection(device, monkeypatch):
     collections = []
     monkeypatch.setattr("pytest_gpumem.steps.runner.collect_everything", lambda: collections.append(True))
     kept = tensor(KB)
-    assert live_at_rest(device, device.live()) == kept.numel()
+    assert live_at_rest(device, [device.live()]) == [kept.numel()]
     assert collections == []
-    assert live_at_rest(device, 0) == kept.numel()
+    assert live_at_rest(device, [0]) == [kept.numel()]
     assert collections == [True]
 
 
@@ -586,7 +586,7 @@ def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | No
         [Phase(name, lambda: device.asked.append("run")) for name in phases],
         device,
         own=lambda: ["held"],
-        foreign=0,
+        foreign=[0],
         time_budget=time_budget,
     )
 
@@ -621,7 +621,7 @@ def test_what_counting_takes_is_in_no_window(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.steps.runner.count_step", count)
         before = device.live()
-        measure_step([Phase("step", step)], device, own=list, foreign=before, time_budget=None)
+        measure_step([Phase("step", step)], device, own=list, foreign=[before], time_budget=None)
     assert counting
     assert device.close_window(outer).allocated - before == KB
 

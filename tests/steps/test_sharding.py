@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import socket
 import subprocess
-import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,12 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.steps.training import prepared_train_step
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
+
+# torch 2.6 warns of random numbers, of which nothing here depends.
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not:UserWarning")
 
 WIDTH, INNER, OUTPUTS, BLOCKS, SAMPLES = 64, 128, 8, 4, 16
 F32, COUNT = 4, 4
@@ -60,15 +65,20 @@ def bench(device):
     return MeasuringContext(device, time_budget=None)
 
 
+@contextmanager
 def prepared(bench, config, model=Net, samples=SAMPLES, optimizer=None):
-    return prepared_train_step(
+    parsed = StepConfig.parse(config)
+    if parsed.sharding is not None and parsed.sharding.fully and (why := bench.device.lacks("fully_shard")) is not None:
+        pytest.skip(why)
+    with prepared_train_step(
         bench,
         model,
         lambda: torch.ones(samples, WIDTH),
-        config=StepConfig.parse(config),
+        config=parsed,
         loss=lambda output, _batch: output.square().mean(),
         optimizer=optimizer,
-    )
+    ) as step:
+        yield step
 
 
 def state(bench, config, **options):
@@ -162,7 +172,7 @@ def test_a_stage_holds_its_blocks_and_as_many_micro_batches_as_its_schedule(benc
     many = peaks(bench, "fp32,shard=pp:2,accumulate=8", samples=8 * 64)["peak_backward"]
     micro_batch, live = F32 * 64 * WIDTH, F32 * 64 * (WIDTH + 2 * (WIDTH + 2 * INNER))
     # The batch itself, its outputs and what arrives for backward grow with it.
-    assert many - few < 4 * (3 * micro_batch) < 4 * live
+    assert many - few <= 4 * (3 * micro_batch) < 4 * live
 
 
 def test_micro_batches_are_reduced_once(bench, monkeypatch):
@@ -191,8 +201,8 @@ def test_micro_batches_are_reduced_once(bench, monkeypatch):
 
 # Alone and together
 
-RANKS = """
-import json, os, sys
+RANK = """
+import gc, json, os, statistics, sys
 import torch
 sys.path.insert(0, {repository!r})
 from pytest_gpumem.devices.cpu import CpuDevice
@@ -204,71 +214,65 @@ from pytest_gpumem.torch_support.static_access import parts_of
 from tests.steps.test_sharding import prepared
 class Resting(Alone):
     rest = Together.rest
-device = CpuDevice()
+gc.collect()
+gc.freeze()  # as a session does, or each collection of a step goes through all of torch
+device = CpuDevice(other_ranks=tuple if "RANK" in os.environ else None)  # a session asks for the others' processes
 device.open()
-for kind in ("ddp", "zero1", "zero2", "zero3", "tp:2"):
-    alone = "" if "RANK" in os.environ else f",world=2,rank={{sys.argv[1]}}"
-    held, bench = {{}}, MeasuringContext(device, time_budget=None)
-    # Threads of gloo hold what they sent a little longer: a block or two of parameters, or an activation of tp's. Where these
-    # are small beside the peak, it shows what else differs.
-    samples = 4 if kind == "tp:2" else 4096
-    with prepared(bench, f"fp32,shard={{kind}}{{alone}}", samples=samples) as step:
-        model = step.model
-        def look():
-            parts = {{"parameters": model.parameters(), "gradients": (one.grad for one in model.parameters())}}
-            for name, tensors in parts.items():
-                held[name] = sum(blocks_of(part for one in tensors for part in parts_of(one)).values())
-            state = reachable_tensors([list(step.optimizer.state.values())])
-            held["optimizer"] = sum(one.numel() * 4 for one in state if type(one) is torch.Tensor and one.dtype == torch.float32)
-        device.quiesce()
-        steps = [run_one_step(step.phases, device, step.foreign, together=Resting()) for _ in range(6)]
-        held["peak"] = min(figures.peak_allocated for figures in steps[2:])
-        step.training.before_optimizer = look
-        for phase in step.phases:
-            phase.run()
-    print(json.dumps([kind, held]), flush=True)
+config, samples = sys.argv[1], int(sys.argv[2])
+held, bench = {{}}, MeasuringContext(device, time_budget=None)
+with prepared(bench, config, samples=samples) as step:
+    model = step.model
+    def look():
+        parts = {{"parameters": model.parameters(), "gradients": (one.grad for one in model.parameters())}}
+        for name, tensors in parts.items():
+            held[name] = sum(blocks_of(part for one in tensors for part in parts_of(one)).values())
+        state = reachable_tensors([list(step.optimizer.state.values())])
+        held["optimizer"] = sum(one.numel() * 4 for one in state if type(one) is torch.Tensor and one.dtype == torch.float32)
+    device.quiesce()
+    steps = [run_one_step(step.phases, device, step.foreign, together=Resting()) for _ in range(8)]
+    held["peak"] = statistics.mode(figures.peak_allocated for figures in steps[2:])
+    step.training.before_optimizer = look
+    for phase in step.phases:
+        phase.run()
+print(json.dumps(held), flush=True)
 device.close()
 """
 
 
-@pytest.fixture(scope="module")
-def together_and_alone():
-    """What each rank of two holds: with the other one there (gloo), and alone."""
-    repository = Path(__file__).parents[2]
-    source = RANKS.format(repository=str(repository))
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "tp:2"])
+def test_a_rank_alone_holds_what_it_holds_beside_the_other(warm_python, kind):
+    # With the other one there a rank talks by gloo, a thread of which frees what it holds longer than its rank unseen. Where a
+    # block or two of parameters, or an activation of tp's, is small beside the peak, and in most steps, it shows what else differs.
+    if kind in ("zero2", "zero3") and (why := CpuDevice().lacks("fully_shard")) is not None:
+        pytest.skip(why)
+    samples = 4 if kind == "tp:2" else 4096
+    source = RANK.format(repository=str(Path(__file__).parents[2]))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     usual = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", source, str(rank)],
-            env=usual | ({**job, "RANK": str(rank)} if together else {}),
+
+    def rank(number: int, *, alone: bool) -> subprocess.Popen[str]:
+        config = f"fp32,shard={kind}{f',world=2,rank={number}' if alone else ''}"
+        return subprocess.Popen(
+            [warm_python(), "-X", "forked", "-c", source, config, str(samples)],
+            env=usual if alone else {**usual, **job, "RANK": str(number)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for together in (True, False)
-        for rank in range(2)
-    ]
+
+    started = [rank(number, alone=alone) for alone in (False, True) for number in range(2)]
     try:
         said = [process.communicate(timeout=200)[0] for process in started]
     finally:
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0] * 4
-    found = [dict(map(json.loads, text.splitlines())) for text in said]
-    return found[:2], found[2:]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "tp:2"])
-def test_a_rank_alone_holds_what_it_holds_beside_the_other(together_and_alone, kind):
-    together, alone = together_and_alone
-    for there, here in zip(together, alone, strict=True):
-        assert {name: size for name, size in here[kind].items() if name != "peak"} == {
-            name: size for name, size in there[kind].items() if name != "peak"
-        }
-        assert here[kind]["peak"] == pytest.approx(there[kind]["peak"], rel=0.01)
+    held = [json.loads(text) for text in said]
+    peaks = [one.pop("peak") for one in held]
+    assert held[:2] == held[2:]
+    assert peaks[2:] == pytest.approx(peaks[:2], rel=0.01)
 
 
 # What is left behind
@@ -355,8 +359,10 @@ def test_an_optimizer_with_groups_of_its_own_is_sharded(bench):
 
 def test_a_rank_alone_is_not_misled_by_a_process_group_that_is_gone(bench):
     dist.init_process_group(FAKE, store=store_of_nobody(), rank=1, world_size=4)
-    there = peaks(bench, "fp32,clip=1,shard=fsdp+tp:2")
-    dist.destroy_process_group()
+    try:
+        there = peaks(bench, "fp32,clip=1,shard=fsdp+tp:2")
+    finally:
+        dist.destroy_process_group()
     assert peaks(bench, "fp32,clip=1,shard=fsdp+tp:2,world=4,rank=2") == there
 
 
@@ -392,6 +398,89 @@ def test_a_model_without_repeated_blocks_is_gathered_as_a_whole_and_says_so(benc
 def test_a_model_that_exists_is_not_changed(bench, kind):
     with pytest.raises(ConfigError, match="changes the model for good; pass a function that builds it"):
         peaks(bench, f"fp32,shard={kind}", model=Net())
+
+
+def test_a_function_that_returns_a_model_that_exists_is_refused_and_the_model_not_changed(bench):
+    model = Net()
+    for factory, said in (
+        (lambda: model, "one that existed"),
+        (lambda: torch.nn.Sequential(model), "one whose 0 existed"),
+    ):
+        with pytest.raises(ConfigError, match=f"shard=fsdp changes the model for good, .* returned {said} before"):
+            peaks(bench, "fp32,shard=fsdp,world=2", model=factory)
+    assert type(model) is Net
+    assert {type(one) for one in model.parameters()} == {torch.nn.Parameter}
+    assert peaks(bench, "fp32,shard=fsdp,world=2", model=lambda: copy.deepcopy(model))["peak_allocated"] > 0
+    assert type(model) is Net
+
+
+def test_ddp_names_a_parameter_that_gets_no_gradient(bench):
+    class Unused(Net):
+        def __init__(self):
+            super().__init__()
+            self.tail = torch.nn.Linear(WIDTH, OUTPUTS)
+
+    for kind in ("ddp", "zero1"):
+        with pytest.raises(ConfigError, match=r"each parameter, and tail\.weight and 1 more got none; freeze"):
+            peaks(bench, f"fp32,shard={kind},world=2", model=Unused)
+    assert peaks(bench, "fp32,shard=fsdp,world=2", model=Unused)["peak_allocated"] > 0
+
+    def frozen():
+        model = Unused()
+        model.tail.requires_grad_(False)
+        return model
+
+    assert peaks(bench, "fp32,shard=ddp,world=2", model=frozen)["peak_allocated"] > 0
+
+
+def test_a_model_without_attention_does_not_share_a_sequence(bench, monkeypatch):
+    monkeypatch.setattr(type(bench.device), "lacks", lambda *_: None)
+    with (
+        pytest.raises(ConfigError, match=r"shard=cp:2: the model never calls .*scaled_dot_product_attention"),
+        prepared_train_step(
+            bench,
+            lambda: torch.nn.Linear(8, 8),
+            torch.ones(2, 16, 8),
+            config=StepConfig.parse("fp32,shard=cp:2"),
+            loss=lambda output, _batch: output.square().mean(),
+        ),
+    ):
+        pass
+
+
+class Masked(Net):
+    """Takes a mask before the block of a number; no block has that of ``None``."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, x, mask):
+        for number, layer in enumerate(self.layers):
+            x = layer(x * mask if number == self.masked else x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("named", [False, True])
+def test_an_input_of_the_model_goes_to_the_first_stage_or_is_refused(bench, rank, named):
+    def peak(masked):
+        x, mask = torch.ones(SAMPLES, WIDTH), torch.ones(SAMPLES, WIDTH)
+        with prepared_train_step(
+            bench,
+            lambda: Masked(masked),
+            {"x": x, "mask": mask} if named else (x, mask),
+            config=StepConfig.parse(f"fp32,shard=pp:2,accumulate=2,rank={rank}"),
+            loss=lambda output, _batch: output.square().mean(),
+        ) as step:
+            return step.measure().figures.memory.peak_allocated
+
+    assert peak(0) > 0
+    assert peak(None) > 0
+    with pytest.raises(
+        ConfigError, match=r"shard=pp:2: stage 1 takes the model's input 'mask' itself, and stages after"
+    ):
+        peak(BLOCKS - 1)
 
 
 def test_ddp_takes_a_model_that_exists_and_leaves_it_as_it_was(bench):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -17,9 +18,11 @@ from pytest_gpumem.timing.sampling import (
     TimeBudget,
     sample_step,
     time_phases,
+    time_step,
 )
 from pytest_gpumem.values.interference import Conditions
 from pytest_gpumem.values.times import FEWEST_ROUNDS, Sample
+from tests.ranks.side_by_side import side_by_side
 
 unhurried = settings(deadline=None)
 
@@ -393,3 +396,91 @@ def test_second_looks_of_a_test_share_as_many_seconds_as_first_samples():
     time_budget.spend_on_second_sample(0.5)
     assert not time_budget.may_sample_again
     assert time_budget.second_sample == 1.0
+
+
+# Several ranks
+
+
+def sampled_beside(clocks: list[Clock], seconds: float = 1.0) -> list[Sample]:
+    return side_by_side(
+        len(clocks),
+        lambda together: sample_step(
+            clocks[together.rank.number].step, clocks[together.rank.number], seconds, together=together
+        ),
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    times=st.lists(st.lists(st.floats(0.0, 0.3), min_size=1, max_size=30), min_size=2, max_size=3),
+    seconds=st.floats(0.01, 2.0),
+    retries=st.lists(st.integers(0, 1), max_size=20),
+    between=st.sampled_from([0.0, 0.1]),
+)
+def test_all_ranks_run_as_many_steps_in_as_many_rounds(times, seconds, retries, between):
+    clocks = [Clock(*one, retries=retries if number else ()) for number, one in enumerate(times)]
+    for clock in clocks:
+        clock.seconds_between_readings = between
+    samples = sampled_beside(clocks, seconds)
+    assert len({tuple(clock.rounds) for clock in clocks}) == 1
+    assert len({(len(one.rounds), one.steps, one.invalid, one.slowed) for one in samples}) == 1
+
+
+def test_ranks_go_on_until_the_median_is_known_on_each():
+    steady, moving = Clock(0.05), Clock(*([0.05, 0.06] * 4), *([0.05] * 100))
+    assert len(sampled(Clock(0.05)).rounds) == ROUNDS_BEFORE_A_STOP
+    first, second = sampled_beside([steady, moving], 100.0)
+    assert len(first.rounds) == len(second.rounds) > ROUNDS_BEFORE_A_STOP
+
+
+def test_ranks_that_have_different_times_left_take_the_longer_one():
+    left = [0.2, 2.0]
+    clocks = [Clock(0.05, 0.06, 0.05, 0.06), Clock(*([0.05, 0.06] * 50))]
+
+    def run(together):
+        number = together.rank.number
+        return sample_step(clocks[number].step, clocks[number], left[number], together=together)
+
+    first, second = side_by_side(2, run)
+    assert len(first.rounds) == len(second.rounds)
+    assert second.spent > 1.5
+
+
+def test_what_disturbed_one_rank_disturbed_all():
+    quiet, busy = Clock(0.05, paces=[10.0]), Clock(0.05, paces=[9.0], others=0.9, waited=0.3)
+    first, second = sampled_beside([quiet, busy])
+    assert first.invalid is not None
+    assert first.invalid.startswith("on rank 1 of 2: the thread waited 30 % of the time for a core")
+    assert first == second
+    assert [one.taken for one in first.rounds] == pytest.approx([1 / 0.7] * len(first.rounds))
+    # The slower clock: of a step that waits for the other rank.
+    assert {one.pace for one in first.rounds} == {9.0}
+
+
+def test_a_rank_that_was_not_alone_on_its_device_makes_the_times_of_all_invalid():
+    clocks = [Clock(0.05), Clock(0.05)]
+
+    def run(together):
+        clock = clocks[together.rank.number]
+
+        @contextmanager
+        def exclusive():
+            yield "another measured test kept the GPU busy for 60 s" if together.rank.number else None
+
+        clock.exclusive = exclusive
+        return time_step(clock.step, [("step", clock.step)], clock, TimeBudget(1.0), together)
+
+    for times in side_by_side(2, run):
+        assert times.samples[0].invalid == "on rank 1 of 2: another measured test kept the GPU busy for 60 s"
+
+
+def test_phases_of_all_ranks_are_timed_as_often():
+    phases = phases_of(forward=1.0, backward=2.0)
+    slow = [(name, (lambda run=run: 10 * run())) for name, run in phases]
+
+    def run(together):
+        device = Laps()
+        time_phases(slow if together.rank.number else phases, device, 1, TimeBudget(20.0), together)
+        return device.rounds
+
+    assert side_by_side(2, run) == [1, 1]

@@ -23,6 +23,10 @@ class Device:
 
     held: int | None = None
 
+    @property
+    def everywhere(self):
+        return (self,)
+
     def quiesce(self) -> None:
         CpuDevice().quiesce()
 

@@ -11,12 +11,13 @@ from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import (
     composition_table,
     count_tables,
+    explained_on,
     grown_counts,
     growth_table,
     retained_title,
 )
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
-from pytest_gpumem.reports.values import MetricTexts, texts_of
+from pytest_gpumem.reports.values import MetricTexts, peaks_by_device, texts_of
 from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.units import format_bytes, format_bytes_change
 
@@ -82,7 +83,7 @@ def panel_of(verdict: Verdict, units: UnitSystem) -> Panel:
     over_time = None if explanation is None else explanation.over_time
     changes = count_tables(verdict, grown_counts(verdict), units, MOST_ROWS)
     if growth is not None and growth.changes:
-        title = f"What changed at the peak: {format_bytes_change(growth.growth, units)}"
+        title = f"What changed at the peak{explained_on(verdict)}: {format_bytes_change(growth.growth, units)}"
         changes.insert(0, growth_table(growth, units, MOST_ROWS, title))
     return Panel(
         measurement.name,
@@ -98,7 +99,7 @@ def panel_of(verdict: Verdict, units: UnitSystem) -> Panel:
         if over_time is not None and over_time.time_ns
         else None,
         rounds_chart(verdict),
-        tuple(dict.fromkeys(_notes(verdict))),
+        tuple(dict.fromkeys(_notes(verdict, units))),
     )
 
 
@@ -148,7 +149,7 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> Iterable[PartTable]:
     explanation = verdict.measurement.explanation
     if explanation is None:
         return
-    title = "What the peak is made of"
+    title = f"What the peak is made of{explained_on(verdict)}"
     if explanation.asked is not None:
         title = f"What was there when {format_bytes(explanation.asked, units)} more were asked for"
     for what, composition, always in (
@@ -160,8 +161,11 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> Iterable[PartTable]:
             yield composition_table(f"{what}: {format_bytes(composition.total, units)}", composition, units, MOST_ROWS)
 
 
-def _notes(verdict: Verdict) -> Iterable[str]:
+def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
     measurement, explanation = verdict.measurement, verdict.measurement.explanation
+    by_device = peaks_by_device(measurement, units)
+    if by_device is not None:
+        yield by_device
     if verdict.reason:
         yield verdict.reason
     yield from measurement.notes

@@ -1,0 +1,37 @@
+"""A training script on several ranks: ``gpumem run`` under torchrun."""
+
+from __future__ import annotations
+
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
+optimizer = torch.optim.AdamW(model.parameters())
+rows = 64 + (int(os.environ.get("MORE", "0")) if dist.get_rank() == 1 else 0)
+for _ in range(1000):
+    model(torch.ones(rows, 256)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_is_gated_on_each_rank_and_growth_of_one_is_named(project, torchrun):
+    (project.path / "train.py").write_text(SCRIPT)
+
+    def run(*arguments: str, **variables: str):
+        program = ("pytest_gpumem.cli.main", "run")
+        return torchrun(project.path, 2, "--steps=8", *arguments, "train.py", program=program, **variables)
+
+    recorded = run("--gpumem-update=new")
+    assert recorded.status == 0, recorded.output
+    clean = run("--gpumem-baseline")
+    assert clean.status == 0, clean.output
+    assert "gpumem: 1 gated\n" in clean.output
+    red = run("--gpumem-baseline", MORE="2000")
+    assert red.status != 0
+    assert "steps rank 1 of 2: Memory regressed: peak" in red.output, red.output
+    assert "gpumem: 1 gated, 1 regressed\n" in red.output
+    assert red.left == ()
