@@ -48,13 +48,23 @@ class TensorOwners:
         self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
         """Each with the line that calls its step, which makes its state."""
         self._inputs: list[object] = []
+        self._buckets: Mapping[int, torch.Tensor] = {}
         self._zeroed: dict[int, str] = {}
         """The line that fills a gradient with zeros, and so keeps it: by address."""
         self._labelled: set[tuple[str, int, str]] = set()
 
     def model(self, module: torch.nn.Module) -> None:
-        """Register a model by its outermost module, unless it is a part of a registered one."""
+        """Register a model by its outermost module, unless it is a part of a registered one.
+
+        Modules within `DistributedDataParallel` and `DataParallel` have the paths that they have without.
+        """
+        import torch
+
         if self.path_of(module) is not None:
+            return
+        if is_a(module, torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
+            self._paths[id(module)] = weakref.ref(module), type(module).__name__
+            self.model(dict(named_modules(module))["module"])
             return
         # A generator and a discriminator may have modules of the same names; blocks of one list are of one kind.
         kind = type(module).__name__
@@ -73,6 +83,10 @@ class TensorOwners:
     def inputs(self, value: object) -> None:
         """Register the tensors reachable from ``value`` as inputs, where they are nothing else."""
         self._inputs.append(value)
+
+    def buckets(self, buckets: Mapping[int, torch.Tensor]) -> None:
+        """Register the copies of gradients that `DistributedDataParallel` sends, which may change while the step runs."""
+        self._buckets = buckets
 
     def within(self, value: object) -> None:
         """Register the models and optimizers that can be reached from a value."""
@@ -99,8 +113,9 @@ class TensorOwners:
                 self._zeroed[address] = line
 
     def forget(self) -> None:
-        """Release the inputs."""
+        """Release the inputs, and buckets."""
         self._inputs.clear()
+        self._buckets = {}
 
     def labels(self) -> Iterator[Label]:
         """Return an ownership snapshot: parameters, buffers, gradients, optimizer state and inputs, as they are now.
@@ -121,6 +136,7 @@ class TensorOwners:
             optimizer = known()
             if optimizer is not None:
                 yield from self._of_optimizer(optimizer, line, owners)
+        yield from self._label("gradient", "DistributedDataParallel", self._buckets.values())
         yield from self._label("input", "", reachable_tensors(self._inputs))
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, line: str, owners: Mapping[int, str]) -> Iterator[Label]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from pytest_gpumem.steps.runner import (
     peaks_elsewhere,
     run_one_step,
     steps_elsewhere,
+    unrecorded_steps,
 )
 from pytest_gpumem.timing.sampling import time_step
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.devices.contract import BlockIds, Device
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.steps.runner import Figures
     from pytest_gpumem.values.times import Times
@@ -82,9 +84,10 @@ class PreparedLoop(PreparedStep):
                 )
                 notes = (f"{ended} {self.steps} steps: nothing was counted or timed",)
             else:
+                earlier = device.known()
                 with device.peak_ignored():
                     counted = count_step(self._run_counted, device)
-                times, notes = self._timed()
+                times, notes = self._timed(earlier)
         figures = loop_figures(seen)
         figures = replace(figures, counted=counted, times=times)
         trouble = () if counted.trouble is None else (counted.trouble,)
@@ -115,24 +118,21 @@ class PreparedLoop(PreparedStep):
         except LoopEnded:
             return
 
-    def _timed(self) -> tuple[Times | None, tuple[str, ...]]:
-        """Return the times of further steps, or ``None`` and a note that says why not."""
-        device, time_budget = self.context.device, self.context.time_budget
+    def _timed(self, earlier: BlockIds) -> tuple[Times | None, tuple[str, ...]]:
+        """Return the times of further steps, or ``None`` and a note that says why not.
+
+        ``earlier`` is what the device knew before the last recorded step.
+        """
+        device, time_budget, together = self.context.device, self.context.time_budget, self.context.together
         if time_budget is None:
             return None, ()
-        held = {storage.data_ptr() for storage in self._storages()}
-        # While nothing is recorded, what the loop holds may be replaced; the rest stays, such as a graph that it keeps.
-        since = frozenset(block for block in device.known() if block[0] not in held)
+        run_step = partial(run_one_step, self.phases, device, self.foreign, together=together)
         times = None
         try:
-            with device.unrecorded():
-                times = time_step(self._run, self.phases, device, time_budget, self.context.together)
-            # A recorded step replaces what the unrecorded ones left behind.
-            run_one_step(self.phases, device, self.foreign, together=self.context.together)
+            with unrecorded_steps(device, earlier, self._storages, run_step):
+                times = time_step(self._run, self.phases, device, time_budget, together)
         except LoopEnded as ended:
             return times, () if times is not None else (f"not timed: {ended}",)
-        finally:
-            device.reconcile(since, self._storages())
         return times, ()
 
     def _register(self, owners: TensorOwners) -> None:

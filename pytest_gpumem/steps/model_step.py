@@ -62,6 +62,8 @@ class Built:
     """The stage that runs its micro-batches."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context around forward in which backward leaves gradients as this rank's own."""
+    buckets: Mapping[int, torch.Tensor] | None = None
+    """The copies of gradients that ``DistributedDataParallel`` sends, as far as it shows them; ``None`` without it."""
     notes: tuple[str, ...] = ()
 
 

@@ -202,6 +202,8 @@ class PreparedStep:
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
+    buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """As of `Built`."""
 
     def measure(self) -> MeasuredStep:
         """Run the step until it repeats, then measure it."""
@@ -288,6 +290,7 @@ class PreparedStep:
         if self.optimizer is not None:
             owners.optimizer(self.optimizer)
         owners.inputs(self.batch)
+        owners.buckets(self.buckets)
 
     @property
     def _compiled(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,11 +17,11 @@ from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step, to
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
-    from pytest_gpumem.devices.contract import Device, Peak
+    from pytest_gpumem.devices.contract import BlockIds, Device, Peak
     from pytest_gpumem.ranks.together import Alone
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.times import Sample, Times
@@ -228,7 +229,6 @@ def measure_step(
     run as many steps, as they decide ``together``.
     """
     run_step = functools.partial(run_one_step, phases, device, foreign, together=together)
-    since = device.known()
     device.quiesce()
     with cyclic_collector_off():
         warm_ups = [run_step()]
@@ -243,21 +243,43 @@ def measure_step(
         keeps = any(_keeps(figures) for figures in (warm_ups[-1], memory))
         growth = _growth(run_step, device, together) if together.any(keeps) else {}
         times = None
+        earlier = device.known()
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         with device.peak_ignored():
             counted = count_step(_whole(phases), device, compiled=compiled)
         if time_budget is not None:
-            try:
-                with device.unrecorded():
-                    times = time_step(_whole(phases), phases, device, time_budget, together)
-                # A recorded step replaces what the unrecorded ones left behind (gradients, say); the rest is gone.
-                run_step()
-            finally:
-                # Also when a step raised: the test may go on, and measure another.
-                device.reconcile(since, own())
+            with unrecorded_steps(device, earlier, own, run_step):
+                times = time_step(_whole(phases), phases, device, time_budget, together)
     peaks = tuple(figures.own_peak for figures in warm_ups)
     kept = growth.pop(device.name, 0)
     return StepFigures(memory, settled, peaks, times, counted, kept, growth, peaks_elsewhere(warm_ups))
+
+
+@contextmanager
+def unrecorded_steps(
+    device: Device, earlier: BlockIds, own: Callable[[], Iterable[torch.UntypedStorage]], run_step: Callable[[], object]
+) -> Iterator[None]:
+    """Run steps within without recording them, then one that is recorded, and correct what the device takes to be live.
+
+    While nothing is recorded, a step may replace what it holds. What can be reached of that is known at the end. Of the rest,
+    such as buckets of `DistributedDataParallel` and what graphs have saved, what outlived a recorded step stays, and what each
+    step makes anew is taken from the last one. Also when a step raises, since the test may go on and measure another.
+
+    Args:
+        device: Where the steps run.
+        earlier: What the device knew before the last recorded step.
+        own: Returns the storages that can be reached from the step.
+        run_step: Runs a recorded step.
+    """
+    reached = {storage.data_ptr() for storage in own()}
+    before = device.known()
+    lasting = frozenset(block for block in earlier & before if block[0] not in reached)
+    try:
+        with device.unrecorded():
+            yield
+        run_step()
+    finally:
+        device.reconcile(lasting | (device.known() - before), own())
 
 
 def _keeps(figures: Figures) -> bool:
@@ -315,19 +337,15 @@ def sample_again(
     Taken after a pause of `SECONDS_BETWEEN_SAMPLES`, so that one burst of another process is not in both.
     """
     time.sleep(SECONDS_BETWEEN_SAMPLES)
-    # What the step holds may be replaced while nothing is recorded: of that only what it holds in the end is live.
-    held = {storage.data_ptr() for storage in own()}
-    since = frozenset(block for block in device.known() if block[0] not in held)
+    run_step = functools.partial(run_one_step, phases, device, [0] * len(device.everywhere), together=together)
     device.quiesce()
     with cyclic_collector_off():
-        try:
-            with device.unrecorded(), to_themselves(device, together) as refused:
-                # Settling has emptied the caches, and of few rounds none may be one that fills them again.
-                _whole(phases)()
-                sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE, together)
-            run_one_step(phases, device, [0] * len(device.everywhere), together=together)
-        finally:
-            device.reconcile(since, own())
+        earlier = device.known()
+        run_step()
+        with unrecorded_steps(device, earlier, own, run_step), to_themselves(device, together) as refused:
+            # Settling has emptied the caches, and of few rounds none may be one that fills them again.
+            _whole(phases)()
+            sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE, together)
     return invalid_if(refused, sample, device)
 
 

@@ -74,8 +74,8 @@ def build_sharded(
             return Built(model, model, blocks, creation_sites, pipeline, notes=notes)
         if config.compile != "none" and current_emulation() is not None:
             raise CannotRun("torch.compile splits a model within DistributedDataParallel in a way that is not emulated")
-        ddp = _ddp(model)
-    return Built(model, ddp, blocks, creation_sites, unreduced=ddp.no_sync)
+        ddp, buckets = _ddp(model)
+    return Built(model, ddp, blocks, creation_sites, unreduced=ddp.no_sync, buckets=buckets)
 
 
 def _refuse_ties(model: torch.nn.Module, config: StepConfig) -> None:
@@ -94,16 +94,16 @@ def torch_meta() -> torch.device:
     return torch.device("meta")
 
 
-def _ddp(model: torch.nn.Module) -> DistributedDataParallel:
+def _ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel, Mapping[int, torch.Tensor]]:
+    """Return the model within DDP, and the buckets that it sends: filled while steps run, where this rank is alone."""
     from torch.nn.parallel import DistributedDataParallel
 
     ddp = DistributedDataParallel(model)
+    buckets: dict[int, torch.Tensor] = {}
     if is_alone():
         # The hook of DDP's own asks the process group, which has nobody to add up with.
-        alone = _Alone()
-        ddp.register_comm_hook(None, alone.hook())
-        object.__setattr__(ddp, _ALONE, alone)
-    return ddp
+        ddp.register_comm_hook(None, _hook_alone(buckets))
+    return ddp, buckets
 
 
 @contextmanager
@@ -250,42 +250,22 @@ def _style(pattern: str, style: object) -> Any:
     return styles[style]()
 
 
-class _Alone:
-    """A hook for DDP that takes this rank's gradients for the average of all, and keeps hold of its buckets."""
+def _hook_alone(buckets: dict[int, torch.Tensor]) -> Callable[[object, Any], torch.futures.Future[torch.Tensor]]:
+    """Return a hook for DDP that takes this rank's gradients for the average of all, and enters its ``buckets``."""
+    import torch
+    from torch import distributed
 
-    def __init__(self) -> None:
-        self.buckets: dict[int, torch.Tensor] = {}
+    def reduce(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            buckets.clear()  # DDP makes them anew in its second step, and there may be fewer
+        buckets[bucket.index()] = bucket.buffer()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
-    def hook(self) -> Callable[[object, Any], torch.futures.Future[torch.Tensor]]:
-        import torch
-        from torch import distributed
-
-        def reduce(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-            self.buckets[bucket.index()] = bucket.buffer()
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
-
-        # DDP compares them with the classes themselves.
-        reduce.__annotations__ = {
-            "bucket": attribute(distributed, "GradBucket"),
-            "return": torch.futures.Future[torch.Tensor],
-        }
-        return reduce
-
-
-_ALONE = "pytest_gpumem_alone"
-"""The attribute of a `DistributedDataParallel` that has the `_Alone` of its hook."""
-
-
-def has_buckets(run: object) -> bool:
-    """Return whether gradients are copied to buckets: the model is called through ``DistributedDataParallel``."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return is_a(run, DistributedDataParallel)
-
-
-def buckets_of(run: object) -> list[torch.Tensor]:
-    """Return the buckets of DDP as far as they can be seen, which is where this rank is alone."""
-    alone = attribute(run, _ALONE)
-    return list(alone.buckets.values()) if is_a(alone, _Alone) else []
+    # DDP compares them with the classes themselves.
+    reduce.__annotations__ = {
+        "bucket": attribute(distributed, "GradBucket"),
+        "return": torch.futures.Future[torch.Tensor],
+    }
+    return reduce

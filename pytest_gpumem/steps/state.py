@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.prepared import is_uninitialised
 from pytest_gpumem.steps.sharded_optimizer import local_optimizer
-from pytest_gpumem.steps.sharding import buckets_of, has_buckets
 from pytest_gpumem.torch_support.reachability import blocks_of, is_host, is_on, reachable_tensors
 from pytest_gpumem.torch_support.static_access import gradient_of, is_a, parts_of
 
@@ -91,7 +90,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         buffers = held(model.buffers(), known)
         known |= buffers
         batch = held([training.batch], known)
-        buckets = held(buckets_of(training.wrapped), known | batch)
+        buckets = held((training.buckets or {}).values(), known | batch)
         found.append(
             {
                 "parameters": sum(weights.values()),
@@ -119,7 +118,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     word = training.config.precision
     other = figures.memory.own - at_rest
     buckets = 0
-    if has_buckets(training.wrapped):
+    if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
             # DDP shows them to nobody where other ranks are there: bytes at rest without another owner.

@@ -24,7 +24,7 @@ from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sequen
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -51,8 +51,8 @@ class Training:
     """Called when all gradients are there, in the dry run only."""
     pipeline: Pipeline | None = None
     """The stage whose schedule is forward and backward of all micro-batches."""
-    wrapped: torch.nn.Module | None = None
-    """The model, or what is around it, before it is compiled."""
+    buckets: Mapping[int, torch.Tensor] | None = None
+    """As of `Built`."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context around forward in which backward leaves gradients as this rank's own."""
     _losses: list[torch.Tensor] = field(default_factory=list)
@@ -217,7 +217,7 @@ def prepared_train_step(
         made = None if maker is None else build_optimizer(maker, model, given is not None)
         config = replace(config, blocks=built.blocks)
         training = Training(model, run, batch, made, loss, config, device)
-        training.pipeline, training.unreduced, training.wrapped = built.pipeline, built.unreduced, run
+        training.pipeline, training.unreduced, training.buckets = built.pipeline, built.unreduced, built.buckets
         stack.callback(model.zero_grad, set_to_none=True)
         if config.optimizer.endswith("-8bit"):
             # It compiles its step by itself.
@@ -238,7 +238,7 @@ def prepared_train_step(
             name="train_step",
             phases=phases,
             foreign=foreign,
-            held=(model, batch, made, training.scaler),
+            held=(model, batch, made, training.scaler, built.buckets),
             model=model,
             optimizer=local_optimizer(made) if made is not None and shared else made,
             batch=batch,
@@ -248,5 +248,6 @@ def prepared_train_step(
             notes=(*built.notes, *tried.notes),
             recomputed=tried.recomputed,
             creation_sites=built.creation_sites,
+            buckets={} if built.buckets is None else built.buckets,
             training=training,
         )

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import ConfigError, StepConfig
 from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
 
 # torch 2.6 warns of random numbers, of which nothing here depends.
@@ -175,14 +177,31 @@ def test_a_stage_holds_its_blocks_and_as_many_micro_batches_as_its_schedule(benc
     assert many - few <= 4 * (3 * micro_batch) < 4 * live
 
 
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_buckets_and_modules_of_ddp_are_named_whether_the_step_was_timed_or_not(device, monkeypatch, times):
+    monkeypatch.setattr("pytest_gpumem.steps.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    context = MeasuringContext(device, TimeBudget(0.05) if times else None, sites=Sites(Path(__file__).parents[2]))
+    with prepared(context, "fp32,shard=ddp,world=2") as step:
+        measured = step.measure()
+        if times == 2:
+            measured = step.time_again(measured)
+        peak = step.explain(measured).peak
+    assert peak.total == measured.metrics()["peak_allocated"]
+    (buckets,) = [row for row in peak.rows if row.module == "DistributedDataParallel"]
+    assert (buckets.category, buckets.nbytes) == ("gradient", shards(1))
+    assert not [row for row in peak.rows if row.category == "unattributed"]
+    assert {row.module for row in peak.rows} >= {"layers.*.up", "layers.*.down"}
+    assert not [row for row in peak.rows if row.module.startswith("module.")]
+
+
 def test_micro_batches_are_reduced_once(bench, monkeypatch):
     reduced = []
     from pytest_gpumem.steps import sharding
 
-    hook = sharding._Alone.hook
+    hook = sharding._hook_alone
 
-    def counted(self):
-        reduce = hook(self)
+    def counted(buckets):
+        reduce = hook(buckets)
 
         def counting(state, bucket):
             reduced.append(bucket.index())
@@ -191,7 +210,7 @@ def test_micro_batches_are_reduced_once(bench, monkeypatch):
         counting.__annotations__ = reduce.__annotations__
         return counting
 
-    monkeypatch.setattr(sharding._Alone, "hook", counted)
+    monkeypatch.setattr(sharding, "_hook_alone", counted)
     with prepared(bench, "fp32,shard=ddp,world=2,accumulate=4") as step:
         reduced.clear()
         for phase in step.phases:
