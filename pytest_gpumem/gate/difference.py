@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from pytest_gpumem.gate.reasons import reason
-from pytest_gpumem.values.composition import Composition, Row, RowText
+from pytest_gpumem.values.composition import REST, Composition, Row, RowText
 
 T = TypeVar("T")
 Key = Callable[[Row], object]
@@ -105,18 +105,20 @@ class Difference:
 
 
 def difference(before: Composition, after: Composition) -> Difference:
-    """Return what changed. ``before`` may be a baseline's, of which the rows that it did not keep are compared as one."""
-    old, new = list(before.rows), list(after.rows)
+    """Return what changed. ``before`` may be a baseline's: the rows of a category that it did not keep are compared as one."""
+    (old, not_kept), (new, rests) = _without_rests(before), _without_rests(after)
+    smallest = min((row.nbytes for row in old), default=0)
     for key in _SAME:
         old, new = _without_equals(old, new, key)
     new = _least_growth_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
-    if before.rest:
-        new = _folded_into_rest(new, smallest=min((row.nbytes for row in before.rows), default=0), most=before.rest)
-        old.append(Row("other", before.rest, operator=REST))
-    if after.rest:
-        new.append(Row("other", after.rest, operator=REST))
+    for category, most in not_kept.items():
+        # Older baselines do not say of what category the rows are that they did not keep.
+        within = None if category == "other" and before.rest else category
+        new, rests[category] = _folded(new, within, smallest, most, rests[category])
+    old += [Row(category, nbytes, operator=REST) for category, nbytes in not_kept.items()]
+    new += [Row(category, nbytes, operator=REST) for category, nbytes in rests.items() if nbytes]
     changes: list[Change] = []
     for key in _GREW:
         old, new, found = _paired(old, new, key)
@@ -138,8 +140,13 @@ def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
     return tuple(sorted(changes, key=lambda one: (-one.nbytes, -at_line[_line(one.row)], one.row.text())))
 
 
-REST = "smaller rows"
-"""The operator's name in the row that stands for all that a baseline did not keep."""
+def _without_rests(composition: Composition) -> tuple[list[Row], Counter[str]]:
+    """Return the rows that were kept one by one, and the bytes of the others, by category."""
+    rests = Counter({"other": composition.rest} if composition.rest else {})
+    for row in composition.rows:
+        if row.operator == REST:
+            rests[row.category] += row.nbytes
+    return [row for row in composition.rows if row.operator != REST], rests
 
 
 def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
@@ -213,19 +220,26 @@ def _place(row: Row) -> tuple[str, str, str, str]:
     return row.category, row.module, row.operator, row.tensor
 
 
-def _folded_into_rest(new: list[Row], smallest: int, most: int) -> list[Row]:
-    """Return ``new`` with the rows that the baseline would not have kept as one row, up to the size of its rest.
+def _folded(new: list[Row], category: str | None, smallest: int, most: int, folded: int) -> tuple[list[Row], int]:
+    """Return ``new`` without the rows that the baseline would not have kept, up to the size of its rest, and their bytes.
 
     They may exceed the rest by less than the smallest row that was kept, as a difference within that is no row's growth.
+
+    Args:
+        new: The rows that are not as they were.
+        category: Of which rows are folded; ``None`` for all.
+        smallest: Bytes of the smallest row that the baseline kept.
+        most: Bytes of the rows that it did not keep.
+        folded: Bytes that are folded already.
     """
     kept: list[Row] = []
-    small = 0
     for row in sorted(new, key=lambda row: row.nbytes):
-        if row.nbytes <= smallest and small + row.nbytes < most + smallest:
-            small += row.nbytes
+        fits = row.nbytes <= smallest and folded + row.nbytes < most + smallest
+        if fits and category in (None, row.category):
+            folded += row.nbytes
         else:
             kept.append(row)
-    return [*kept, Row("other", small, operator=REST)] if small else kept
+    return kept, folded
 
 
 def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.difference import REST
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table, plain_lines
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import counted, format_bytes, format_bytes_change
-from pytest_gpumem.values.composition import CATEGORIES, Composition, Explanation
+from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Explanation
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, total
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class PartTable:
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
     """Return the largest rows of a composition."""
-    rows = composition.rows[:most]
+    rows = [row for row in composition.rows if row.operator != REST][:most]
     largest = max((row.nbytes for row in rows), default=0)
     rest = composition.total - sum(row.nbytes for row in rows)
     parts = (
@@ -201,7 +200,10 @@ def grown_counts(verdict: Verdict) -> list[str]:
 
 
 def _category_of(row: Row) -> str:
-    return REST if row.operator == REST else PLURALS.get(row.category, row.category)
+    category = PLURALS.get(row.category, row.category)
+    if row.operator != REST:
+        return category
+    return REST if row.category == "other" else f"{REST} of {category}"
 
 
 def _places_of(row: Row) -> tuple[str, ...]:

@@ -39,7 +39,10 @@ before the operator that took it returned. ``unattributed``: of the step, but ne
 
 KEPT_SHARE = 0.95
 """How much of the peak the rows that a baseline keeps make up."""
-MOST_KEPT = 30
+MOST_KEPT = 100
+"""How many rows a baseline keeps at most. Of a transformer 30 make up 95 %, of a U-Net, whose blocks differ, 100 to 190."""
+REST = "smaller rows"
+"""The operator of a row that stands for all rows of its category that were not kept."""
 
 _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
@@ -183,25 +186,31 @@ class Composition:
         )
 
     def kept(self) -> Composition:
-        """Return what a baseline keeps: the largest rows, at most 30, and modules that are unlike those around them.
+        """Return what a baseline keeps: the largest rows, at most 100, and modules that are unlike those around them.
 
         The rows make up 95 % of all bytes, and 95 % of those beside workspaces, which on a GPU are more than a small model.
+        Those that are not kept are joined to one of each category (`REST`).
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
         # What is missing from the others stays, or those that are kept could hold more than there is.
         kept = [row for row in self.rows if row.nbytes < 0]
         missing = self.total - sum(row.nbytes for row in kept)
         missing_beside = missing - workspaces
-        for row in self.rows:
+        others = []
+        for row in self.rows[: len(self.rows) - len(kept)]:
             enough = missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
                 self.total - workspaces
             )
-            if row.nbytes < 0 or len(kept) >= MOST_KEPT or enough:
-                break
+            if row.operator == REST or len(kept) >= MOST_KEPT or enough:
+                others.append(row)
+                continue
             kept.append(row)
             missing -= row.nbytes
             missing_beside -= row.nbytes if row.category != "workspace" else 0
-        return replace(self, rows=tuple(kept), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward))
+        joined = merged(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in others)
+        return replace(
+            self, rows=(*kept, *joined), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward)
+        )
 
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:

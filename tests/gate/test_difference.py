@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import REST, Change, Difference, difference
-from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, merged
+from pytest_gpumem.gate.difference import Change, Difference, difference
+from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Row, merged
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
 
@@ -289,20 +289,39 @@ def many(count: int, nbytes: int) -> list[Row]:
     ]
 
 
-def test_rows_that_the_baseline_did_not_keep_are_no_growth():
-    whole = made_of(WEIGHTS, *many(60, 400))
-    assert stored(whole).rest > 0
-    assert difference(stored(whole), whole).changes == ()
+FEW_BYTES = Row("activation", 12, operator="arange")
 
 
-def test_a_few_bytes_more_among_the_small_rows_do_not_bring_one_of_them_up():
-    whole = made_of(WEIGHTS, *many(60, 400))
-    (change,) = difference(stored(whole), made_of(*whole.rows, Row("other", 12, operator="arange"))).changes
-    assert (change.row.operator, change.nbytes) == (REST, 12)
+def as_older_versions_kept(whole: Composition) -> Composition:
+    """Return what a baseline kept when rows that it did not keep had no category."""
+    return replace(stored(whole), rows=tuple(row for row in stored(whole).rows if row.operator != REST))
+
+
+@pytest.mark.parametrize("keep", [stored, as_older_versions_kept])
+def test_rows_that_the_baseline_did_not_keep_are_no_growth(keep):
+    whole = made_of(WEIGHTS, *many(200, 400))
+    assert len(keep(whole).rows) < 110
+    assert difference(keep(whole), whole).changes == ()
+
+
+@pytest.mark.parametrize(("keep", "category"), [(stored, "activation"), (as_older_versions_kept, "other")])
+def test_a_few_bytes_more_among_the_small_rows_do_not_bring_one_of_them_up(keep, category):
+    whole = made_of(WEIGHTS, *many(200, 400))
+    (change,) = difference(keep(whole), made_of(*whole.rows, FEW_BYTES)).changes
+    assert (change.row.category, change.row.operator, change.nbytes) == (category, REST, 12)
+
+
+def test_growth_among_small_rows_brings_up_none_of_another_category():
+    gradients = [replace(one, category="gradient") for one in many(100, 400)]
+    whole = made_of(WEIGHTS, *many(100, 400), *gradients)
+    new = [replace(one, module=f"new{number}") for number, one in enumerate(many(5, 300))]
+    changes = difference(stored(whole), made_of(*whole.rows, *new)).changes
+    assert sum(change.nbytes for change in changes) == 1500
+    assert {change.row.category for change in changes} == {"activation"}
 
 
 def test_a_large_new_row_is_first_also_against_what_a_baseline_kept():
-    whole = made_of(WEIGHTS, *many(60, 400))
+    whole = made_of(WEIGHTS, *many(200, 400))
     new = row(operator="clone", shape=(8, 512))
     change = first(stored(whole), made_of(*whole.rows, new))
     assert change.row == new

@@ -14,6 +14,7 @@ from pytest_gpumem.values.composition import (
     CATEGORIES,
     KEPT_SHARE,
     MOST_KEPT,
+    REST,
     Composition,
     CompositionError,
     Explanation,
@@ -204,13 +205,13 @@ def test_a_composition_tells_the_dtypes_in_modules():
 def test_what_is_kept_makes_up_95_percent_with_as_few_rows_as_do():
     rows = [Row("activation", nbytes) for nbytes in (90, 5, 4, 1)]
     kept = composition_of(*rows).kept()
-    assert kept.rows == tuple(rows[:2])
-    assert (kept.total, kept.rest) == (100, 5)
+    assert kept.rows == (*rows[:2], Row("activation", 5, operator=REST, count=2))
+    assert (kept.total, kept.rest) == (100, 0)
 
 
 def test_workspaces_do_not_stand_for_the_rows_of_a_small_model():
     rows = [Row("workspace", 1000), *(Row("activation", 10 - number, module=f"m{number}") for number in range(4))]
-    assert [row.nbytes for row in composition_of(*rows).kept().rows] == [1000, 10, 9, 8, 7]
+    assert composition_of(*rows).kept().rows == tuple(rows)
 
 
 def test_what_is_missing_from_the_other_rows_is_kept_with_them():
@@ -219,10 +220,16 @@ def test_what_is_missing_from_the_other_rows_is_kept_with_them():
     assert whole.kept() == whole
 
 
-def test_no_more_than_thirty_rows_are_kept():
-    kept = composition_of(*(Row("activation", 10, module=f"m{number}") for number in range(100))).kept()
-    assert len(kept.rows) == 30
-    assert kept.rest == 700
+def test_no_more_than_a_hundred_rows_are_kept_and_the_others_of_each_category_are_one():
+    activations = [Row("activation", 10, module=f"m{number}", count=2) for number in range(200)]
+    gradients = [Row("gradient", 9, module=f"m{number}") for number in range(30)]
+    kept = composition_of(*activations, *gradients).kept()
+    assert len([row for row in kept.rows if row.operator != REST]) == 100
+    assert [row for row in kept.rows if row.operator == REST] == [
+        Row("activation", 1000, operator=REST, count=200),
+        Row("gradient", 270, operator=REST, count=30),
+    ]
+    assert [kept.of(category) for category in ("activation", "gradient")] == [2000, 270]
 
 
 @unhurried
@@ -231,11 +238,15 @@ def test_what_is_kept_and_the_rest_add_up_and_the_rest_is_never_less_than_nothin
     whole = composition_of(*rows, *([unattributed] if unattributed is not None else []))
     assume(whole.total >= 0)
     kept = whole.kept()
+    rows, others = ([row for row in kept.rows if (row.operator == REST) is rest] for rest in (False, True))
     assert kept.total == whole.total
-    assert set(kept.rows) <= set(whole.rows)
-    assert len(kept.rows) <= MOST_KEPT
-    assert kept.rest >= 0, "a file of the store with more than the peak in its rows is refused"
-    assert len(kept.rows) == MOST_KEPT or kept.rest <= (1 - KEPT_SHARE) * whole.total + 1e-6 * whole.total
+    assert set(rows) <= set(whole.rows)
+    assert len(rows) <= MOST_KEPT
+    assert kept.rest == whole.rest, "a file of the store with more than the peak in its rows is refused"
+    rest = sum(row.nbytes for row in others)
+    assert len(rows) == MOST_KEPT or rest <= (1 - KEPT_SHARE) * whole.total + 1e-6 * whole.total
+    assert [kept.of(category) for category in CATEGORIES] == [whole.of(category) for category in CATEGORIES]
+    assert kept.kept() == kept
 
 
 def test_what_is_kept_says_what_was_recomputed_and_noted_as_well():
@@ -285,9 +296,9 @@ def test_an_explanation_travels_whole(explanation):
 
 
 def test_an_explanation_keeps_the_largest_rows_of_each_of_its_compositions():
-    many = composition_of(*(Row("activation", 10, module=f"m{number}") for number in range(100)))
+    many = composition_of(*(Row("activation", 10, module=f"m{number}") for number in range(300)))
     kept = Explanation(many, many, many, ("a -> a",), 5).kept()
-    assert [len(one.rows) for one in (kept.peak, kept.retained, kept.garbage)] == [30, 30, 30]
+    assert [len(one.rows) for one in (kept.peak, kept.retained, kept.garbage)] == [101, 101, 101]
     assert (kept.cycles, kept.asked) == (("a -> a",), 5)
 
 
