@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from pytest_gpumem.torch_support.private_api import (
     around_collectives,
     beneath_modes,
     quiet_kineto,
+    recording_no_operators,
 )
 from pytest_gpumem.values.events import AllocationEvent
 
@@ -250,7 +251,7 @@ class CpuDevice(Device):
         from torch.autograd.profiler import profile
 
         profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operators)
-        with quiet_kineto():
+        with quiet_kineto(), nullcontext() if operators else recording_no_operators():
             profiler.__enter__()
         self._profiler = profiler
 

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from pytest_gpumem.values.events import AllocationEvent, Threads
@@ -55,12 +55,18 @@ def event_tree(profiler: Profile) -> list[Any]:
 
 
 def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
+    from torch._C._profiler import _EventType
+
+    allocation: Any = _EventType.Allocation
     stack = list(reversed(tree))
     while stack:
         event = stack.pop()
         stack.extend(reversed(event.children))
-        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
-            yield AllocationEvent(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+        if event.tag == allocation:
+            # Each attribute of torch's events is converted anew when it is read.
+            fields = event.extra_fields
+            if fields.device.type == "cpu":
+                yield AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size)
 
 
 def clear_cublas_workspaces() -> None:
@@ -291,6 +297,26 @@ def quiet_kineto() -> Iterator[None]:
         yield
     finally:
         del os.environ["KINETO_LOG_LEVEL"]
+
+
+@contextmanager
+def recording_no_operators() -> Iterator[None]:
+    """Let a profiler that is started within the context record no operators, of which there are more than allocations.
+
+    Recording them and reading the profile take most of a reading's time. Allocations are recorded by another way.
+    """
+    import torch.autograd.profiler
+    from torch._C._profiler import RecordScope
+
+    profiler: Any = torch.autograd.profiler
+    enable = profiler._enable_profiler
+    scopes: Any = RecordScope
+    # None would be all. In this one is only what runs in the Static Runtime, where no step does.
+    profiler._enable_profiler = partial(enable, scopes={scopes.STATIC_RUNTIME_MODEL})
+    try:
+        yield
+    finally:
+        profiler._enable_profiler = enable
 
 
 def threads_of_spans(profiler: Profile) -> dict[int, Threads]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,11 +22,13 @@ from pytest_gpumem.torch_support.private_api import (
     clear_cublas_workspaces,
     compiled_graphs,
     compiles_within_modes,
+    event_tree,
     load_compiler,
     never_compiled,
     next_node_number,
     parts_of_coo,
     peak_resets,
+    recording_no_operators,
     running_node_number,
     watched_operators,
 )
@@ -91,11 +94,41 @@ def test_events_of_a_backward_pass_are_found():
     assert weight.grad.untyped_storage().data_ptr() in {event.address for event in events if event.nbytes == 4000}
 
 
+def test_without_operators_the_same_allocations_are_recorded_and_nothing_else():
+    def step() -> None:
+        weight = torch.ones(10, 10, requires_grad=True)
+        with torch.profiler.record_function("mine"):
+            (torch.ones(10, 10) @ weight).relu().sum().backward()
+
+    def profiled():
+        profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+        profiler.__enter__()
+        return profiler
+
+    def read(profiler) -> tuple[list[int], list[str]]:
+        step()
+        profiler.__exit__(None, None, None)
+        stack = list(event_tree(profiler))
+        names = []
+        while stack:
+            event = stack.pop()
+            names.append(event.name)
+            stack += event.children
+        return [event.nbytes for event in allocation_events(profiler)], names
+
+    expected, names = read(profiled())
+    assert {"mine", "aten::mm", "[memory]"} <= set(names)
+    with recording_no_operators():
+        profiler = profiled()
+    assert read(profiler) == (expected, ["[memory]"] * len(expected))
+    assert read(profiled()) == (expected, names), "the next profiler records all again"
+
+
 def made_up(kind: str, time_ns: int, nbytes: int = 0, *children, device: str = "cpu"):
     """As much of an event of the profiler's tree as is looked at."""
     fields = SimpleNamespace(ptr=nbytes, alloc_size=nbytes, device=torch.device(device))
     return SimpleNamespace(
-        tag=SimpleNamespace(name=kind), start_time_ns=time_ns, extra_fields=fields, children=list(children)
+        tag=getattr(_EventType, kind), start_time_ns=time_ns, extra_fields=fields, children=list(children)
     )
 
 
