@@ -20,7 +20,8 @@ import pytest
 import pytest_gpumem
 from pytest_gpumem.devices.cpu import CpuDevice
 from tests.heap import own_objects_out_of_sight
-from tests.warm import Commands
+from tests.installed import read_installed_packages_once
+from tests.warm import LOADED_OUT_OF_SIGHT, Commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return  # pytest-xdist's controller runs no test, and its workers wait for it
     import torch
 
+    read_installed_packages_once()
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
         if not module.name.startswith("pytest_gpumem.cli") or importlib.util.find_spec("click") is not None:
             importlib.import_module(module.name)
@@ -132,7 +134,8 @@ def _own_objects_out_of_sight(request: pytest.FixtureRequest) -> Iterator[None]:
     if any(request.path.is_relative_to(suite / one) for one in ALL_OBJECTS_IN_SIGHT):
         yield
         return
-    with own_objects_out_of_sight():
+    with own_objects_out_of_sight(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LOADED_OUT_OF_SIGHT, "1")
         yield
 
 

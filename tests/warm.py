@@ -12,7 +12,9 @@ import atexit
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import json
+import marshal
 import os
 import pkgutil
 import select
@@ -25,12 +27,14 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 _CLIENT = """\
 #!{python} -SE
-import json, os, shutil, signal, socket, sys
+# With built-in modules only: it begins in half the time.
+import array, marshal, os, _signal, _socket, sys
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
 if name.startswith("python"):
     words = list(arguments)
@@ -40,6 +44,7 @@ if name.startswith("python"):
         words[:1] = ["-m", "pytest"]
     if words[:2] == ["-m", "venv"]:
         # One in which all that is here is installed: these commands.
+        import shutil
         shutil.copytree(os.path.dirname(os.path.abspath(sys.argv[0])), os.path.join(words[-1], "bin"))
         sys.exit(0)
     if words[:3] == ["-m", "pip", "install"]:
@@ -58,20 +63,22 @@ if loaded != {loaded!r} and name != "pip":
     words = own.get(os.path.basename(sys.argv[0]), [])
     os.execv({python!r}, [{python!r}, *words, *sys.argv[1:]])
 if name == "pip":
+    import json
     with open({log!r}, "a") as log:
         print(json.dumps(arguments), file=log)
     sys.exit(0)
-with socket.socket(socket.AF_UNIX) as server:
-    server.connect({address!r})
-    told = json.dumps([name, arguments, os.getcwd(), dict(os.environ), sys.argv[0]]).encode("utf-8", "surrogateescape")
-    socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
-    server.sendall(told)
-    for number in (0, 1, 2):
-        os.close(number)  # who reads them waits for the command to close them, not for this
-    process = int(server.recv(8, socket.MSG_WAITALL))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os.kill(process, number))
-    code = server.recv(8, socket.MSG_WAITALL)
+server = _socket.socket(_socket.AF_UNIX)
+server.connect({address!r})
+told = marshal.dumps([name, arguments, os.getcwd(), dict(os.environ), sys.argv[0]])
+streams = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+server.sendmsg([len(told).to_bytes(8, "big")], streams)
+server.sendall(told)
+for number in (0, 1, 2):
+    os.close(number)  # who reads them waits for the command to close them, not for this
+process = int(server.recv(8, _socket.MSG_WAITALL))
+for number in (_signal.SIGINT, _signal.SIGTERM):
+    _signal.signal(number, lambda number, frame: os.kill(process, number))
+code = server.recv(8, _socket.MSG_WAITALL)
 os._exit(int(code) if code else 70)
 """
 _READ_WHEN_LOADED = ("MKL_", "OMP_", "PYTORCH_")
@@ -79,6 +86,20 @@ _READ_WHEN_LOADED = ("MKL_", "OMP_", "PYTORCH_")
 
 Those of CUDA are read when it is first used, which is never in the process that is forked.
 """
+LOADED_OUT_OF_SIGHT = "GPUMEM_SUITE_LOADED_OUT_OF_SIGHT"
+"""The variable with which a command does not see what was loaded before, as in `tests.heap`.
+
+The two collections with which each session of pytest ends would otherwise write to every object, and take most of its time.
+"""
+_PLUGINS = ("anyio", "pytest_rerunfailures", "xdist")
+_LOADED_BY_PYTEST = (
+    "_pytest.faulthandler",
+    "_pytest.junitxml",
+    "anyio.pytest_plugin",
+    "anyio._backends._asyncio",
+    "xdist.plugin",
+    "xdist.remote",
+)
 _NAMES = ("python", "python3", "pytest", "gpumem", "pip")
 
 
@@ -129,20 +150,28 @@ class Commands:
 
 def _serve(address: str) -> None:
     """Fork for every command that is asked for, until standard input ends."""
+    import heap
     import jinja2  # noqa: F401
     import plotly.offline  # noqa: F401
+    import pytest  # noqa: F401
     import torch._inductor  # optimizers load it
     import torch.distributed.fsdp
     import torch.distributed.optim
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel  # noqa: F401
+    from installed import read_installed_packages_once
 
     import pytest_gpumem
 
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
         importlib.import_module(module.name)
-    # Or pytest would warn that assertions in it are not rewritten.
-    pytest_gpumem.__doc__ = "PYTEST_DONT_REWRITE"
+    for name in _LOADED_BY_PYTEST:
+        importlib.import_module(name)
+    for name in ("pytest_gpumem", *_PLUGINS):
+        # Or pytest would warn that assertions in it are not rewritten.
+        importlib.import_module(name).__doc__ = "PYTEST_DONT_REWRITE"
+    read_installed_packages_once()
+    list(importlib.metadata.entry_points())
     # A collection would write to every object, and each fork have all of them for its own.
     gc.collect()
     gc.freeze()
@@ -159,19 +188,23 @@ def _serve(address: str) -> None:
             with client:
                 if os.fork() == 0:
                     server.close()
-                    _run(client)
+                    _run(client, heap.own_objects_out_of_sight)
 
 
-def _run(client: socket.socket) -> NoReturn:
+def _run(client: socket.socket, out_of_sight: Callable[[], AbstractContextManager[None]]) -> NoReturn:
     """Be the command that ``client`` asks for, with its streams, folder and environment, and tell it the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    gc.unfreeze()  # a session freezes objects itself, and sees whether others did
     size, streams, _, _ = socket.recv_fds(client, 8, 3)
     with client.makefile("rb") as sent:
-        name, arguments, folder, environment, executable = json.loads(sent.read(int.from_bytes(size, "big")))
+        name, arguments, folder, environment, executable = marshal.loads(sent.read(int.from_bytes(size, "big")))
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    hidden = out_of_sight()
+    if LOADED_OUT_OF_SIGHT in environment:
+        hidden.__enter__()
+    else:
+        gc.unfreeze()  # a session freezes objects itself, and sees whether others did
     process = os.getpid()
     client.sendall(b"%8d" % process)
     os.chdir(folder)
