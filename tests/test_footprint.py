@@ -65,7 +65,7 @@ def test_after():
     assert gc.isenabled()
 """
     )
-    project.run(new=True).assert_outcomes(passed=3)
+    project.run(separate=True).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize("marker", ["", "@pytest.mark.gpumem\n"], ids=["unmeasured", "measured"])
@@ -99,7 +99,7 @@ def test_measured():
     assert any(one is globals() for one in gc.get_objects())
 """
     )
-    project.run(new=True).assert_outcomes(passed=2)
+    project.run(separate=True).assert_outcomes(passed=2)
 
 
 def test_the_heap_is_as_it_was_when_the_session_ends(project):
@@ -113,6 +113,6 @@ def pytest_configure(config):
 """
     )
     project.write("import gc\n\n\n@pytest.mark.gpumem\ndef test_it():\n    assert gc.get_freeze_count() > 10_000\n")
-    result = project.run("-p", "no:warnings", new=True)
+    result = project.run("-p", "no:warnings", separate=True)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["frozen: 0, callbacks: 0"])
