@@ -56,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts what it runs in the background so, and every process of the suite would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Else torch.compile compiles and loads a library for each instruction set first, to see whether the compiler has it.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor_gpumem_suite")))
         folder = tempfile.TemporaryDirectory(prefix="gpumem-suite-")
