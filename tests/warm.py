@@ -91,14 +91,14 @@ LOADED_OUT_OF_SIGHT = "GPUMEM_SUITE_LOADED_OUT_OF_SIGHT"
 
 The two collections with which each session of pytest ends would otherwise write to every object, and take most of its time.
 """
-_PLUGINS = ("anyio", "pytest_rerunfailures", "xdist")
+_PLUGINS = ("anyio", "pytest_rerunfailures")
+"""Not pytest-xdist: what is on the path when it is loaded is what its workers get."""
 _LOADED_BY_PYTEST = (
     "_pytest.faulthandler",
     "_pytest.junitxml",
     "anyio.pytest_plugin",
     "anyio._backends._asyncio",
-    "xdist.plugin",
-    "xdist.remote",
+    "execnet",
 )
 _NAMES = ("python", "python3", "pytest", "gpumem", "pip")
 
