@@ -91,8 +91,8 @@ LOADED_OUT_OF_SIGHT = "GPUMEM_SUITE_LOADED_OUT_OF_SIGHT"
 
 The two collections with which each session of pytest ends would otherwise write to every object, and take most of its time.
 """
-_PLUGINS = ("anyio", "pytest_rerunfailures")
-"""Not pytest-xdist: what is on the path when it is loaded is what its workers get."""
+_PLUGINS = ("anyio",)
+"""Not pytest-xdist, nor what loads it (pytest-rerunfailures): what is on the path then is what its workers get."""
 _LOADED_BY_PYTEST = (
     "_pytest.faulthandler",
     "_pytest.junitxml",
@@ -172,6 +172,7 @@ def _serve(address: str) -> None:
         importlib.import_module(name).__doc__ = "PYTEST_DONT_REWRITE"
     read_installed_packages_once()
     list(importlib.metadata.entry_points())
+    assert "xdist" not in sys.modules
     # A collection would write to every object, and each fork have all of them for its own.
     gc.collect()
     gc.freeze()
