@@ -1,15 +1,16 @@
 """`python`, `pytest` and `gpumem` for scripts, without the seconds that torch takes to load: forks of one process that has it.
 
 `Commands` puts them into a folder for ``PATH``. `python` stands for sessions of pytest, commands of `gpumem`, workers of
-pytest-xdist and, where one says so (``-X forked -c``), any code, and is the interpreter for everything else; a command that
-kills itself ends with status 70. `pip install` is
-written down and not run, and what `python -m venv` makes has them, too. Run as a script, this is the process that is forked.
+pytest-xdist and, where one says so (``-X forked -c``), any code, and is the interpreter for everything else. A fork that is
+killed takes its command with it, and a command that is killed its fork. `pip install` is written down and not run, and what
+`python -m venv` makes has them, too. Run as a script, this is the process that is forked.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import importlib.metadata
@@ -70,7 +71,8 @@ if name == "pip":
 server = _socket.socket(_socket.AF_UNIX)
 server.connect({address!r})
 told = marshal.dumps([name, arguments, os.getcwd(), dict(os.environ), sys.argv[0]])
-streams = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+closed_with_this, _ = os.pipe()
+streams = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [0, 1, 2, closed_with_this]))]
 server.sendmsg([len(told).to_bytes(8, "big")], streams)
 server.sendall(told)
 for number in (0, 1, 2):
@@ -79,7 +81,9 @@ process = int(server.recv(8, _socket.MSG_WAITALL))
 for number in (_signal.SIGINT, _signal.SIGTERM):
     _signal.signal(number, lambda number, frame: os.kill(process, number))
 code = server.recv(8, _socket.MSG_WAITALL)
-os._exit(int(code) if code else 70)
+if not code:
+    os.kill(os.getpid(), 9)
+os._exit(int(code))
 """
 _READ_WHEN_LOADED = ("MKL_", "OMP_", "PYTORCH_")
 """Variables that begin so are read when torch is loaded: with others a command is a process of its own.
@@ -126,6 +130,7 @@ class Commands:
             (folder / name).chmod(0o755)
         self._process = subprocess.Popen(
             [sys.executable, __file__, address],
+            cwd=self._place.name,  # and not a test's folder, in which nothing may be left
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -158,6 +163,7 @@ def _serve(address: str) -> None:
     import torch.distributed.fsdp
     import torch.distributed.optim
     import torch.distributed.pipelining
+    import torch.distributed.run
     import torch.distributed.tensor.parallel  # noqa: F401
     from installed import read_installed_packages_once
 
@@ -195,7 +201,7 @@ def _serve(address: str) -> None:
 def _run(client: socket.socket, out_of_sight: Callable[[], AbstractContextManager[None]]) -> NoReturn:
     """Be the command that ``client`` asks for, with its streams, folder and environment, and tell it the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    size, (*streams, closed_with_command), _, _ = socket.recv_fds(client, 8, 4)
     with client.makefile("rb") as sent:
         name, arguments, folder, environment, executable = marshal.loads(sent.read(int.from_bytes(size, "big")))
     for number, stream in enumerate(streams):
@@ -207,6 +213,10 @@ def _run(client: socket.socket, out_of_sight: Callable[[], AbstractContextManage
     else:
         gc.unfreeze()  # a session freezes objects itself, and sees whether others did
     process = os.getpid()
+    if hasattr(fcntl, "F_SETSIG"):  # on Linux: nothing is ever written there
+        fcntl.fcntl(closed_with_command, fcntl.F_SETOWN, process)
+        fcntl.fcntl(closed_with_command, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(closed_with_command, fcntl.F_SETFL, os.O_ASYNC)
     client.sendall(b"%8d" % process)
     os.chdir(folder)
     os.environ.clear()
