@@ -34,19 +34,18 @@ def run_job(
     ranks: int,
     *arguments: str,
     python: str,
-    rank_python: str,
     device: str = "cpu",
     program: tuple[str, ...] = ("pytest", *_PLUGINS),
     **variables: str,
 ) -> Job:
     """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.
 
-    ``python`` runs torchrun, and ``rank_python`` each rank; a rank that is to die needs a Python of its own.
+    ``python`` runs torchrun and each rank.
     """
     mark = uuid.uuid4().hex
     # Locks on devices of its own: other tests may be timing.
     with tempfile.TemporaryDirectory(prefix="gpumem-job-") as places:
-        environment = {**os.environ, JOB: mark, "TMPDIR": places, "PYTHON_EXEC": rank_python}
+        environment = {**os.environ, JOB: mark, "TMPDIR": places, "PYTHON_EXEC": python}
         environment.setdefault("OMP_NUM_THREADS", "1")
         launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "-m", *program]
         begin = ["-X", "forked", "-c", _TORCHRUN] if python != sys.executable else ["-m", "torch.distributed.run"]
@@ -61,17 +60,23 @@ def run_job(
             check=False,
             timeout=MOST_SECONDS,
         )
-        return Job(done.returncode, done.stdout, time.monotonic() - began, processes_of(mark))
+        return Job(done.returncode, done.stdout, time.monotonic() - began, processes_of(mark, folder))
 
 
-def processes_of(mark: str) -> tuple[str, ...]:
-    """The command lines of the processes that have this job's variable, after those that are ending had time to."""
+def processes_of(mark: str, folder: Path) -> tuple[str, ...]:
+    """The command lines of the processes of a job, after those that are ending had time to.
+
+    They have the job's variable, or, where they were forked and began with another environment, work in its folder.
+    """
     found: list[str] = []
     for _ in range(40):
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if f"{JOB}={mark}".encode() in (process / "environ").read_bytes():
+                if process.name != str(os.getpid()) and (
+                    f"{JOB}={mark}".encode() in (process / "environ").read_bytes()
+                    or (process / "cwd").readlink() == folder.resolve()
+                ):
                     found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         if not found:
             break

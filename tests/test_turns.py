@@ -81,7 +81,9 @@ def test_shares(memory):
 
 
 @pytest.fixture
-def session(pytester):
+def session(pytester, monkeypatch, warm_python):
+    monkeypatch.setattr("sys.executable", warm_python())
+
     def run(source, *arguments, wanted=5):
         pytester.makeconftest(CONFTEST.format(wanted=wanted))
         pytester.makepyfile(source)

@@ -53,7 +53,6 @@ def job(folder, *arguments: str, ranks: int = RANKS, device: str = "emulated:h10
         ranks,
         *arguments,
         python=sys.executable,
-        rank_python=sys.executable,
         device=device,
         **{"PYTHONPATH": paths, VARIABLE: device, **variables},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,17 +13,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def torchrun(warm_python) -> Callable[..., Job]:
-    """Run pytest on some ranks in a folder; with ``dies`` each rank is a Python of its own. No time is taken unless ``timed``."""
+    """Run pytest on some ranks in a folder. No time is taken unless ``timed``."""
 
-    def run(
-        folder: Path, ranks: int, *arguments: str, dies: bool = False, timed: bool = False, **variables: str
-    ) -> Job:
-        warm = warm_python()
+    def run(folder: Path, ranks: int, *arguments: str, timed: bool = False, **variables: str) -> Job:
         more = [] if timed else ["--gpumem-no-time"]
-        return run_job(
-            folder, ranks, *more, *arguments, python=warm, rank_python=sys.executable if dies else warm, **variables
-        )
+        return run_job(folder, ranks, *more, *arguments, python=warm_python(), **variables)
 
     return run

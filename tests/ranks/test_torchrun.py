@@ -8,13 +8,16 @@ import re
 import shutil
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.jobs import MOST_SECONDS
+from tests.jobs import MOST_SECONDS, Job
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Project
 
 TESTS = """
@@ -147,8 +150,8 @@ def test_it(gpumem, number):
     assert {peak - lowest for one in peaks for peak in one.values()} <= {0, 4, 20, 24}
 
 
-TIMEOUT = 20
-"""Seconds in which a rank loads what its first step needs, also beside a suite."""
+TIMEOUT = 10
+"""Seconds in which a rank comes from one point to the next, also beside a suite."""
 TWO = f"""
 {TESTS}
 
@@ -175,43 +178,44 @@ def test_after(gpumem):
 
 
 @pytest.fixture(scope="module")
-def recorded_store(tmp_path_factory):
-    """The store of the tests on two ranks, once it is recorded."""
-    return tmp_path_factory.mktemp("recorded") / "store"
+def recorded(tmp_path_factory, torchrun):
+    """The folder of the tests on two ranks, once their store is recorded."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "test_it.py").write_text(f"import pytest\nimport torch\n{TWO}", encoding="utf-8")
+    clean = torchrun(folder, 2, "--gpumem-update=new", "--gpumem-rank-timeout=60")
+    assert clean.status == 0, clean.output
+    return folder
 
 
-@pytest.fixture
-def two(project: Project, torchrun, recorded_store) -> Project:
-    project.write(TWO)
-    if recorded_store.exists():
-        shutil.copytree(recorded_store, project.store)
-    else:
-        clean = torchrun(project.path, 2, "--gpumem-update=new", "--gpumem-rank-timeout=60")
-        assert clean.status == 0, clean.output
-        shutil.copytree(project.store, recorded_store)
-    return project
+LOST = {
+    "killed": "rank 1 of 2 ended without a word: killed, or crashed",
+    "sleeps": f"rank 1 of 2 did not come further within {TIMEOUT} s (--gpumem-rank-timeout), and the others wait for it",
+    "raises": "rank 1 of 2 failed by itself in its call: LookupError: no batch for this rank",
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "named"),
-    [
-        ("killed", "rank 1 of 2 ended without a word: killed, or crashed"),
-        (
-            "sleeps",
-            f"rank 1 of 2 did not come further within {TIMEOUT} s (--gpumem-rank-timeout), and the others wait for it",
-        ),
-        ("raises", "rank 1 of 2 failed by itself in its call: LookupError: no batch for this rank"),
-    ],
-)
-def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(two, torchrun, how, named):
-    stored = two.stored()
-    options = ["--gpumem-update=all", "--gpumem-report=report.json", f"--gpumem-rank-timeout={TIMEOUT}"]
-    job = torchrun(two.path, 2, *options, dies=True, LOST=how)
+@pytest.fixture(scope="module")
+def lost(recorded, torchrun):
+    """The folders and jobs of the ways in which a rank is lost, side by side: they wait for most of their time."""
+
+    def run(how: str) -> tuple[Path, Job]:
+        folder = recorded.with_name(f"lost-{how}")
+        shutil.copytree(recorded, folder)
+        options = ["--gpumem-update=all", "--gpumem-report=report.json", f"--gpumem-rank-timeout={TIMEOUT}"]
+        return folder, torchrun(folder, 2, *options, LOST=how)
+
+    with ThreadPoolExecutor(len(LOST)) as jobs:
+        return dict(zip(LOST, jobs.map(run, LOST), strict=True))
+
+
+@pytest.mark.parametrize(("how", "named"), LOST.items())
+def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(recorded, lost, how, named):
+    folder, job = lost[how]
     assert job.status != 0
     assert f"gpumem: {named}" in job.output, job.output
     assert job.left == ()
-    assert two.stored() == stored
-    report = json.loads((two.path / "report.json").read_text())
+    assert stored(folder) == stored(recorded)
+    report = json.loads((folder / "report.json").read_text())
     assert not report["passed"]
     assert report["ended_early"].startswith(named)
     (result,) = report["results"]
@@ -222,6 +226,10 @@ def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(two, tor
         # Where both were, and the line at which the lost one is.
         assert "rank 0: in test_it.py::test_step (call), at test_it.py:" in job.output
         assert re.search(r"within (_engine_run_backward|_pre_forward)", job.output)
+
+
+def stored(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "gpumem-baselines").rglob("*.toml")}
 
 
 def test_ranks_do_not_pack_where_the_settings_ask_for_it(project, torchrun):
@@ -290,7 +298,8 @@ if os.environ["RANK"] == "{where}":
 """
     )
     project.settings("[tool.gpumem]\nrank_timeout = 3\n")
-    job = torchrun(project.path, 2, dies=True)
+    project.write("from pytest_gpumem.ranks import watch\n\nwatch._SECONDS_FOR_THE_FIRST = 1\n", "conftest.py")
+    job = torchrun(project.path, 2)
     assert job.status != 0
     said = "rank 1 of 2 did not come further within 3 s" if where == "0" else "rank 0 gave no sign of life for"
     assert said in job.output, job.output
@@ -374,7 +383,7 @@ def test_d(gpumem):
     assert failed["failure"].startswith("rank 1 of 2 skipped the test, and the others ran it: not for this rank")
 
 
-def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(two, warm_python, tmp_path):
+def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(recorded, warm_python, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -385,12 +394,13 @@ def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(two, warm_py
         "MASTER_PORT": str(port),
         "TMPDIR": str(tmp_path),
     }
-    command = [warm_python(), "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-baseline"]
+    options = ["--gpumem-device=cpu", "--gpumem-baseline", "--gpumem-no-time"]
+    command = [warm_python(), "-m", "pytest", "-p", "no:randomly", *options]
     ranks = [
         subprocess.Popen(
             command,
             env={**common, "RANK": number, "LOCAL_RANK": number},
-            cwd=two.path,
+            cwd=recorded,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
