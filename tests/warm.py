@@ -1,15 +1,18 @@
 """`python`, `pytest` and `gpumem` for scripts, without the seconds that torch takes to load: forks of one process that has it.
 
 `Commands` puts them into a folder for ``PATH``. `python` stands for sessions of pytest, commands of `gpumem`, workers of
-pytest-xdist and, where one says so (``-X forked -c``), any code, and is the interpreter for everything else. A fork that is
-killed takes its command with it, and a command that is killed its fork. `pip install` is written down and not run, and what
-`python -m venv` makes has them, too. Run as a script, this is the process that is forked.
+pytest-xdist and, where one says so (``-X forked``, then ``-c``, ``-m`` or a file), any code, and is the interpreter for everything
+else. A fork that is killed takes its command with it, and a command that is killed its fork. `pip install` is written down
+and not run, and what `python -m venv` makes has them, too. Where a GPU is emulated, a fork may have another one of the same
+capability: the environment names it. Run as a script, this is the process that is forked.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import dataclasses
 import fcntl
 import gc
 import importlib
@@ -18,6 +21,7 @@ import json
 import marshal
 import os
 import pkgutil
+import runpy
 import select
 import signal
 import socket
@@ -25,12 +29,12 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
 _CLIENT = """\
 #!{python} -SE
@@ -54,11 +58,15 @@ if name.startswith("python"):
         name, arguments = {{"pytest": "-m pytest"}}.get(words[1], "gpumem"), words[2:]
     elif words[:3] == ["-X", "forked", "-c"]:
         name, arguments = "-c", words[3:]
+    elif words[:2] == ["-X", "forked"]:
+        name, arguments = "forked", words[2:]
     elif words[:1] == ["-c"] and "sys.stdin.readline" in words[1]:
         name, arguments = "-c", words[1:]  # a worker of pytest-xdist
     else:
         os.execv({python!r}, [{python!r}, *arguments])
 loaded = {{key: value for key, value in os.environ.items() if key.startswith({read_when_loaded!r})}}
+if "backend:" not in loaded.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+    loaded.pop("PYTORCH_CUDA_ALLOC_CONF", None)
 if loaded != {loaded!r} and name != "pip":
     own = {{"pytest": ["-m", "pytest"], "gpumem": ["-m", "pytest_gpumem.cli.main"]}}
     words = own.get(os.path.basename(sys.argv[0]), [])
@@ -88,7 +96,8 @@ os._exit(int(code))
 _READ_WHEN_LOADED = ("MKL_", "OMP_", "PYTORCH_")
 """Variables that begin so are read when torch is loaded: with others a command is a process of its own.
 
-Those of CUDA are read when it is first used, which is never in the process that is forked.
+Those of CUDA are read when it is first used, which is never in the process that is forked, and so are settings of its allocator
+but for which one it is.
 """
 LOADED_OUT_OF_SIGHT = "GPUMEM_SUITE_LOADED_OUT_OF_SIGHT"
 """The variable with which a command does not see what was loaded before, as in `tests.heap`.
@@ -118,6 +127,8 @@ class Commands:
         self._place = tempfile.TemporaryDirectory(prefix="gpumem-", dir="/tmp")
         address = f"{self._place.name}/commands"
         loaded = {name: value for name, value in environment.items() if name.startswith(_READ_WHEN_LOADED)}
+        if "backend:" not in loaded.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            loaded.pop("PYTORCH_CUDA_ALLOC_CONF", None)
         text = _CLIENT.format(
             python=sys.executable,
             log=str(self._log),
@@ -172,10 +183,11 @@ def _serve(address: str) -> None:
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
         importlib.import_module(module.name)
     for name in _LOADED_BY_PYTEST:
-        importlib.import_module(name)
-    for name in ("pytest_gpumem", *_PLUGINS):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    for name in {"pytest_gpumem", *_PLUGINS}.intersection(sys.modules):
         # Or pytest would warn that assertions in it are not rewritten.
-        importlib.import_module(name).__doc__ = "PYTEST_DONT_REWRITE"
+        sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"
     read_installed_packages_once()
     list(importlib.metadata.entry_points())
     assert "xdist" not in sys.modules
@@ -227,6 +239,7 @@ def _run(client: socket.socket, out_of_sight: Callable[[], AbstractContextManage
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if name == "-m pytest":
         sys.path.insert(0, folder)
+    _emulate(environment.get("GPUMEM_EMULATED"))
     leave = os._exit
 
     def tell_and_leave(code: int) -> NoReturn:
@@ -245,9 +258,32 @@ def _run(client: socket.socket, out_of_sight: Callable[[], AbstractContextManage
     tell_and_leave(int(code) if isinstance(code, int) else 1)
 
 
+def _emulate(word: str | None) -> None:
+    """Be as if torch were only loaded now, where a GPU is emulated: on that which ``word`` names, and recorded if need be."""
+    from pytest_gpumem.emulation import before_torch, load
+
+    there = load.current_emulation()
+    if there is None or word is None:
+        return
+    gpu = load.emulated_gpu(word)
+    assert gpu.capability == there.gpu.capability, "which kernels it runs was chosen when torch was loaded"
+    there.runtime.gpumem_configure(ctypes.byref(load._configuration(gpu)))
+    load._loaded[:] = [dataclasses.replace(there, gpu=gpu)]
+    before_torch.record_if_told_to()
+
+
 def _status_of(name: str, arguments: list[str]) -> object:
     """Run the command, and return what it exits with."""
     try:
+        if name == "forked":
+            if arguments[0] == "-m":
+                sys.argv = arguments[1:]
+                runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = arguments
+                sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+                runpy.run_path(arguments[0], run_name="__main__")
+            return 0
         if name == "-c":
             sys.argv = ["-c", *arguments[1:]]
             sys.path.insert(0, "")

@@ -58,15 +58,7 @@ class _BeforeTorch(MetaPathFinder):
                 from pytest_gpumem.emulation import values
 
                 values.begin()
-                if os.environ.get(PEAKS):
-                    from pytest_gpumem.emulation.peaks import print_at_exit
-
-                    print_at_exit()
-                if folder := os.environ.get(USAGE):
-                    from pytest_gpumem.emulation.usage_recorder import record_usage
-
-                    steps = os.environ.get(STEPS)
-                    record_usage(Path(folder), int(steps) if steps else None)
+                record_if_told_to()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -77,6 +69,19 @@ def install(word: str) -> None:
     # By its name: a process that was started within such a session has it from a module of another name.
     if not any(type(finder).__name__ == _BeforeTorch.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorch(word))
+
+
+def record_if_told_to() -> None:
+    """Record peaks or usage of this process where the environment says so. torch has been imported."""
+    if os.environ.get(PEAKS):
+        from pytest_gpumem.emulation.peaks import print_at_exit
+
+        print_at_exit()
+    if folder := os.environ.get(USAGE):
+        from pytest_gpumem.emulation.usage_recorder import record_usage
+
+        steps = os.environ.get(STEPS)
+        record_usage(Path(folder), int(steps) if steps else None)
 
 
 def _wait_for_autograd() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +11,13 @@ import torch
 
 from pytest_gpumem.emulation.before_torch import PEAKS
 from pytest_gpumem.emulation.load import STARTUP, VARIABLE
+from tests.emulated.processes import Processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-REPOSITORY = Path(__file__).parents[2]
 PLANTED_PROJECT = Path(__file__).parent / "planted_project"
 collect_ignore = [PLANTED_PROJECT.name]
-THE_SUITES_GPU = os.environ.get(VARIABLE)
 WITHOUT_VALUES = """
 import sys, types
 nothing = types.ModuleType("pytest_gpumem.emulation.values")
@@ -46,30 +43,19 @@ def _without_the_gpu_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_gpu(tmp_path, warm_python) -> Callable[..., str]:
-    """Run Python on an emulated GPU, and return what it prints; ``torch`` is imported. It must end well."""
+def processes(tmp_path, warm_python) -> Processes:
+    return Processes(tmp_path, warm_python)
+
+
+@pytest.fixture
+def on_gpu(processes) -> Callable[..., str]:
+    """Run Python on an emulated GPU, and return what it prints; ``torch`` is imported. It must end well, if not ``fails``."""
 
     def run(
-        source: str,
-        gpu: str = "emulated:h100",
-        fails: bool = False,
-        before: str = "",
-        timeout: float = 120,
-        **environment: str,
+        source: str, gpu: str = "h100", *, fails: bool = False, before: str = "", timeout: float = 120, **variables: str
     ) -> str:
-        path = os.pathsep.join([str(STARTUP), str(REPOSITORY)])
-        # What torch was told by the environment when it was loaded, and how a process dies, is a process's own.
-        as_loaded = gpu == THE_SUITES_GPU and not (before or environment or fails)
-        python = [warm_python(), "-X", "forked"] if as_loaded else [sys.executable]
-        done = subprocess.run(
-            [*python, "-c", before + "import torch\n" + source],
-            env={**os.environ, VARIABLE: gpu, "PYTHONPATH": path, **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-        )
+        # What comes before torch is imported is a process's own.
+        done = processes.run(f"{before}import torch\n{source}", gpu, new=bool(before), timeout=timeout, **variables)
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
         return done.stdout + (done.stderr if fails else "")
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from pytest_gpumem.torch_support.private_api import compiles_within_modes
-from tests.emulated.conftest import REPOSITORY, WITHOUT_VALUES
+from tests.emulated.conftest import WITHOUT_VALUES
 
 old = not compiles_within_modes()
 compiles = pytest.mark.skipif(old, reason="needs a torch that compiles within a dispatch mode (2.11)")
@@ -128,22 +125,12 @@ def test_values_leave_a_compiled_step_its_graphs_its_kernels_and_its_peak(on_gpu
 
 
 @needs_triton
-def test_a_compiled_step_is_gated_and_peaks_alike_with_a_cold_cache_and_a_warm_one(tmp_path):
+def test_a_compiled_step_is_gated_and_peaks_alike_with_a_cold_cache_and_a_warm_one(processes, tmp_path):
     (tmp_path / "test_it.py").write_text(TEST, encoding="utf-8")
 
-    def session(*arguments: str, compiled: str, planted: str = "") -> str:
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / compiled), "PLANTED": planted, "PYTHONPATH": path}
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "--gpumem-device=emulated:h100"]
-        done = subprocess.run(
-            [*command, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, **kept},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-        )
+    def session(*arguments: str, compiled: str, planted: str = "", new: bool = False) -> str:
+        kept = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / compiled, "PLANTED": planted}
+        done = processes.pytest("-rs", *arguments, new=new, timeout=500, **kept)
         assert done.returncode == (1 if planted else 0), done.stdout + done.stderr
         return done.stdout
 
@@ -154,7 +141,7 @@ def test_a_compiled_step_is_gated_and_peaks_alike_with_a_cold_cache_and_a_warm_o
         ]
         return verdict["measurement"]["metrics"]
 
-    told = session("--gpumem-update=new", "--gpumem-report=report.json", compiled="cold")
+    told = session("--gpumem-update=new", "--gpumem-report=report.json", compiled="cold", new=True)
     assert "compile=max-autotune takes the kernels that are fastest, and an emulated GPU does not know which" in told
     first = figures()
     assert first["launches"] > 0
@@ -167,7 +154,7 @@ def test_a_compiled_step_is_gated_and_peaks_alike_with_a_cold_cache_and_a_warm_o
 
 
 @needs_triton
-def test_processes_that_compile_find_the_gpu_of_the_session(tmp_path):
+def test_processes_that_compile_find_the_gpu_of_the_session(processes, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "from torch._inductor.async_compile import AsyncCompile\n"
         "def test_it(gpumem):\n"
@@ -175,11 +162,7 @@ def test_processes_that_compile_find_the_gpu_of_the_session(tmp_path):
         "    assert AsyncCompile.process_pool().submit(eval, asked).result(timeout=100) == 'h100'\n",
         encoding="utf-8",
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=emulated:h100"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = processes.pytest(new=True, TORCHINDUCTOR_COMPILE_THREADS=2)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -197,21 +180,8 @@ def test_triton_refuses_a_tensor_of_the_host_and_takes_one_of_the_gpu(on_gpu, tm
 
 
 @pytest.mark.skipif(not old, reason="compiles")
-def test_a_torch_that_does_not_compile_within_a_mode_says_so(tmp_path):
+def test_a_torch_that_does_not_compile_within_a_mode_says_so(processes, tmp_path):
     (tmp_path / "test_it.py").write_text(TEST, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--gpumem-device=emulated:h100",
-        "-k",
-        "default",
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = processes.pytest("-k", "default")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "does not compile on an emulated GPU" in done.stdout

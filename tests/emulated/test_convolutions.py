@@ -15,7 +15,7 @@ import pytest
 from pytest_gpumem.emulation.cudnn import installed_cudnn
 from pytest_gpumem.emulation.torch_build import installed_torch
 from pytest_gpumem.units import format_bytes
-from tests.emulated.conftest import REPOSITORY
+from tests.emulated.processes import REPOSITORY
 
 HERE = Path(__file__).parent
 HIDDEN = """
@@ -170,7 +170,7 @@ def test_each_gpu_has_plans_of_its_own(on_gpu, gpu):
         CONVOLUTIONS + "x, w = operands(torch.float32, torch.contiguous_format)\n"
         "print(beside(lambda: [conv2d(x, w)]))\n"
     )
-    assert on_gpu(source, f"emulated:{gpu}") != on_gpu(source)
+    assert on_gpu(source, gpu) != on_gpu(source)
 
 
 ATTENTION = (
@@ -338,23 +338,14 @@ def test_both(gpumem, seen):
 
 
 @pytest.fixture
-def session(tmp_path):
+def session(processes, tmp_path):
     """Run pytest with a cuDNN, by what has it be installed."""
     (tmp_path / "test_it.py").write_text(PROJECT, encoding="utf-8")
 
     def run(installed: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "installed.py").write_text(installed, encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "installed"]
         path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-        return subprocess.run(
-            [*command, "--gpumem-device=emulated:h100", *arguments],
-            env={**os.environ, "PYTHONPATH": path},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        return processes.pytest("-p", "installed", *arguments, new=True, PYTHONPATH=path)
 
     return run
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 
 import pytest
-
-from tests.emulated.conftest import REPOSITORY
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -104,26 +101,9 @@ def test_runs_out(gpumem):
 
 
 @pytest.fixture
-def session(tmp_path):
+def session(processes, tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS, encoding="utf-8")
-
-    def run(*arguments: str, gpu: str = "h100x2", **variables: object) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            f"--gpumem-device=emulated:{gpu}",
-            *arguments,
-        ]
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
-
-    return run
+    return partial(processes.pytest, gpu="h100x2")
 
 
 def store_of(folder) -> str:
@@ -135,7 +115,7 @@ def store_of(folder) -> str:
     "workers", [pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers", marks=pytest.mark.thorough)]
 )
 def test_growth_on_any_gpu_is_red_and_names_it_and_a_clean_run_is_green(session, tmp_path, workers):
-    recorded = session("--gpumem-update=new", *workers)
+    recorded = session("--gpumem-update=new", *workers, new=True)
     assert recorded.returncode == 0, recorded.stdout
     clean = session("--gpumem-baseline", "-v", "--gpumem-report=clean.json", "--gpumem-report=clean.md", *workers)
     assert clean.returncode == 0, clean.stdout
@@ -252,9 +232,7 @@ device.close()
 
 
 def test_nothing_is_allocated_on_a_gpu_that_the_process_does_not_use(on_gpu):
-    assert on_gpu(UNUSED, gpu="emulated:h100x2") == (
-        "[4000, 0] [True, False]\n0\n" + "[4000, 2000] [True, True]\n" * 2 + "2\n"
-    )
+    assert on_gpu(UNUSED, gpu="h100x2") == ("[4000, 0] [True, False]\n0\n" + "[4000, 2000] [True, True]\n" * 2 + "2\n")
 
 
 PARALLEL = """
@@ -275,7 +253,7 @@ print(torch.cuda.max_memory_allocated(1) - held)
 
 def test_data_parallel_has_a_copy_of_the_model_on_each_gpu(on_gpu):
     ids = [0, 1, 2, 3, 4]
-    copies, total, bytes_there = on_gpu(PARALLEL, gpu="emulated:h100x2").splitlines()
+    copies, total, bytes_there = on_gpu(PARALLEL, gpu="h100x2").splitlines()
     assert copies == str([("cuda:0", ids), ("cuda:1", ids)])
     assert total == "[2.0, 2.0, 2.0]"
     # The weights, and half of the batch and of the output.

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
-
-from pytest_gpumem.emulation.load import STARTUP, VARIABLE
-from tests.emulated.conftest import REPOSITORY
 
 LAYERS, WIDTH = 8, 1024
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4
@@ -57,26 +52,18 @@ print(step(), live(), torch.cuda.memory_stats()["requested_bytes.all.peak"])
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def ranks(processes, tmp_path):
     """Run Python as each of some ranks, on a GPU of its own, and return what each prints; all must end well."""
 
     def run(source: str, world: int) -> list[str]:
         store = tmp_path / f"store-{world}-{len(list(tmp_path.iterdir()))}"
-        environment = {
-            **os.environ,
-            VARIABLE: f"emulated:h100x{max(world, 2)}",
-            "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]),
-            "WORLD_SIZE": str(world),
-            "STORE": str(store),
-        }
         started = [
             subprocess.Popen(
-                [sys.executable, "-c", BEGIN + source + END],
-                env=environment | {"RANK": str(rank)},
-                cwd=tmp_path,
+                **processes.code(
+                    BEGIN + source + END, f"h100x{max(world, 2)}", RANK=rank, WORLD_SIZE=world, STORE=store
+                ),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
             )
             for rank in range(world)
         ]
@@ -84,7 +71,7 @@ def ranks(tmp_path):
             said = [process.communicate(timeout=200) for process in started]
         finally:
             for process in started:
-                process.kill()
+                process.terminate()  # which is passed on to a fork
         for process, (out, error) in zip(started, said, strict=True):
             assert process.returncode == 0, out + error
         return [out for out, _ in said]

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
-from tests.emulated.conftest import REPOSITORY
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def emulated(tmp_path, source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def emulated(processes, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a program as ``train.py``."""
-    (tmp_path / "train.py").write_text(source, encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, "-m", "pytest_gpumem.cli.main", "emulate", "l4", "--", sys.executable, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+
+    def run(source: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(source, encoding="utf-8")
+        return processes.gpumem("emulate", "l4", "--", sys.executable, "train.py", new=True, **variables)
+
+    return run
 
 
-def test_any_program_runs_on_one_and_its_peaks_are_told(tmp_path):
+def test_any_program_runs_on_one_and_its_peaks_are_told(emulated):
     done = emulated(
-        tmp_path,
         "import torch\n\n\ndef work():\n    kept = torch.empty(10**9, dtype=torch.uint8, device='cuda')\n"
         "    del kept\n\n\nwork()\nprint(torch.cuda.get_device_name())\nraise SystemExit(3)\n",
     )
@@ -36,12 +35,12 @@ def test_any_program_runs_on_one_and_its_peaks_are_told(tmp_path):
     assert "train.py:5 work" in done.stderr
 
 
-def test_peaks_are_told_of_the_drivers_own_allocator_too_without_lines(tmp_path):
+def test_peaks_are_told_of_the_drivers_own_allocator_too_without_lines(emulated):
     source = (
         "import torch\nlarge = torch.empty(10**9, dtype=torch.uint8, device='cuda')\n"
         "del large\ntorch.cuda.reset_peak_memory_stats()\n"
     )
-    done = emulated(tmp_path, source, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    done = emulated(source, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     assert done.returncode == 0, done.stderr
     assert "gpumem: NVIDIA L4 (emulated), cuda:0: peak 1.00 GB allocated, " in done.stderr
     assert "What was live then is not known: the allocator (cudaMallocAsync) keeps no history" in done.stderr
@@ -54,7 +53,7 @@ void give(void *at, long size, int device, void *stream) { free(at); }
 """
 
 
-def test_a_program_with_an_allocator_of_its_own_runs_and_has_no_peaks(tmp_path):
+def test_a_program_with_an_allocator_of_its_own_runs_and_has_no_peaks(emulated, processes, tmp_path):
     (tmp_path / "allocator.c").write_text(ALLOCATOR, encoding="utf-8")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "allocator.so", "allocator.c"], cwd=tmp_path, check=True)
     source = (
@@ -63,18 +62,9 @@ def test_a_program_with_an_allocator_of_its_own_runs_and_has_no_peaks(tmp_path):
         "torch.cuda.memory.change_current_allocator(own)\n"
         "kept = torch.empty(1000, dtype=torch.uint8, device='cuda')\n"
     )
-    done = emulated(tmp_path, source)
+    done = emulated(source)
     assert done.returncode == 0, done.stderr
     assert "gpumem: no peaks: the program's allocator (pluggable) keeps no statistics" in done.stderr
-    fit = [sys.executable, "-m", "pytest_gpumem.cli.main", "fit", "--gpu", "l4", "train.py"]
-    done = subprocess.run(
-        fit,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = processes.gpumem("fit", "--gpu", "l4", "train.py", new=True)
     assert done.returncode == 2, done.stderr
     assert "Error: it cannot be told what the program takes: it has an allocator of its own" in done.stderr

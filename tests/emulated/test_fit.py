@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.emulated.conftest import REPOSITORY
-
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
 
 MIB = 2**20
@@ -57,7 +53,7 @@ while not all(os.path.exists(name) for name in sys.argv[1:]): time.sleep(0.01)
 os._exit(0)
 '''
 def child(*names):
-    return subprocess.Popen([sys.executable, "-c", code, *names])
+    return subprocess.Popen([sys.executable, "-X", "forked", "-c", code, *names])
 if sys.argv[1] == "together":
     assert [one.wait() for one in (child("a", "b"), child("b", "a"))] == [0, 0]
 else:
@@ -83,18 +79,11 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def fit(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(source: str, *arguments: str, program: tuple[str, ...] = ("program.py",), **more: str):
+def fit(processes, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(source: str, *arguments: str, program: tuple[str, ...] = ("program.py",), new: bool = False, **more: str):
         (tmp_path / "program.py").write_text(source, encoding="utf-8")
-        return subprocess.run(
-            [sys.executable, "-m", "pytest_gpumem.cli.main", "fit", *arguments, *program],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **more},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        forked = () if new else ("--", processes.python(), "-X", "forked")
+        return processes.gpumem("fit", *arguments, *forked, *program, new=new, **more)
 
     return run
 
@@ -114,7 +103,7 @@ def found(fit) -> Callable[..., list[dict[str, Any]]]:
 
 
 def test_it_fits_where_there_is_room_and_not_where_there_is_not(fit):
-    done = fit(NEEDS_TWO_GIB, "--gpu", "1GB", "--gpu", "4GB")
+    done = fit(NEEDS_TWO_GIB, "--gpu", "1GB", "--gpu", "4GB", new=True)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "needs 2.10 GB reserved (emulated): fits H100 with 4GB; not H100 with 1GB"
@@ -193,8 +182,9 @@ def test_processes_that_use_a_gpu_at_the_same_time_are_added_up(found, gpu, how,
     assert one["outcome"] == ("out of memory together" if status else "fits")
 
 
-def test_ranks_have_a_gpu_each(found):
-    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py")
+def test_ranks_have_a_gpu_each(found, processes):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python")
+    ranks = (*torchrun, processes.python(), "-X", "forked", "program.py")
     (one,) = found(RANKS, "--gpu", "4GBx2", status=0, program=ranks)
     assert (one["devices"], one["together"], one["count"]) == (2, 1, 2)
     assert one["reserved"] >= 1000 * MIB
@@ -228,18 +218,9 @@ def make():
 """
 
 
-def test_advice_for_a_gpu_that_is_not_there(tmp_path):
+def test_advice_for_a_gpu_that_is_not_there(processes, tmp_path):
     (tmp_path / "models.py").write_text(MODEL, encoding="utf-8")
-    advise = [sys.executable, "-m", "pytest_gpumem.cli.main", "advise", "models:make"]
-    done = subprocess.run(
-        [*advise, "--fits", "1.5GB", "--device", "emulated:l4"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = processes.gpumem("advise", "models:make", "--fits", "1.5GB", "--device", "emulated:l4", new=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "NVIDIA L4 (emulated): memory as of PyTorch's own allocator, no times"

@@ -80,7 +80,7 @@ try:
 except torch.OutOfMemoryError:
     print(len(kept), torch.cuda.get_device_properties(0).total_memory)
 """
-    said = on_gpu(source, "emulated:24GB").splitlines()
+    said = on_gpu(source, "24GB").splitlines()
     assert said[0].startswith(
         "CUDA out of memory. Tried to allocate 4096.00 GiB. GPU 0 has a total capacity of 22.35 GiB"
     )
@@ -127,7 +127,7 @@ with torch.cuda.graph(graph):
 graph.replay()
 print(torch.ones(5).pin_memory().cuda(non_blocking=True).tolist())
 """
-    assert on_gpu(source, "emulated:h100x8") == "cuda:3 8 512 0\n[1.0, 1.0, 1.0, 1.0, 1.0]\n"
+    assert on_gpu(source, "h100x8") == "cuda:3 8 512 0\n[1.0, 1.0, 1.0, 1.0, 1.0]\n"
 
 
 def test_fsdp_runs_as_one_rank_of_many(on_gpu):
@@ -191,7 +191,7 @@ except RuntimeError as error:
 major, minor = torch.cuda.get_device_capability()
 print(any(f"sm_{major}{older}" in torch.cuda.get_arch_list() for older in range(minor + 1)))
 """
-    said, compiled = on_gpu(source, f"emulated:{gpu}").splitlines()
+    said, compiled = on_gpu(source, gpu).splitlines()
     assert said == ("runs" if compiled == "True" else "no kernel")
 
 
@@ -230,4 +230,4 @@ def offset(device):
 base = {device: torch.cuda.caching_allocator_alloc(100 * MIB, device=device) for device in (1, 0)}
 print(offset(1) // MIB, offset(0) // MIB, offset(1) // MIB, offset(0) // MIB)
 """
-    assert on_gpu("MIB = 2**20\n" + source, gpu="emulated:h100x2") == "100 100 112 112\n"
+    assert on_gpu("MIB = 2**20\n" + source, gpu="h100x2") == "100 100 112 112\n"

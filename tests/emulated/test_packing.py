@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gpumem.emulation.load import CARD
-from tests.emulated.conftest import REPOSITORY
+
+if TYPE_CHECKING:
+    import subprocess
 
 GB = 10**9
 SIZES = [round(5 + 3 * number) * GB for number in range(12)]
@@ -47,26 +47,13 @@ CARD_BYTES = 85_017_100_288
 
 
 @pytest.fixture
-def session(tmp_path, warm_python):
+def session(processes, tmp_path):
     def write(source):
         (tmp_path / "test_it.py").write_text(source, encoding="utf-8")
 
-    def run(*arguments: str, new: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
         (tmp_path / "log").write_text("")
-        python = sys.executable if new else warm_python()
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        if not any(word.startswith("--gpumem-device") for word in arguments):
-            command.append("--gpumem-device=emulated:h100")
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        return subprocess.run(
-            [*command, "--gpumem-report=report.json", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        return processes.pytest("--gpumem-report=report.json", *arguments, COLUMNS="200", **how)
 
     def figures():
         results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
@@ -210,6 +197,6 @@ def test_alone_an_emulated_card_is_a_process_s_own_which_is_told(session):
 
 def test_a_step_that_nearly_fills_the_card_is_counted_in_the_first_test_of_a_process(session):
     session.write(GROWS)
-    done = session("--gpumem-device=emulated:16GB", "-k", "step and 0", new=True)
+    done = session("-k", "step and 0", gpu="16GB", new=True)
     assert done.returncode == 0, done.stdout
     assert session.figures()["test_step[0]"]["launches"] == 1

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.emulated.conftest import PLANTED_PROJECT, REPOSITORY
+from tests.emulated.conftest import PLANTED_PROJECT
+from tests.emulated.processes import Processes
+
+if TYPE_CHECKING:
+    import subprocess
 
 FIRST_REASONS = 3
 
@@ -90,13 +93,8 @@ PLANTS = (
 )
 
 
-def session(python: str, folder: Path, *arguments: str, planted: str = "") -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=emulated:h100", *arguments]
-    environment = {**os.environ, "PLANTED": planted, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
-    )
+def session(project: Processes, *arguments: str, planted: str = "") -> subprocess.CompletedProcess[str]:
+    return project.pytest(*arguments, timeout=500, PLANTED=planted, HF_HUB_OFFLINE="1")
 
 
 def failures(text: str) -> dict[str, str]:
@@ -120,30 +118,31 @@ def first_reasons(failure: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, warm_python) -> Path:
+def recorded(tmp_path_factory: pytest.TempPathFactory, warm_python) -> Processes:
     """The planted project, with the baselines of its models as they should be."""
     pytest.importorskip("transformers", "5.0")
     folder = tmp_path_factory.mktemp("planted") / "project"
     shutil.copytree(PLANTED_PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    done = session(warm_python(), folder, "--gpumem-update=new")
+    project = Processes(folder, warm_python)
+    done = session(project, "--gpumem-update=new")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"0 gated, {len(PLANTS)} new" in done.stdout
-    return folder
+    return project
 
 
-def test_models_as_they_should_be_are_green(recorded, warm_python):
-    done = session(warm_python(), recorded, "--gpumem-baseline", "--gpumem-report=report.html")
+def test_models_as_they_should_be_are_green(recorded):
+    done = session(recorded, "--gpumem-baseline", "--gpumem-report=report.html")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"gpumem: {len(PLANTS)} gated\n" in done.stdout
-    assert "NVIDIA H100 80GB HBM3 (emulated)" in (recorded / "report.html").read_text(encoding="utf-8")
+    assert "NVIDIA H100 80GB HBM3 (emulated)" in (recorded.folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
-def test_what_is_planted_is_red_with_its_module_and_line(recorded, warm_python, workers):
-    done = session(warm_python(), recorded, "--gpumem-baseline", "--gpumem-report=report.html", *workers, planted="all")
+def test_what_is_planted_is_red_with_its_module_and_line(recorded, workers):
+    done = session(recorded, "--gpumem-baseline", "--gpumem-report=report.html", *workers, planted="all")
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"{len(PLANTS)} gated, {len(PLANTS)} regressed" in done.stdout
-    assert "(emulated)" in (recorded / "report.html").read_text(encoding="utf-8")
+    assert "(emulated)" in (recorded.folder / "report.html").read_text(encoding="utf-8")
     told = failures(done.stdout)
     assert set(told) == {plant.test for plant in PLANTS}
     wrong = [

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_gpumem.emulation.load import STARTUP, VARIABLE
-from tests.emulated.conftest import REPOSITORY
+from tests.emulated.processes import REPOSITORY
 from tests.jobs import Job, run_job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RANKS, WIDTH = 2, 1024
 TESTS = f"""
@@ -45,22 +47,22 @@ def test_failing(gpumem):
 """
 
 
-def job(folder, *arguments: str, ranks: int = RANKS, device: str = "emulated:h100x8", **variables: str) -> Job:
-    # torchrun loads torch, too, which here cannot be loaded without the stand-ins for CUDA's libraries.
-    paths = os.pathsep.join([str(STARTUP), str(REPOSITORY)])
-    return run_job(
-        folder,
-        ranks,
-        *arguments,
-        python=sys.executable,
-        device=device,
-        **{"PYTHONPATH": paths, VARIABLE: device, **variables},
-    )
+@pytest.fixture
+def job(processes, tmp_path) -> Callable[..., Job]:
+    """Run a job of ranks with a GPU each; only in a ``new`` one is it seen whether a process of it is left."""
+
+    def run(*arguments: str, gpu: str = "h100x8", new: bool = False, **variables: str) -> Job:
+        python, device = processes.python(gpu, new=new), f"emulated:{gpu}"
+        # torchrun loads torch, too, which here cannot be loaded without the stand-ins for CUDA's libraries.
+        environment = {"PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]), VARIABLE: device, **variables}
+        return run_job(tmp_path, RANKS, *arguments, python=python, device=device, **environment)
+
+    return run
 
 
-def test_each_rank_has_a_gpu_and_baselines_and_what_one_of_them_needs_more_is_named(tmp_path):
+def test_each_rank_has_a_gpu_and_baselines_and_what_one_of_them_needs_more_is_named(job, tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
-    recorded = job(tmp_path, "--gpumem-update=new", "--gpumem-baseline", "--gpumem-report=clean.json")
+    recorded = job("--gpumem-update=new", "--gpumem-baseline", "--gpumem-report=clean.json")
     assert recorded.status == 0, recorded.output
     clean = json.loads((tmp_path / "clean.json").read_text())
     (store,) = (tmp_path / "gpumem-baselines").glob("emulated-*/*.toml")
@@ -69,7 +71,7 @@ def test_each_rank_has_a_gpu_and_baselines_and_what_one_of_them_needs_more_is_na
     # Weights, gradients and the gradients' bucket.
     assert all(peak >= 3 * WIDTH * WIDTH * 4 for _, peak in clean["ranks"][1]["peaks"])
 
-    red = job(tmp_path, "--gpumem-baseline", "--gpumem-report=red.json", MORE="4096", RAISE="1")
+    red = job("--gpumem-baseline", "--gpumem-report=red.json", new=True, MORE="4096", RAISE="1")
     assert red.status != 0
     assert "train_step rank 1 of 2: Emulated GPU memory regressed: peak" in red.output, red.output
     assert "rank 1 of 2 failed by itself in its call: LookupError: no batch for this rank" in red.output
@@ -126,20 +128,11 @@ def test_held(gpumem, kind):
 """
 
 
-def test_a_rank_alone_holds_on_its_gpu_what_it_holds_beside_the_other(tmp_path):
+def test_a_rank_alone_holds_on_its_gpu_what_it_holds_beside_the_other(job, processes, tmp_path):
     (tmp_path / "test_it.py").write_text(HELD)
-    together = job(tmp_path, device="emulated:h100x2")
+    together = job(gpu="h100x2")
     assert together.status == 0, together.output
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpumem-device=emulated:h100"]
-    alone = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    alone = processes.pytest("-q")
     assert alone.returncode == 0, alone.stdout
     for kind in KINDS:
         for rank in range(RANKS):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.emulated.conftest import REPOSITORY
 from tests.test_run import HELPERS, SCRIPT, line_of
+
+if TYPE_CHECKING:
+    import subprocess
 
 
 def script_on_cuda() -> str:
@@ -18,29 +18,19 @@ def script_on_cuda() -> str:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(processes, tmp_path):
     (tmp_path / "train.py").write_text(script_on_cuda(), encoding="utf-8")
     (tmp_path / "helpers.py").write_text(HELPERS, encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text("[tool.gpumem]\n", encoding="utf-8")
 
-    def command(*arguments: str, gpu: str = "h100") -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        words = ["run", "train.py", f"--gpumem-device=emulated:{gpu}", *arguments]
-        return subprocess.run(
-            [sys.executable, "-m", "pytest_gpumem.cli.main", *words],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+    def command(*arguments: str, gpu: str = "h100", new: bool = False) -> subprocess.CompletedProcess[str]:
+        return processes.gpumem("run", "train.py", f"--gpumem-device=emulated:{gpu}", *arguments, gpu=gpu, new=new)
 
     return command
 
 
 def test_planted_faults_are_red_with_module_and_line_and_their_twin_is_green(run):
-    assert run("--gpumem-update=new").returncode == 0
+    assert run("--gpumem-update=new", new=True).returncode == 0
     green = run("--gpumem-baseline")
     assert (green.returncode, "gpumem: 1 gated" in green.stdout) == (0, True), green.stdout
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-
-from tests.emulated.conftest import REPOSITORY
 
 MODEL = """
 import os
@@ -63,27 +58,9 @@ def test_asserts():
 
 
 @pytest.fixture
-def session(tmp_path, warm_python):
+def session(processes, tmp_path):
     (tmp_path / "test_it.py").write_text(MODEL, encoding="utf-8")
-
-    def run(*arguments: str, planted: str = "", new: bool = False) -> subprocess.CompletedProcess[str]:
-        """In a ``new`` process torch was not loaded before."""
-        command = [
-            sys.executable if new else warm_python(),
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "--gpumem-device=emulated:h100",
-            *arguments,
-        ]
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PLANTED": planted, "PYTHONPATH": path}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
-
-    return run
+    return processes.pytest
 
 
 @pytest.mark.parametrize(
@@ -102,17 +79,17 @@ def test_what_is_planted_is_red_and_told_and_what_is_not_is_green(session, tmp_p
     assert "(emulated)" in json.dumps(report)
     assert "(emulated)" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
-    scores = session("--gpumem-baseline", *workers, planted="scores")
+    scores = session("--gpumem-baseline", *workers, PLANTED="scores")
     assert scores.returncode == 1
     assert "Emulated GPU memory regressed: peak " in scores.stdout
     assert "4 x float32[8, 512, 512]" in scores.stdout
     assert "test_it.py:17" in scores.stdout
 
-    leak = session("--gpumem-baseline", *workers, planted="leak")
+    leak = session("--gpumem-baseline", *workers, PLANTED="leak")
     assert leak.returncode == 1
     assert "growth per step" in leak.stdout
 
-    read = session("--gpumem-baseline", *workers, planted="read")
+    read = session("--gpumem-baseline", *workers, PLANTED="read")
     assert read.returncode == 1
     assert "a boolean index reads values that an emulated GPU does not compute, at " in read.stdout
     assert "test_it.py:42" in read.stdout
@@ -130,7 +107,7 @@ def test_figures_are_held_against_a_real_gpus_baselines_where_these_are_named(se
     assert "2 foreign (NVIDIA H100 80GB HBM3)" in alone.stdout
     clean = session(*against)
     assert (clean.returncode, "gpumem: 2 gated" in clean.stdout) == (0, True), clean.stdout
-    scores = session(*against, planted="scores")
+    scores = session(*against, PLANTED="scores")
     assert scores.returncode == 1
     assert "baseline: " in scores.stdout
     assert "NVIDIA H100 80GB HBM3, torch" in scores.stdout
@@ -202,7 +179,7 @@ def test_other(gpumem):
 def test_what_a_shared_fixture_reads_spoils_every_test_that_uses_it_in_any_order(session, tmp_path, names):
     (tmp_path / "test_it.py").write_text(SHARED, encoding="utf-8")
     tests = [f"test_it.py::test_{name}" for name in names.split()]
-    done = session("--gpumem-update=new", "--gpumem-report=report.json", "-p", "no:randomly", *tests)
+    done = session("--gpumem-update=new", "--gpumem-report=report.json", *tests)
     results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
     reasons = {result["verdict"]["test"]: result["verdict"]["unmeasured"] for result in results}
     assert reasons.pop("test_other") is None, done.stdout
@@ -227,7 +204,7 @@ def test_what_is_read_while_a_file_is_imported_spoils_its_tests_and_no_others(se
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    done = session("--gpumem-update=new", "--gpumem-report=report.json", "-p", "no:randomly", *workers)
+    done = session("--gpumem-update=new", "--gpumem-report=report.json", *workers)
     results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
     reasons = {result["verdict"]["file"]: result["verdict"]["unmeasured"] for result in results}
     assert reasons.pop("test_after.py") is None, done.stdout

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
-from pytest_gpumem.emulation.load import CARD, CONTEXT_BYTES, STARTUP, VARIABLE
-from tests.emulated.conftest import REPOSITORY
+from pytest_gpumem.emulation.load import CARD, CONTEXT_BYTES
 
 TOTAL = 16 * 10**9
 HOLDS = "x = torch.empty(10 * 10**9, dtype=torch.uint8, device='cuda'); print('holds', flush=True); input()"
@@ -26,22 +23,15 @@ FITS = f"({TOTAL - CONTEXT_BYTES}, {TOTAL})\nfits\n"
 
 
 @pytest.fixture
-def holder(tmp_path):
+def holder(processes):
     """Start a process that holds 10 GB of the card until it is told to end."""
     started = []
 
     def start(card):
-        environment = {
-            VARIABLE: "emulated:16GB",
-            CARD: card,
-            "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]),
-        }
         process = subprocess.Popen(
-            [sys.executable, "-c", "import torch\n" + HOLDS],
-            env={**os.environ, **environment},
+            **processes.code("import torch\n" + HOLDS, "16GB", new=True, **{CARD: card}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
         started.append(process)
         assert process.stdout.readline() == "holds\n"
@@ -58,7 +48,7 @@ def test_what_one_process_holds_others_lack_until_it_ends(on_gpu, holder, tmp_pa
     card = str(tmp_path / "card")
     process = holder(card)
     taken = TOTAL - 2 * CONTEXT_BYTES - 10 * 10**9
-    free, said = on_gpu(ASKS, "emulated:16GB", **{CARD: card}).splitlines()
+    free, said = on_gpu(ASKS, "16GB", **{CARD: card}).splitlines()
     assert taken - 2 * 2**20 < int(free.strip("(").split(",")[0]) <= taken
     assert said == "CUDA out of memory. Tried to allocate 9.31 GiB"
     if ends == "killed":
@@ -66,15 +56,15 @@ def test_what_one_process_holds_others_lack_until_it_ends(on_gpu, holder, tmp_pa
     else:
         process.stdin.close()
     process.wait()
-    assert on_gpu(ASKS, "emulated:16GB", **{CARD: card}) == FITS
+    assert on_gpu(ASKS, "16GB", **{CARD: card}) == FITS
 
 
 def test_processes_with_cards_of_their_own_take_nothing_from_each_other(on_gpu, holder, tmp_path):
     holder(str(tmp_path / "card"))
-    assert on_gpu(ASKS, "emulated:16GB") == FITS
-    assert on_gpu(ASKS, "emulated:16GB", **{CARD: str(tmp_path / "another")}) == FITS
+    assert on_gpu(ASKS, "16GB") == FITS
+    assert on_gpu(ASKS, "16GB", **{CARD: str(tmp_path / "another")}) == FITS
 
 
 def test_a_card_that_cannot_be_shared_is_told(on_gpu, tmp_path):
-    said = on_gpu(ASKS + "raise SystemExit(1)", "emulated:16GB", fails=True, **{CARD: str(tmp_path)})
+    said = on_gpu(ASKS + "raise SystemExit(1)", "16GB", fails=True, **{CARD: str(tmp_path)})
     assert f"GPUMEM_EMULATED_CARD={tmp_path} cannot be shared (Is a directory)" in said
