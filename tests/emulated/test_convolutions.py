@@ -19,10 +19,14 @@ from tests.emulated.processes import REPOSITORY
 
 HERE = Path(__file__).parent
 HIDDEN = """
-import pytest_gpumem.emulation.cudnn
-pytest_gpumem.emulation.cudnn.installed_cudnn = lambda torch: {library}
+from dataclasses import replace
+from pytest_gpumem.emulation import cudnn, load
+cudnn.installed_cudnn = lambda torch: {library}
+for at, there in enumerate(load._loaded):
+    there.cudnn._stand_in.gpumem_use_cudnn(b"")
+    load._loaded[at] = replace(there, cudnn=cudnn.Cudnn(there.cudnn._stand_in, there.cudnn._torch))
 """
-"""Run before torch is imported: this library is what is installed."""
+"""Run before convolutions are: this library is what is installed, whether torch has been loaded or not."""
 NOTHING = HIDDEN.format(library=None)
 CONVOLUTIONS = """
 from torch.nn.functional import conv2d
@@ -146,7 +150,7 @@ def test_the_peak_of_a_training_step_is_the_same_in_every_step_and_process(on_gp
     first, second = map(int, re.findall(r"\d+", told))
     assert first == second
     assert on_gpu(source) == told
-    without = on_gpu(source, before=NOTHING)
+    without = on_gpu(NOTHING + source)
     assert int(re.findall(r"\d+", without)[0]) < first
 
 
@@ -189,7 +193,7 @@ print(beside(attend), cudnn.convolutions(), current_emulation().launches().get("
 def test_attention_is_planned_as_it_was_whatever_is_installed(on_gpu):
     real_cudnn()
     told = on_gpu(ATTENTION)
-    assert on_gpu(ATTENTION, before=NOTHING) == told
+    assert on_gpu(NOTHING + ATTENTION) == told
     assert told.endswith(" 0 2\n")
 
 
@@ -254,15 +258,14 @@ print(cudnn.convolutions() > 50)
 )
 def test_an_engine_that_cannot_be_planned_is_passed_over(on_gpu, fake_cudnn, convolution):
     told = on_gpu(
-        CONVOLUTIONS + "x, w = operands(torch.float32, torch.contiguous_format)\n"
-        f"print(beside(lambda: [{convolution}]), cudnn.release(), cudnn.convolutions(), cudnn.lacking())\n",
-        before=fake_cudnn,
+        fake_cudnn + CONVOLUTIONS + "x, w = operands(torch.float32, torch.contiguous_format)\n"
+        f"print(beside(lambda: [{convolution}]), cudnn.release(), cudnn.convolutions(), cudnn.lacking())\n"
     )
     assert told == "4096 9.20.0 1 None\n"
 
 
 def test_attention_is_not_asked_of_it(on_gpu, fake_cudnn):
-    assert on_gpu(ATTENTION, before=fake_cudnn) == on_gpu(ATTENTION, before=NOTHING)
+    assert on_gpu(fake_cudnn + ATTENTION) == on_gpu(NOTHING + ATTENTION)
 
 
 # Where it is not installed
@@ -298,10 +301,10 @@ def test_one_that_cannot_be_told_of_a_gpu_is_none(on_gpu, tmp_path):
 
 
 def test_a_program_is_told_of_at_its_end(on_gpu):
-    fails = on_gpu(RUN + "raise SystemExit(1)\n", before=NOTHING, fails=True, GPUMEM_EMULATED_PEAKS="1")
+    fails = on_gpu(NOTHING + RUN + "raise SystemExit(1)\n", fails=True, GPUMEM_EMULATED_PEAKS="1")
     assert "gpumem: peaks may be too low: workspaces of convolutions are taken as 0, since " in fails
     fails = on_gpu(
-        "torch.ones(9, device='cuda')\nraise SystemExit(1)\n", before=NOTHING, fails=True, GPUMEM_EMULATED_PEAKS="1"
+        NOTHING + "torch.ones(9, device='cuda')\nraise SystemExit(1)\n", fails=True, GPUMEM_EMULATED_PEAKS="1"
     )
     assert "too low" not in fails
 
@@ -342,10 +345,10 @@ def session(processes, tmp_path):
     """Run pytest with a cuDNN, by what has it be installed."""
     (tmp_path / "test_it.py").write_text(PROJECT, encoding="utf-8")
 
-    def run(installed: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(installed: str, *arguments: str, new: bool = False) -> subprocess.CompletedProcess[str]:
         (tmp_path / "installed.py").write_text(installed, encoding="utf-8")
         path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-        return processes.pytest("-p", "installed", *arguments, new=True, PYTHONPATH=path)
+        return processes.pytest("-p", "installed", *arguments, new=new, PYTHONPATH=path)
 
     return run
 
@@ -377,7 +380,7 @@ def test_a_baseline_from_where_it_was_installed_is_not_held_against_what_is_not(
 
 
 def test_a_session_says_how_many_peaks_lack_them(session):
-    told = session(NOTHING)
+    told = session(NOTHING, new=True)
     assert told.returncode == 0, told.stdout
     assert (
         "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions are" in told.stdout

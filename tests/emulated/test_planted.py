@@ -137,7 +137,9 @@ def test_models_as_they_should_be_are_green(recorded):
     assert "NVIDIA H100 80GB HBM3 (emulated)" in (recorded.folder / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers", marks=pytest.mark.thorough)]
+)
 def test_what_is_planted_is_red_with_its_module_and_line(recorded, workers):
     done = session(recorded, "--gpumem-baseline", "--gpumem-report=report.html", *workers, planted="all")
     assert done.returncode == 1, done.stdout + done.stderr
