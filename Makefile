@@ -14,8 +14,8 @@ EMULATED_TRITON ?= triton==3.7.1
 EMULATED_NEEDS := 'pytest>=8.2' 'pluggy>=1.5' 'tomli>=2.0' 'tomli-w>=1.0' 'filelock>=3.13' 'fsspec>=2024.2' \
 	'fastjsonschema>=2.20' 'nvidia-ml-py>=12.535' 'rich>=13.0' 'click>=8.1' 'greenlet>=3.0' typing-extensions sympy networkx jinja2 numpy \
 	'transformers>=5' 'pytest-xdist>=3.8' 'plotly>=5.24' 'torchao>=0.12'
-# Workers have a core each: more threads of one would wait for the others'.
-SUITE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# Workers have a core each: more threads of one would wait for the others'. They begin with the slowest files: tests/conftest.py.
+SUITE = -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda lint browser compiler screenshots clean
@@ -51,15 +51,16 @@ example-emulated: $(EMULATED_READY)
 # ARGS='-n 0' runs them in this one.
 # The same order and the same examples of property tests each time: tests/chance.py.
 test: $(TEST_READY)
-	$(SUITE) -m "not thorough" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python $(SUITE) -m "not thorough" $(ARGS)
 
 # What it finds becomes an @example. The header shows the seed; ARGS='-m hypothesis' runs property tests only.
 explore: $(TEST_READY)
-	$(SUITE) --hypothesis-profile=explore --randomly-seed=$$(date +%s) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python $(SUITE) --hypothesis-profile=explore --randomly-seed=$$(date +%s) $(ARGS)
 
 # torch can only be imported on an emulated GPU there.
 emulated: $(EMULATED_READY)
-	$(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- $(EMULATED_VENV)/bin/python -m pytest tests/emulated tests/gpu -m "not thorough" -n auto --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- \
+		$(EMULATED_VENV)/bin/python $(SUITE) tests/emulated tests/gpu -m "not thorough" $(ARGS)
 	$(MAKE) example-emulated ARGS=
 
 # They install nothing. The table is made of what runs, also when a test has failed.

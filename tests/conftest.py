@@ -43,8 +43,23 @@ LONGEST = (
     "test_time_gate.py",
     "test_counts.py",
     "test_faults.py",
+    "emulated/test_packing.py",
+    "emulated/test_compile.py",
+    "gpu/test_matrix.py",
+    "emulated/test_planted.py",
+    "emulated/test_memory.py",
+    "emulated/test_devices.py",
+    "emulated/test_ranks.py",
+    "emulated/test_session.py",
+    "gpu/test_composition.py",
+    "gpu/test_order.py",
+    "emulated/test_fit.py",
+    "gpu/test_sharding.py",
 )
-"""Files that take longest, the longest first: one that a worker begins last is what the others would wait for."""
+"""Files that take longest, the longest first: one that a worker begins last is what the others would wait for.
+
+Those of `make emulated` come last, as all of them are skipped without the CUDA build of torch.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
