@@ -261,3 +261,23 @@ def test_a_fixture_that_another_asked_for_by_name_is_no_tests_of_its_users(proje
     assert forward["test_first"] == forward["test_second"] != forward["test_base"]
     backward = project.figures("-p", "no:randomly", *(f"test_it.py::test_{one}" for one in ("base", "second", "first")))
     assert backward == forward
+
+
+OPTIMIZER = """
+@pytest.mark.gpumem
+def test_first():
+    model = torch.nn.Linear(1000, 1000)
+    torch.optim.AdamW(model.parameters())
+    del model
+    torch.ones(100_000)
+"""
+
+
+def test_the_first_optimizer_of_a_process_keeps_no_more_than_any_other(project):
+    # It loads TorchDynamo, which the suite's processes have loaded.
+    project.write(OPTIMIZER + OPTIMIZER.replace("first", "second"))
+    project.run("--junitxml=report.xml", new=True)
+    first, second = (one["verdicts"][0]["measurement"]["metrics"] for one in project.verdicts().values())
+    assert first == second
+    assert second["cyclic_garbage"] == 0
+    assert second["peak_allocated"] < 5_000_000

@@ -15,7 +15,7 @@ from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.cuda_history import in_order_of_time
 from pytest_gpumem.devices.profiled import check_change, profiled
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.private_api import compiled_graphs, frames_cleared_behind_dynamo
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.values.interference import Conditions
 
@@ -202,6 +202,7 @@ class Device(ABC):
         with ExitStack() as undo:
             if self.lock is not None:
                 undo.enter_context(self.lock.shared())
+            undo.enter_context(frames_cleared_behind_dynamo())
             self.start(undo)
             self._undo = undo.pop_all()
         try:
