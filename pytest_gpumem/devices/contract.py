@@ -15,7 +15,8 @@ from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.cuda_history import in_order_of_time
 from pytest_gpumem.devices.profiled import check_change, profiled
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.torch_support.private_api import compiled_graphs, frames_cleared_behind_dynamo
+from pytest_gpumem.torch_support.garbage_collector import frames_cleared_behind_dynamo
+from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.values.interference import Conditions
 

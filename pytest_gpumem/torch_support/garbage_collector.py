@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
-    from types import FrameType
+    from importlib.machinery import ModuleSpec
+    from types import FunctionType, ModuleType
 
 
 MOST_YOUNGER = 20_000
@@ -150,3 +153,50 @@ def collect_everything() -> None:
     """Collect garbage among all objects, frozen ones too."""
     with everything_in_sight():
         gc.collect()
+
+
+class _FinderOfDynamo:
+    """Finder of `frames_cleared_behind_dynamo`, which lets the other finders find it."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if hasattr(loader, "exec_module"):
+            execute = loader.exec_module
+
+            def execute_and_clear(module: ModuleType) -> None:
+                execute(module)
+                _clear_frames_of_wrap()
+
+            loader.exec_module = execute_and_clear
+        return spec
+
+
+def _clear_frames_of_wrap() -> None:
+    import torch.fx
+
+    code = cast("FunctionType", torch.fx.wrap).__code__
+    for frame in gc.get_objects():
+        if type(frame) is FrameType and frame.f_code is code:
+            frame.clear()
+
+
+@contextmanager
+def frames_cleared_behind_dynamo() -> Iterator[None]:
+    """Have the first optimizer of a process, which loads TorchDynamo, keep no model alive, as later ones keep none.
+
+    While its modules are loaded, `torch.fx.wrap` leaves frames that refer to themselves, and so to all that their callers had.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    finder = _FinderOfDynamo()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # where it was loaded
+            sys.meta_path.remove(finder)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-import importlib.util
 import os
 import sys
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial, wraps
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from pytest_gpumem.values.events import AllocationEvent, Threads
@@ -18,8 +15,7 @@ from pytest_gpumem.values.events import AllocationEvent, Threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from importlib.machinery import ModuleSpec
-    from types import FunctionType, ModuleType
+    from types import FunctionType
     from typing import TypeAlias
 
     import torch.autograd.profiler
@@ -114,53 +110,6 @@ def load_compiler() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
-
-
-class _FinderOfDynamo:
-    """Finder of `frames_cleared_behind_dynamo`, which lets the other finders find it."""
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != "torch._dynamo":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        if hasattr(loader, "exec_module"):
-            execute = loader.exec_module
-
-            def execute_and_clear(module: ModuleType) -> None:
-                execute(module)
-                _clear_frames_of_wrap()
-
-            loader.exec_module = execute_and_clear
-        return spec
-
-
-def _clear_frames_of_wrap() -> None:
-    import torch.fx
-
-    code = cast("FunctionType", torch.fx.wrap).__code__
-    for frame in gc.get_objects():
-        if type(frame) is FrameType and frame.f_code is code:
-            frame.clear()
-
-
-@contextmanager
-def frames_cleared_behind_dynamo() -> Iterator[None]:
-    """Have the first optimizer of a process, which loads TorchDynamo, keep no model alive, as later ones keep none.
-
-    While its modules are loaded, `torch.fx.wrap` leaves frames that refer to themselves, and so to all that their callers had.
-    """
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    finder = _FinderOfDynamo()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # where it was loaded
-            sys.meta_path.remove(finder)
 
 
 def compiles_within_modes() -> bool:
