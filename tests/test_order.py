@@ -278,6 +278,7 @@ def test_the_first_optimizer_of_a_process_keeps_no_more_than_any_other(project):
     project.write(OPTIMIZER + OPTIMIZER.replace("first", "second"))
     project.run("--junitxml=report.xml", new=True)
     first, second = (one["verdicts"][0]["measurement"]["metrics"] for one in project.verdicts().values())
-    assert first == second
-    assert second["cyclic_garbage"] == 0
-    assert second["peak_allocated"] < 5_000_000
+    assert first["cyclic_garbage"] == second["cyclic_garbage"] == first["retained"] == second["retained"] == 0
+    # TorchDynamo of torch 2.6 makes tensors of 36 bytes while it is loaded.
+    assert 0 <= first["peak_allocated"] - second["peak_allocated"] <= 36
+    assert second["peak_allocated"] == 4 * (1000 * 1000 + 1000)

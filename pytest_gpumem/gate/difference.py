@@ -134,10 +134,14 @@ def difference(before: Composition, after: Composition) -> Difference:
 
 
 def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
-    """Sort the largest growth first, equal changes by the growth of their line."""
+    """Sort the largest growth first, equal changes by the growth of their line, counted in changes of this size."""
     changes = list(changes)
     at_line = _at_line((change.row, change.nbytes) for change in changes)
-    return tuple(sorted(changes, key=lambda one: (-one.nbytes, -at_line[_line(one.row)], one.row.text())))
+
+    def rank(one: Change) -> tuple[int, int, str]:
+        return -one.nbytes, -(at_line[_line(one.row)] // max(abs(one.nbytes), 1)), one.row.text()
+
+    return tuple(sorted(changes, key=rank))
 
 
 def _without_rests(composition: Composition) -> tuple[list[Row], Counter[str]]:

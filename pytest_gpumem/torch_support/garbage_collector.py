@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import sys
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
     from importlib.machinery import ModuleSpec
-    from types import FunctionType, ModuleType
+    from types import ModuleType
 
 
 MOST_YOUNGER = 20_000
@@ -168,27 +169,36 @@ class _FinderOfDynamo:
             execute = loader.exec_module
 
             def execute_and_clear(module: ModuleType) -> None:
+                before = _frames()
                 execute(module)
-                _clear_frames_of_wrap()
+                _clear_frames(besides=before)
 
             loader.exec_module = execute_and_clear
         return spec
 
 
-def _clear_frames_of_wrap() -> None:
-    import torch.fx
+def _clear_frames(besides: list[FrameType]) -> None:
+    """Clear the frames of functions that have ended, but for some, whose list is emptied: this frame's caller is in them."""
+    known = set(map(id, besides))
+    for frame in _frames():
+        if id(frame) not in known:
+            with suppress(RuntimeError):  # of one that runs
+                frame.clear()
+    besides.clear()
 
-    code = cast("FunctionType", torch.fx.wrap).__code__
-    for frame in gc.get_objects():
-        if type(frame) is FrameType and frame.f_code is code:
-            frame.clear()
+
+def _frames() -> list[FrameType]:
+    """Return the frames of functions that the collector goes through; a generator's would be closed by clearing it."""
+    generators = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return [one for one in gc.get_objects() if type(one) is FrameType and not one.f_code.co_flags & generators]
 
 
 @contextmanager
 def frames_cleared_behind_dynamo() -> Iterator[None]:
     """Have the first optimizer of a process, which loads TorchDynamo, keep no model alive, as later ones keep none.
 
-    While its modules are loaded, `torch.fx.wrap` leaves frames that refer to themselves, and so to all that their callers had.
+    Frames of functions that its modules call while they are loaded, such as `torch.fx.wrap`, refer to themselves, and so to all
+    that their callers have.
     """
     if "torch._dynamo" in sys.modules:
         yield
