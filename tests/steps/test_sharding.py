@@ -101,9 +101,7 @@ def shards(world: int) -> int:
 # What a rank holds
 
 
-@pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=pytest.mark.thorough), 8, pytest.param(64, marks=pytest.mark.thorough), 512]
-)
+@pytest.mark.parametrize("world", [1, 2, 8, 64, 512])
 def test_the_state_of_a_rank_shrinks_with_the_number_of_ranks(bench, world):
     partitioned = state(bench, f"fp32,shard=zero1,world={world}")
     assert partitioned.parameters.measured == partitioned.gradients.measured == PARAMETERS
