@@ -194,8 +194,9 @@ def _serve(address: str) -> None:
     # A collection would write to every object, and each fork have all of them for its own.
     gc.collect()
     gc.freeze()
-    # The commands do not find this file's neighbours.
+    # The commands do not find this file's neighbours, of whose names a test may have files.
     sys.path.pop(0)
+    del sys.modules["heap"], sys.modules["installed"]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
