@@ -1,4 +1,4 @@
-"""Five kernels in plain PyTorch, as Liger's benchmarks of memory call them beside its own.
+"""Sixteen kernels in plain PyTorch, as Liger's benchmarks of memory call them beside its own.
 
 Shapes, calls and the metric are those of linkedin/Liger-Kernel's ``benchmark/scripts``. The norms and the gated layers are what
 `transformers` has for Llama, the others are torch's own.
@@ -69,9 +69,9 @@ def peak_of(row: Mapping[str, str]) -> float:
     """Run a published row, and return its metric in bytes: the median of the peaks of ten calls. All that is alive counts."""
     call, backward = _KERNELS[row["kernel"]](row["x"], json.loads(row["config"]))
     measured: Callable[[], Any]
-    if row["mode"] == "forward":
+    if row["mode"] == "forward" and row["kernel"] not in _ALWAYS_FULL:
         measured = call
-    elif row["mode"] == "backward":
+    elif row["mode"] == "backward" and row["kernel"] not in _ALWAYS_FULL:
         made = call()
         gradient = torch.randn_like(made)
 
@@ -91,7 +91,9 @@ def peak_of(row: Mapping[str, str]) -> float:
     return statistics.median(peaks)
 
 
-_Made = tuple["Callable[[], torch.Tensor]", "Callable[[torch.Tensor], None]"]
+_ALWAYS_FULL = ("group_norm",)
+"""Kernels whose script runs forward and backward whatever the row's mode is."""
+_Made = tuple["Callable[[], Any]", "Callable[[Any], None]"]
 """The call, and what is done with its result to go backward."""
 
 
@@ -143,6 +145,156 @@ def _gated(x: str, config: Mapping[str, Any]) -> _Made:
     return lambda: layer(given), _backward
 
 
+def _group_norm(x: str, config: Mapping[str, Any]) -> _Made:
+    channels, shape = int(x), (config["M"], int(x), config["H"])
+    norm, beside = (
+        nn.GroupNorm(channels // config["channels_per_group"], channels, eps=config["eps"]).to("cuda") for _ in range(2)
+    )
+    given = torch.randn(shape, dtype=_dtype(config), device="cuda")
+    gradient = torch.randn_like(given)
+    given.requires_grad_()
+
+    def backward(made: torch.Tensor, _beside: nn.Module = beside) -> None:
+        made.backward(gradient, retain_graph=True)
+
+    return lambda: norm(given), backward
+
+
+class AddedNorm(nn.Module):
+    """A residual stream that is added to and normed, in fp32 and rounded to the input's type."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given = x.dtype
+        x = x.to(torch.float32)
+        residual = residual.to(torch.float32)
+        x = x + residual
+        residual = x
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return self.weight * x.to(given), residual.to(given)
+
+
+def _fused_add_rms_norm(x: str, config: Mapping[str, Any]) -> _Made:
+    # Liger's two norms are there as well, one of which has two weights.
+    beside = [torch.ones(int(x), device="cuda") for _ in range(3)]
+    norm = AddedNorm(int(x), config["eps"]).to("cuda")
+    given, residual = (torch.randn(config["M"], int(x), dtype=_dtype(config), device="cuda") for _ in range(2))
+    gradients = torch.randn_like(given), torch.randn_like(residual)
+    given.requires_grad_()
+    residual.requires_grad_()
+
+    def backward(made: tuple[torch.Tensor, torch.Tensor], _beside: Any = beside) -> None:
+        torch.autograd.backward(made, gradients)
+
+    return lambda: norm(given, residual), backward
+
+
+def _megatron_rms_norm(x: str, config: Mapping[str, Any]) -> _Made:
+    norm = nn.RMSNorm(int(x), eps=1e-6).to("cuda").to(torch.bfloat16)
+    given = torch.randn(config["S"], config["B"], int(x), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return lambda: norm(given), _backward_of_sum
+
+
+def _megatron_swiglu(x: str, config: Mapping[str, Any]) -> _Made:
+    given = torch.randn(config["S"], config["B"], 2 * int(x), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def call() -> torch.Tensor:
+        given.grad = None
+        gate, up = torch.chunk(given, 2, -1)
+        return nn.functional.silu(gate) * up
+
+    return call, _backward_of_sum
+
+
+def _backward_of_sum(made: torch.Tensor) -> None:
+    made.sum().backward()
+
+
+def _elementwise(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[str, Mapping[str, Any]], _Made]:
+    """Of one dimension, as the scripts gave the width alone as a shape."""
+
+    def make(x: str, config: Mapping[str, Any]) -> _Made:
+        given = torch.randn(int(x), device="cuda", dtype=_dtype(config), requires_grad=True)
+        return lambda: run(given), lambda made: made.backward(torch.ones_like(made), retain_graph=True)
+
+    return make
+
+
+def _sparsemax(x: str, config: Mapping[str, Any]) -> _Made:
+    given = torch.randn(config["B"] * config["T"], int(x), dtype=_dtype(config), device="cuda")
+    gradient = torch.randn_like(given)
+    given.requires_grad_()
+
+    def call() -> torch.Tensor:
+        ordered, _ = torch.sort(given, dim=-1, descending=True)
+        sums = torch.cumsum(ordered, dim=-1)
+        numbers = torch.arange(1, given.shape[-1] + 1, device="cuda", dtype=given.dtype).view(1, -1)
+        bound = 1 + numbers * ordered
+        support = bound > sums
+        size = support.sum(dim=-1, keepdim=True).clamp(min=1)
+        total = (ordered * support).sum(dim=-1, keepdim=True)
+        threshold = (total - 1) / size
+        return torch.clamp(given - threshold, min=0)
+
+    return call, lambda made: made.backward(gradient, retain_graph=True)
+
+
+def _between(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    given_as: Callable[..., torch.Tensor],
+    target_as: Callable[..., torch.Tensor],
+) -> Callable[[str, Mapping[str, Any]], _Made]:
+    """A loss of two distributions over a vocabulary, made of random logits."""
+
+    def make(x: str, config: Mapping[str, Any]) -> _Made:
+        rows, entries = (
+            (int(x), config["vocab_size"]) if "vocab_size" in config else (config["B"] * config["T"], int(x))
+        )
+        given = given_as(torch.randn(rows, entries, requires_grad=True, device="cuda"), dim=-1)
+        target = target_as(torch.randn(rows, entries, device="cuda"), dim=-1)
+        return lambda: loss(given, target), _backward if "vocab_size" in config else _backward_of_scalar
+
+    return make
+
+
+def _backward_of_scalar(made: torch.Tensor) -> None:
+    made.backward(retain_graph=True)
+
+
+def _jensen_shannon(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    divergence = nn.KLDivLoss(reduction="batchmean", log_target=True)
+    mean = 0.5 * (torch.exp(p) + torch.exp(q))
+    log_mean = torch.log(mean)
+    return 0.5 * (divergence(log_mean, p) + divergence(log_mean, q))
+
+
+def _total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    distance = torch.abs(p - q) / 2.0
+    return torch.sum(distance) / p.size(0)
+
+
+def _fused_linear_cross_entropy(x: str, config: Mapping[str, Any]) -> _Made:
+    width, entries, dtype = config["H"], config["V"], _dtype(config)
+    head, beside = (nn.Linear(width, entries, bias=False, dtype=dtype, device="cuda") for _ in range(2))
+    loss = nn.CrossEntropyLoss()
+    given = torch.randn(int(x), width, requires_grad=True, dtype=dtype, device="cuda")
+    target = torch.randint(entries, (int(x), 1), device="cuda").squeeze(1)
+
+    def call() -> torch.Tensor:
+        logits = head(given)
+        return loss(logits, target)
+
+    def backward(made: torch.Tensor, _beside: nn.Module = beside) -> None:
+        made.backward()
+
+    return call, backward
+
+
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16}[config["dtype"]]
 
@@ -153,4 +305,15 @@ _KERNELS: dict[str, Callable[[str, Mapping[str, Any]], _Made]] = {
     "cross_entropy": _cross_entropy,
     "swiglu": _gated,
     "geglu": _gated,
+    "group_norm": _group_norm,
+    "fused_add_rms_norm": _fused_add_rms_norm,
+    "megatron_rms_norm": _megatron_rms_norm,
+    "megatron_swiglu": _megatron_swiglu,
+    "softmax": _elementwise(nn.Softmax(dim=-1)),
+    "relu_squared": _elementwise(lambda x: torch.square(nn.functional.relu(x))),
+    "sparsemax": _sparsemax,
+    "kl_div": _between(nn.KLDivLoss(reduction="batchmean"), torch.log_softmax, torch.softmax),
+    "jsd": _between(_jensen_shannon, torch.log_softmax, torch.log_softmax),
+    "tvd": _between(_total_variation, torch.softmax, torch.softmax),
+    "fused_linear_cross_entropy": _fused_linear_cross_entropy,
 }

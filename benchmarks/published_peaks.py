@@ -4,7 +4,7 @@
 
 - `cs336_model.py`: a language model of a course. A case is a process of its own, and the step that counts is the sixteenth, as
   it was there: what is allocated moves by a few tenths of a percent from step to step.
-- `liger_kernels.py`: five kernels in plain PyTorch.
+- `liger_kernels.py`: sixteen kernels in plain PyTorch.
 - The small model's peaks in steps 2 to 40 of one process, to show how far they move.
 """
 
@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -38,6 +39,8 @@ EMULATED_BY = {
     "NVIDIA A800-SXM4-80GB": "a100",  # the same chip and memory, with slower links to its neighbours
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100",  # with fewer multiprocessors
+    "NVIDIA GeForce RTX 3090": "rtx3090",
 }
 STEPS_BEFORE = 15
 """Five to warm up and ten timed, as the publisher did."""
@@ -217,13 +220,17 @@ def compare_liger(runner: Runner, only: str, into: dict[str, dict[str, Any]]) ->
     """Run the kernels, those of one GPU, kernel and axis in one process, as they were run there."""
     compared = []
     sweep = operator.itemgetter("gpu", "kernel", "x_name")
-    for (gpu_name, kernel, _), same in groupby(sorted(liger_rows(), key=sweep), key=sweep):
+    rows = sorted(liger_rows(), key=sweep)
+    dtypes = Counter((*sweep(row), row["mode"], row["x"]) for row in rows)
+    for (gpu_name, kernel, _), same in groupby(rows, key=sweep):
         if only not in kernel:
             continue
         group, gpu = list(same), EMULATED_BY[gpu_name]
         peaks = runner.run("run_kernels", gpu, own_workspace=True, rows=group)
         for row, peak in zip(group, peaks, strict=True):
-            name = f"{kernel} {row['mode']} {row['x_name']}={row['x']} ({gpu})"
+            several = dtypes[(*sweep(row), row["mode"], row["x"])] > 1
+            of = f", {json.loads(row['config'])['dtype'].removeprefix('torch.')}" if several else ""
+            name = f"{kernel} {row['mode']} {row['x_name']}={row['x']} ({gpu}{of})"
             compared.append(Compared(name, "peak_allocated", peak, Figure.read(row)))
             into.setdefault(gpu, {}).setdefault("liger", {})[name] = {
                 "published_on": gpu_name,

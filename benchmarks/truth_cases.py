@@ -88,9 +88,7 @@ def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]
         assert figures.times is not None, "the bench times"
         rest = counters.current()
         peaks = peaks_of(prepared.phases, counters)
-        notes = list(prepared.notes)
-    if not figures.settled:
-        notes.append(figures.unsettled_note())
+        notes = list(step.notes)
     return {
         "batch": workload.batch,
         "parameters": workload.parameters,

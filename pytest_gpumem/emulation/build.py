@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.emulation.elf import NotElf, read_needs
 from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs
-from pytest_gpumem.emulation.torch_build import EmulationError
+from pytest_gpumem.emulation.neighbours import Needs, needed_beside
+from pytest_gpumem.emulation.torch_build import EmulationError, needs_of_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +26,7 @@ FIRST = "libcudart"
 """Loaded before the others, which link to it: it has the GPU."""
 LINKED = "libcuda.so"
 """The driver's name for a linker, for older releases of Triton."""
-_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-w")
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-fexceptions", "-w")
 
 
 class _Needed(NamedTuple):
@@ -44,9 +45,10 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
     Raises:
         EmulationError: They cannot be compiled or kept.
     """
-    folder = _cache() / f"torch-{torch.version}-{_key(torch)}"
+    beside = needed_beside(torch.libraries.parents[1], _cache())
+    folder = _cache() / f"torch-{torch.version}-{_key(torch, beside)}"
     if not folder.is_dir():
-        _build_into(folder, torch)
+        _build_into(folder, torch, beside)
     there = (path for path in folder.glob("*.so*") if not path.is_symlink())
     return tuple(sorted(there, key=lambda path: (not path.name.startswith(FIRST), path.name)))
 
@@ -63,19 +65,22 @@ def _sources() -> dict[str, str]:
     }
 
 
-def _key(torch: TorchBuild) -> str:
-    """Return a hash of what the stand-ins are made of, in 16 digits: torch's libraries by size and time, and our sources."""
+def _key(torch: TorchBuild, beside: Needs) -> str:
+    """Return a hash of what the stand-ins are made of, in 16 digits.
+
+    Torch's libraries by size and time, what others need ``beside`` it, and our sources.
+    """
     digest = hashlib.sha256()
     for path in sorted(torch.libraries.glob("*.so*")):
         stat = path.stat()
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     for name, text in sorted(_sources().items()):
         digest.update(f"{name}\n{text}".encode())
-    digest.update(repr((torch, LIBRARIES, LINKED)).encode())
+    digest.update(repr((torch, beside, LIBRARIES, LINKED, sorted(needs_of_triton()))).encode())
     return digest.hexdigest()[:16]
 
 
-def _build_into(folder: Path, torch: TorchBuild) -> None:
+def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
     """Compile into a folder of our own beside ``folder``, and put it there whole: another session may do the same."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -92,7 +97,7 @@ def _build_into(folder: Path, torch: TorchBuild) -> None:
             "folder that can be written to"
         ) from None
     try:
-        _compile_all(compiler, torch, draft)
+        _compile_all(compiler, torch, beside, draft)
         try:
             draft.rename(folder)
         except OSError as error:
@@ -102,8 +107,11 @@ def _build_into(folder: Path, torch: TorchBuild) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _compile_all(compiler: str, torch: TorchBuild, draft: Path) -> None:
+def _compile_all(compiler: str, torch: TorchBuild, beside: Needs, draft: Path) -> None:
     needed = _needed(torch)
+    for soname in needed.keys() & beside.keys():  # libraries of another CUDA are not for this torch
+        needed[soname].names.update(name for name, _ in beside[soname])
+        needed[soname].versions.update(version for _, version in beside[soname] if version is not None)
     sources = draft / "source"
     sources.mkdir()
     for name, text in _sources().items():
@@ -171,6 +179,7 @@ def _needed(torch: TorchBuild) -> dict[str, _Needed]:
             elif (of := needed_of(symbol.library)) is not None:
                 of.names.add(symbol.name)
                 of.versions.update(() if symbol.version is None else (symbol.version,))
+    needed[DRIVER].names.update(needs_of_triton())
     for of in needed.values():
         of.names.update(name for name in unversioned if of.library.symbols.match(name))
     return needed

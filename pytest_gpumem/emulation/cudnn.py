@@ -1,4 +1,4 @@
-"""Find the real cuDNN, which plans convolutions on an emulated GPU where it is installed, and needs no GPU for that."""
+"""What is known of cuDNN on an emulated GPU. The real one plans convolutions where it is installed, and needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 _OLDEST = (9, 8)
 """The first release that plans for a GPU that is only described to it."""
+
+
+WHY_RECURRENT = (
+    "what recurrent layers keep for backward is taken as published of cuDNN 7, and their workspaces as 0, since cuDNN tells "
+    "both on a GPU only"
+)
+"""Why peaks with recurrent layers may be too low, as a clause."""
 
 
 class Cudnn:
@@ -41,8 +48,16 @@ class Cudnn:
         number = int(self._stand_in.gpumem_cudnn_release())
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
+    def recurrent(self) -> int:
+        """Return how many passes of recurrent layers were run in this process, backward ones included."""
+        return int(self._stand_in.gpumem_recurrent())
+
     def lacking(self) -> str | None:
-        """Return why peaks of this process may be too low, as a clause; ``None`` if no convolution ran, or cuDNN plans them.
+        """Return why peaks of this process may be too low, as a clause; ``None`` if all that ran in it is known."""
+        return "; ".join(filter(None, (self.lacking_of_convolutions(), self.lacking_of_recurrent()))) or None
+
+    def lacking_of_convolutions(self) -> str | None:
+        """Return what peaks lack of convolutions; ``None`` if none ran, or cuDNN plans them.
 
         A workspace is freed after its convolution, so a peak is too low by one of them at most.
         """
@@ -51,6 +66,14 @@ class Cudnn:
         most = ctypes.c_int64()
         self._stand_in.gpumem_tell_most_workspace(ctypes.byref(most))
         return f"{self.why_zero()}; the largest is estimated at {format_bytes(most.value)} at most"
+
+    def lacking_of_recurrent(self) -> str | None:
+        """Return what peaks may lack of recurrent layers; ``None`` if none ran."""
+        if not self.recurrent():
+            return None
+        most = ctypes.c_int64()
+        self._stand_in.gpumem_tell_most_kept(ctypes.byref(most))
+        return f"{WHY_RECURRENT}; the largest is {format_bytes(most.value)}"
 
     def why_zero(self) -> str:
         """Return why convolutions' workspaces are taken as 0 without cuDNN, and what to do, as a clause."""

@@ -57,7 +57,7 @@ def emulated_gpu(word: str) -> Gpu:
         ValueError: There is no such GPU. The message is a sentence that names the nearest.
     """
     text = word.removeprefix(EMULATED).lower()
-    several = re.fullmatch(r"(.+?)x(\d+)", text)
+    several = re.fullmatch(r"(.+?)x([0-9]+)", text)
     name, count = (several[1], int(several[2])) if several and text not in _table() else (text, 1)
     if not 1 <= count <= MOST_DEVICES:
         raise ValueError(f"{word!r}: from 1 to {MOST_DEVICES} GPUs can be emulated, not {count}")

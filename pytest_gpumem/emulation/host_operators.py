@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 MOST_EXACT = 1 << 20
 """Elements of all tensors of an operator on integers and booleans that is computed."""
@@ -17,6 +19,32 @@ MOST_FLOATS = 1 << 16
 """Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
 BIGGEST_COPY = 1 << 20
 """As in ``native/memory.c``: a larger copy leaves zeros."""
+
+INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+"""Operators that ask a boolean index how many are true."""
+_READ_UNTAGGED = frozenset(
+    {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
+    | {"_pack_padded_sequence", "_coalesce", *(f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc"))}
+)
+"""Operators that read values, and are not tagged as such."""
+_READ_SECOND = frozenset({"tensor_split", "_pack_padded_sequence"})
+"""Those that read only the second of their arguments."""
+_MADE_OF_NOTHING = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zero_",
+        "fill_",
+        "zero",
+        "fill",
+        "copy_",
+    }
+)
+"""Operators of which the first argument gives no values, but a shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +61,16 @@ class Operator:
     """The same, of those that may only be named."""
     collective: bool = False
     """It is one of torch.distributed's, whose schemas lack the arguments that they write to."""
+    overwrites: bool = False
+    """The values of its first argument do not matter."""
+    reads: bool = False
+    """Its result, or the size of its result, depends on values that the host reads."""
+
+    def read_of(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors whose values the host reads in a call."""
+        if not self.reads or (self.name == "repeat_interleave" and named.get("output_size") is not None):
+            return []
+        return tensors_among(args[1:2] if self.name in _READ_SECOND else (*args, *named.values()))
 
 
 def operator_of(func: Any) -> Operator:
@@ -43,13 +81,17 @@ def operator_of(func: Any) -> Operator:
         (at, one) for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
     ]
     namespace, _, name = schema.name.partition("::")
+    overload = schema.overload_name or "default"
+    reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     return Operator(
         name,
-        view=bool(returned) and not any(one.is_write for one in returned),
+        view=name == "set_" or (bool(returned) and not any(one.is_write for one in returned)),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         written=tuple(at for at, one in written if not one.kwarg_only),
         written_names=tuple(one.name for _, one in written if one.kwarg_only),
         collective=namespace.strip("_").startswith("c10d"),
+        overwrites=name in _MADE_OF_NOTHING,
+        reads=name not in INDEXED and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
     )
 
 
@@ -84,9 +126,43 @@ def has_mask(args: tuple[Any, ...]) -> bool:
     return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
 
 
+def fills(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether torch fills where one mask is true, without asking how often: ``x[mask] = 0``.
+
+    As ``canDispatchToMaskedFill`` in ATen: the value is one number of the host, and no other index is a tensor.
+    """
+    given = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | named
+    masks = [one for one in given["indices"] if one is not None]
+    value = given.get("values")
+    return (
+        "put" in name
+        and not given.get("accumulate", False)
+        and value is not None
+        and value.numel() == 1
+        and value.device.type == "cpu"
+        and len(masks) == 1
+        and masks[0].device == given["self"].device
+    )
+
+
 def is_exact(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds integers or booleans."""
     return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def is_ordinary(kind: type) -> bool:
+    """Return whether tensors of a class have memory as any other: torch has no operators of their own for them."""
+    return getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are in one storage; those of sparse and nested ones are in several."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def covers_its_storage(tensor: torch.Tensor) -> bool:
+    """Return whether what is written to a tensor leaves nothing of its storage as it was."""
+    return tensor.nbytes >= tensor.untyped_storage().nbytes()
 
 
 def is_small(tensors: Iterable[torch.Tensor]) -> bool:
@@ -96,6 +172,8 @@ def is_small(tensors: Iterable[torch.Tensor]) -> bool:
     for tensor in tensors:
         elements += tensor.numel()
         exact = exact and is_exact(tensor)
+        if not has_storage(tensor):
+            return False
         if tensor.untyped_storage().nbytes() > BIGGEST_COPY * 2 or tensor.is_conj() or tensor.is_quantized:
             return False
     return elements <= (MOST_EXACT if exact else MOST_FLOATS)
@@ -121,6 +199,22 @@ def on_host(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: on_host(one) for name, one in value.items()}
     return value
+
+
+@contextmanager
+def drawing_as(named: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Give the arguments with which the host draws random numbers, seeded by the state of the GPU's: they repeat as it does."""
+    theirs = named.get("generator") or torch.cuda.default_generators[device.index or 0]
+    seed = int.from_bytes(hashlib.sha256(theirs.get_state().numpy().tobytes()).digest()[:7], "little")
+    if named.get("generator") is not None:
+        yield {**named, "generator": torch.Generator().manual_seed(seed)}
+        return
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield named
+    finally:
+        torch.set_rng_state(state)
 
 
 def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool) -> bool:

@@ -2,15 +2,13 @@
 
 Kernels of an emulated GPU do nothing, but its memory is the host's. So an operator whose tensors are all known and small is
 run once more, on the host, on the same memory. Everything else is *unknown*: its bytes mean nothing, and its floats are taken
-as finite. A read of an unknown value by the host that may change memory is noted in `HostValues.trouble`.
+as finite. So is what the host copies or computes from it. Reads of it by the host are noted in `HostValues.reads`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
-from pathlib import Path
-from traceback import walk_stack
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,48 +17,61 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.emulation.host_operators import (
     BIGGEST_COPY,
+    INDEXED,
     Operator,
     combined,
     compute,
+    covers_its_storage,
+    drawing_as,
+    fills,
     has_mask,
+    has_storage,
     is_exact,
+    is_ordinary,
     is_small,
     on_host,
     on_the_same_memory,
     operator_of,
     tensors_among,
 )
+from pytest_gpumem.emulation.libraries import BY_STEM
+from pytest_gpumem.emulation.reads import Reads
+from pytest_gpumem.emulation.unknown_float import UNKNOWN, is_unknown_number
 from pytest_gpumem.torch_support.private_api import never_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
-_OURS = str(Path(__file__).parents[1])
-_TORCHS = str(Path(torch.__file__).parent)
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
-_MADE_OF_NOTHING = frozenset(
-    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_", "zero", "fill"}
-)
 _NO_VALUES = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "record_stream"}
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
 )
+_DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
+"""Random operators that the host draws, as integers are indices."""
+_SIZED = frozenset({"arange", "range"})
+"""Operators that make as many elements as a number says; so do those of `_RESIZED`."""
+_RESIZED = ("upsample_", "_upsample_")
 _READ = {
     "equal": "tensors are compared",
-    "nonzero": "nonzero reads values",
-    "masked_select": "masked_select reads values",
+    "allclose": "tensors are compared",
+    "_local_scalar_dense": "a value is read",
+    "item": "a value is read",
+    "is_nonzero": "a value is read",
     "_unique": "unique reads values",
     "_unique2": "unique reads values",
     "unique_dim": "unique reads values",
-    "unique_consecutive": "unique_consecutive reads values",
     "unique_dim_consecutive": "unique_consecutive reads values",
-    "repeat_interleave": "repeat_interleave reads values",
-    "bincount": "bincount reads values",
 }
-"""Operators whose result, or its size, depends on values: they are run on the host."""
-_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
-"""Operators that ask a boolean index how many are true."""
+"""Clauses for operators that read values; the others are told by their names."""
+_NUMBERS = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
+"""Operators that read a single number."""
+_SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_finite_check_and_unscale_"})
+"""Operators whose second argument says whether a gradient is infinite or not a number; it stays as it is."""
 
+NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
+"""What the call of an operator says that the library's stand-in is not asked for."""
+_MOST_NOTED = 4096
+"""Storages of the host that are noted before those that are gone are forgotten."""
 _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
 """Operators that ask whether values are finite, which uncomputed ones are taken to be."""
 
@@ -73,22 +84,19 @@ class HostValues(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reads = Reads()
         self._operators: dict[Any, Operator] = {}
         self._known: dict[int, StorageWeakRef] = {}
+        """The GPU's storages whose values are known, by address."""
         self._unknown: StorageWeakRef | None = None
         """Of the tensor that was last noted as not known."""
+        self._unknown_on_host: dict[int, StorageWeakRef] = {}
+        """The host's storages whose values are not known, by address."""
         self._constants: dict[int, tuple[StorageWeakRef, bool]] = {}
-        self.trouble: str | None = None
-        """The first read of an unknown value since the last `take_trouble`, as a clause with its line."""
-        self.first_trouble: str | None = None
-        """The same, of the whole process."""
-        self.as_integer = False
-        """A float is read to become an integer, which may be a size."""
-
-    def take_trouble(self) -> str | None:
-        """Return the first read of an unknown value since the last call as a clause with its line, if there was one."""
-        trouble, self.trouble = self.trouble, None
-        return trouble
+        self._has_left = False
+        """Whether an uncomputed value has ever been on the host."""
+        self._made_of_unknown = False
+        """Whether `torch.tensor` is making a tensor of others, which are not all known."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -106,36 +114,81 @@ class HostValues(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         for kind in types:
-            if kind not in _ORDINARY:
+            if not is_ordinary(kind):
                 # One without memory has nothing to compute; what others are made of comes here again.
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = operator_of(func)
-        if operator.view:
-            return self._view(func, operator, args, named)
-        on_gpu = [tensor for tensor in tensors_among((*args, *named.values())) if tensor.is_cuda]
+        if torch.is_inference_mode_enabled() and (operator.view or operator.reads):
+            # It leaves operators whole that are made of others, and what those read would not be seen.
+            self._read_by(operator, args, named)
+            with self:
+                result = func.decompose(*args, **named)
+            if result is not NotImplemented:
+                return result
+        return (self._view if operator.view else self._operate)(func, operator, args, named)
+
+    def _operate(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run an operator that makes or changes values, or reads them."""
+        tensors = tensors_among((*args, *named.values()))
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
         device = named.get("device")
-        if not on_gpu and (device is None or torch.device(device).type != "cuda"):
+        is_hosts = not on_gpu and (device is None or torch.device(device).type != "cuda")
+        if is_hosts and not self._has_left:
             return func(*args, **named)
-        if operator.name in _READ:
-            self._read(on_gpu, _READ[operator.name])
-            return self._moved(func(*on_host(args), **on_host(named)), on_gpu[0].device)
-        if operator.name == "_local_scalar_dense" and (self.as_integer or is_exact(on_gpu[0])):
-            self._read(on_gpu, "a value is read")
-        elif operator.name in _INDEXED and has_mask(args):
-            args = (args[0], self._without_masks(args[1], on_gpu[0].device), *args[2:])
+        known = self._determines(operator, args, named, tensors)
+        read = self._read_by(operator, args, named) if operator.reads else []
+        if read:
+            if operator.name == "_local_scalar_dense":
+                value = func(*args, **named)
+                return UNKNOWN if isinstance(value, float) and not known else value
+            if any(tensor.is_cuda for tensor in read) and all(map(has_storage, tensors)):
+                return self._moved(func(*on_host(args), **on_host(named)), on_gpu[0].device)
+            known = self._knows(read)  # what it makes on the host is of these
+        elif operator.name in INDEXED and has_mask(args) and not fills(operator.name, args, named):
+            args = (args[0], self._without_masks(args[1], args[0].device), *args[2:])
+        if is_hosts:
+            return self._run_on_host(func, operator, args, named, known)
         run = self._communicate if operator.collective else self._run
-        return run(func, operator, args, named, on_gpu)
+        return run(func, operator, args, named, tensors, known)
+
+    def _read_by(self, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
+        """Note what the host reads in a call of an operator, and return the tensors that it reads."""
+        read = operator.read_of(args, named)
+        for tensor in read:
+            # Floats that are read one by one are followed further.
+            if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
+                self.reads.invalid(_READ.get(operator.name) or f"{operator.name.strip('_')} reads values")
+                break
+        return read
+
+    def _determines(
+        self, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> bool:
+        """Return whether all that an operator is given is known."""
+        given = tensors[1:] if operator.overwrites and tensors and tensors[0] is args[0] else tensors
+        known = self._knows(given)
+        if self._has_left and (any(map(is_unknown_number, args)) or any(map(is_unknown_number, named.values()))):
+            known = False
+            if operator.name in _SIZED or operator.name.startswith(_RESIZED):
+                self.reads.invalid("a size is made of a value")
+        return known
 
     def _run(
-        self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], on_gpu: list[torch.Tensor]
+        self,
+        func: Any,
+        operator: Operator,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        tensors: list[torch.Tensor],
+        known: bool,
     ) -> Any:
         """Run an operator on the GPU; and on the host, where all that it is given is known and small."""
-        computed = not operator.random and operator.name not in _NO_VALUES
-        if computed and operator.name not in _MADE_OF_NOTHING:
-            only_written = operator.name == "copy_"
-            computed = self._knows(on_gpu[1:] if only_written and on_gpu and on_gpu[0] is args[0] else on_gpu)
+        if operator.name == "linalg_eig":  # asks by itself whether its input is finite, and says that it is not
+            raise RuntimeError(NO_EIGENVALUES)
+        computed = known and not operator.reads and operator.name not in _NO_VALUES
+        computed = computed and (not operator.random or operator.name in _DRAWN)
         room = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         result = func(*args, **named)
         if room is not None and args[0].untyped_storage().nbytes() == room:
@@ -143,40 +196,88 @@ class HostValues(TorchDispatchMode):
         made = tensors_among((result,))
         if not made and not operator.written and not operator.written_names:
             return result
-        written = [args[at] for at in operator.written if at < len(args)]
-        written += [named[name] for name in operator.written_names if name in named]
-        changed = tensors_among(written)
-        outcome = [tensor for tensor in (*made, *changed) if tensor.is_cuda and type(tensor) in _ORDINARY]
+        changed = _changed(operator, args, named)
+        outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        there = [tensor for tensor in outcome if tensor.is_cuda]
         constant = self._constant(operator, args)
-        if constant is None and computed and is_small((*on_gpu, *outcome)):
-            computed = compute(func, args, named, result, bool(changed))
-        elif constant is not None and outcome and is_small(outcome):
-            for tensor in outcome:
+        if constant is None and computed and is_small((*on_gpu, *there)) and all(map(has_storage, made)):
+            computed = self._compute(func, operator, args, named, result, bool(changed))
+        elif constant is not None and there and is_small(there):
+            for tensor in there:
                 on_the_same_memory(tensor).fill_(constant)
             computed = True
         else:
             computed = False
+        ids = {id(tensor) for tensor in changed}
         for tensor in outcome:
+            if not tensor.is_cuda:
+                self._note_copy(tensor, known and tensor.nbytes <= BIGGEST_COPY)
+                continue
             # Backward, which this mode does not see, adds to gradients that are set to zero.
-            known = computed and not (operator.name in ("zero_", "_foreach_zero_") and not is_exact(tensor))
-            self._note(tensor, known, constant)
+            is_known = computed and not (operator.name in ("zero_", "_foreach_zero_") and not is_exact(tensor))
+            # The rest of what is written in part is as it was.
+            if is_known and id(tensor) in ids and not covers_its_storage(tensor) and not self._knows((tensor,)):
+                is_known = False
+            self._note(tensor, is_known, constant)
+        return result
+
+    @staticmethod
+    def _compute(
+        func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool
+    ) -> bool:
+        if not operator.random:
+            return compute(func, args, named, result, in_place)
+        with drawing_as(named, tensors_among((result,))[0].device) as drawing:
+            return compute(func, args, drawing, result, in_place)
+
+    def _run_on_host(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], known: bool
+    ) -> Any:
+        """Run an operator of the host, whose result is known as far as what it is given."""
+        result = func(*args, **named)
+        made = tensors_among((result,))
+        changed = _changed(operator, args, named)
+        constant = None if known else self._constant(operator, args)
+        if constant is not None:
+            known = True
+            for tensor in made:
+                tensor.fill_(constant)
+        ids = {id(tensor) for tensor in changed}
+        for tensor in (*made, *changed):
+            if is_ordinary(type(tensor)):
+                is_new = id(tensor) not in ids
+                self._note_on_host(
+                    tensor, known or operator.name in _NO_VALUES, whole=is_new or covers_its_storage(tensor)
+                )
         return result
 
     def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run an operator whose result is existing memory, and is known as far as that was."""
-        if operator.name == "lift_fresh" and args[0].is_cuda:
+        if operator.name == "lift_fresh" and has_storage(args[0]):
             # `torch.tensor` has made it: of a tensor, which came by here, or of the host's values, which did not.
             storage = args[0].untyped_storage()
-            if self._unknown is None or self._unknown.cdata != StorageWeakRef(storage).cdata:
-                self._note(args[0], storage.nbytes() <= BIGGEST_COPY)
+            known = not self._made_of_unknown and not (self._has_left and _contains_unknown(args[0]))
+            if not args[0].is_cuda:
+                if not known:
+                    self._note_on_host(args[0], known)
+            elif self._unknown is None or self._unknown.cdata != StorageWeakRef(storage).cdata:
+                self._note(args[0], known and storage.nbytes() <= BIGGEST_COPY)
         return func(*args, **named)
 
     def _communicate(
-        self, func: Any, _: Operator, args: tuple[Any, ...], named: dict[str, Any], on_gpu: list[torch.Tensor]
+        self,
+        func: Any,
+        _: Operator,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        tensors: list[torch.Tensor],
+        _known: bool,
     ) -> Any:
         """Run a collective, which NCCL's stand-in computes as if every rank did what this one does."""
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
         result = func(*args, **named)
-        made = [tensor for tensor in tensors_among((result,)) if tensor.is_cuda and type(tensor) in _ORDINARY]
+        made = [tensor for tensor in tensors_among((result,)) if tensor.is_cuda and is_ordinary(type(tensor))]
         places = {tensor.untyped_storage().data_ptr() for tensor in made}
         sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in places]
         known = self._knows(sent or on_gpu)
@@ -187,6 +288,8 @@ class HostValues(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, known: bool, constant: bool | None = None) -> None:
         """Note whether a tensor's memory is known; what is read unknown is 0, in every process alike."""
+        if not has_storage(tensor):
+            return
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
         self._constants.pop(where, None)
@@ -200,6 +303,28 @@ class HostValues(TorchDispatchMode):
         if constant is not None:
             self._constants[where] = (StorageWeakRef(storage), constant)
 
+    def _note_copy(self, tensor: torch.Tensor, known: bool) -> None:
+        """Note whether what was copied to the host is known; what is not is `UNKNOWN`, or 0, in every process alike."""
+        self._has_left = self._has_left or not known
+        if not known and tensor.nbytes <= BIGGEST_COPY:
+            tensor.fill_(0 if is_exact(tensor) or tensor.is_quantized else UNKNOWN)
+        self._note_on_host(tensor, known, whole=covers_its_storage(tensor))
+
+    def _note_on_host(self, tensor: torch.Tensor, known: bool, *, whole: bool = True) -> None:
+        """Note whether a tensor of the host is known; its storage is again only if the ``whole`` of it was written."""
+        if tensor.device.type != "cpu" or not has_storage(tensor):
+            return
+        storage = tensor.untyped_storage()
+        where = storage.data_ptr()
+        if not known and where:
+            self._has_left = True
+            if len(self._unknown_on_host) > _MOST_NOTED:
+                kept = {at: one for at, one in self._unknown_on_host.items() if not one.expired()}
+                self._unknown_on_host = kept
+            self._unknown_on_host[where] = StorageWeakRef(storage)
+        elif whole:
+            self._unknown_on_host.pop(where, None)
+
     def _without_masks(self, indices: Iterable[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
         """Return indices with each mask replaced by the positions where it is true, as torch does on a GPU."""
         found: list[torch.Tensor | None] = []
@@ -207,10 +332,10 @@ class HostValues(TorchDispatchMode):
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
                 continue
-            if index.is_cuda:
-                self._read((index,), "a boolean index reads values")
+            if self.is_unknown(index):
+                self.reads.invalid("a boolean index reads values")
             for column in on_host(index).nonzero().unbind(1):
-                found.append(self._moved(column.contiguous(), device))
+                found.append(self._moved(column.contiguous(), device) if device.type == "cuda" else column)
         return found
 
     def _moved(self, value: Any, device: torch.device) -> Any:
@@ -222,21 +347,41 @@ class HostValues(TorchDispatchMode):
         return type(value)(self._moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
 
     def _knows(self, tensors: Iterable[torch.Tensor]) -> bool:
-        for tensor in tensors:
-            there = self._known.get(tensor.untyped_storage().data_ptr())
-            if there is None or there.expired():
-                return False
-        return True
+        return not any(map(self.is_unknown, tensors))
 
-    def _read(self, tensors: Iterable[torch.Tensor], what: str) -> None:
-        """Note that the host reads values of these tensors."""
-        if not self._knows(tensors):
-            self._note_trouble(what)
+    def is_unknown(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's values were not computed."""
+        if tensor.numel() == 0 or tensor.device.type not in ("cpu", "cuda"):
+            return False
+        if not has_storage(tensor):
+            return tensor.is_cuda
+        where = tensor.untyped_storage().data_ptr()
+        if tensor.is_cuda:
+            there = self._known.get(where)
+            return there is None or there.expired()
+        there = self._unknown_on_host.get(where)
+        return there is not None and not there.expired()
 
-    def _note_trouble(self, what: str) -> None:
-        if self.trouble is None and not _initialises():
-            self.trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}"
-            self.first_trouble = self.first_trouble or self.trouble
+    def has_left(self) -> None:
+        """Note that an uncomputed value is on the host from now on, where it may become part of anything."""
+        self._has_left = True
+
+    def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
+        """Note a copy that this mode did not see: it is known as far as the original is."""
+        known = not self.is_unknown(original) and copy.untyped_storage().nbytes() <= BIGGEST_COPY
+        if copy.is_cuda:
+            self._note(copy, known)
+        elif not known:
+            self._note_on_host(copy, known)
+
+    @contextmanager
+    def making(self, of_unknown: bool) -> Iterator[None]:
+        """Note that what `torch.tensor` makes within is not known, if it is made ``of_unknown`` tensors."""
+        before, self._made_of_unknown = self._made_of_unknown, of_unknown
+        try:
+            yield
+        finally:
+            self._made_of_unknown = before
 
     def _constant(self, operator: Operator, args: tuple[Any, ...]) -> bool | None:
         """Return the value of all elements of the result where that follows from floats being finite."""
@@ -256,18 +401,19 @@ class HostValues(TorchDispatchMode):
     def _constant_of(self, tensor: object) -> bool | None:
         if not isinstance(tensor, torch.Tensor):
             return None
-        there = self._constants.get(tensor.untyped_storage().data_ptr())
+        there = self._constants.get(tensor.untyped_storage().data_ptr()) if has_storage(tensor) else None
         return None if there is None or there[0].expired() else there[1]
 
 
-def _users_line() -> str:
-    for frame, line in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
-        if not frame.f_code.co_filename.startswith((_OURS, _TORCHS, "<")):
-            return f"{frame.f_code.co_filename}:{line}"
-    return "an unknown line"
+def _changed(operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call of an operator writes to."""
+    written = [args[at] for at in operator.written if at < len(args)]
+    changed = tensors_among((*written, *(named[name] for name in operator.written_names if name in named)))
+    return [tensor for tensor in changed if tensor is not args[1]] if operator.name in _SCALED else changed
 
 
-def _initialises() -> bool:
-    """Return whether weights are being initialised: some are drawn again as long as values are out of a range."""
-    frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
-    return any(frame.f_code.co_filename == torch.nn.init.__file__ for frame, _ in frames)
+def _contains_unknown(tensor: torch.Tensor) -> bool:
+    """Return whether a new tensor was made of numbers among which are uncomputed ones."""
+    if not tensor.is_floating_point() or not is_small((tensor,)):
+        return False
+    return bool((on_host(tensor) == UNKNOWN).any())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -25,8 +26,14 @@ class Library:
     """Functions that are asked for while torch runs, all at once, by which torch 2.6 asserts that each is there."""
     quiet: bool = False
     """True if its stubs are called normally, and print nothing."""
+    why: str = ""
+    """Why its stubs are none and what to do, for the error of a call from torch; empty where torch goes on without them."""
 
 
+_INSTEAD = (
+    "measure this on a GPU or on the CPU (--gpumem-device=cpu), or skip it where the variable GPUMEM_EMULATED is set"
+)
+_NEEDS_A_GPU = f"how much memory {{}} take is known to the real library alone, which needs a GPU for it; {_INSTEAD}"
 LIBRARIES = (
     Library(
         "libcudart",
@@ -41,8 +48,15 @@ LIBRARIES = (
         15,
         ("cublas.c",),
         re.compile(r"cublas([SDCZ](gemm|gemv|dot|trsm|getrf|getrs|geqrf)|S?[gG]emm|DotEx)"),
+        why=_INSTEAD,
     ),
-    Library("libcudnn", re.compile("cudnn"), 3000, ("cudnn.c", "cudnn_real.c")),
+    Library(
+        "libcudnn",
+        re.compile("cudnn"),
+        3000,
+        ("cudnn.c", "cudnn_real.c", "rnn.c"),
+        why=f"torch.backends.cudnn.enabled = False has torch take kernels of its own; or {_INSTEAD}",
+    ),
     Library("libnccl", re.compile("nccl"), 3, ("nccl.c",)),
     Library(
         "libcuda",
@@ -59,11 +73,15 @@ LIBRARIES = (
     ),
     Library("libnvidia-ml", re.compile("nvml"), 3, ("nvml.c",)),
     Library("libcupti", re.compile("cupti"), 15, ("cupti.c",), quiet=True),
-    Library("libcufft", re.compile("cufft"), 16),
+    Library("libcufft", re.compile("cufft"), 16, why=_NEEDS_A_GPU.format("FFTs")),
     Library("libcurand", re.compile("curand"), 204),
-    Library("libcusparseLt", re.compile("cusparseLt"), 10),
-    Library("libcusparse", re.compile("cusparse(?!Lt)"), 10),
-    Library("libcusolver", re.compile("cusolver"), 9),
+    Library(
+        "libcusparseLt", re.compile("cusparseLt"), 10, why=_NEEDS_A_GPU.format("products of semi-structured matrices")
+    ),
+    Library("libcusparse", re.compile("cusparse(?!Lt)"), 10, why=_NEEDS_A_GPU.format("products of sparse matrices")),
+    Library(
+        "libcusolver", re.compile("cusolver"), 9, why=_NEEDS_A_GPU.format("decompositions of matrices (torch.linalg)")
+    ),
     Library("libcufile", re.compile("cuFile"), 5011),
     Library("libnvrtc", re.compile("nvrtc"), 11, ("nvrtc.c",)),
     Library("libnvJitLink", re.compile("nvJitLink"), 1),
@@ -84,12 +102,14 @@ def library_of(soname: str) -> Library | None:
 def stubs(library: Library, names: set[str]) -> str:
     """Return C code of a weak stub for each of ``names``: a function in the sources takes its place.
 
-    A stub that does more than launch a kernel prints its name and fails: success would leave its outputs unset.
+    A stub that does more than launch a kernel says its name and fails: success would leave its outputs unset.
     """
     lines = [
         "extern void gpumem_lacks(const char *, const char *);",
+        "extern void gpumem_refuses(const char *, const char *, const char *, const void *);",
         "extern void gpumem_launched(const char *);",
         "#define WEAK __attribute__((weak))",
+        f"static const char WHY[] = {json.dumps(library.why)};",
     ]
     for name in sorted(names):
         if library.launched.match(name):
@@ -99,7 +119,9 @@ def stubs(library: Library, names: set[str]) -> str:
         elif library.quiet:
             lines.append(f"WEAK int {name}(void) {{ return {library.error}; }}")
         else:
-            lines.append(
-                f'WEAK int {name}(void) {{ gpumem_lacks("{library.stem}", "{name}"); return {library.error}; }}'
-            )
+            says = f'gpumem_lacks("{library.stem}", "{name}")'
+            # Destructors must not throw.
+            if library.why and "Destroy" not in name:
+                says = f'gpumem_refuses("{library.stem}", "{name}", WHY, __builtin_return_address(0))'
+            lines.append(f"WEAK int {name}(void) {{ {says}; return {library.error}; }}")
     return "\n".join(lines) + "\n"

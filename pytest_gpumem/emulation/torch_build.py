@@ -75,19 +75,23 @@ def installed_torch() -> TorchBuild:
 def _cudnn() -> tuple[tuple[int, int, int], str]:
     """Return the release of cuDNN that torch requires and checks for, and its package."""
     wheel = requirement("nvidia-cudnn-cu") or _CUDNN_OF_OLDEST
-    major, minor, patch = map(int, wheel.partition("==")[2].split(".")[:3])
+    major, minor, patch = map(int, re.split("[=~]=", wheel)[1].split(".")[:3])
     return (major, minor, patch), wheel
 
 
 def requirement(name: str) -> str | None:
-    """Return the release of a package that torch requires, as ``"triton==3.6.0"``, by the beginning of the package's name."""
+    """Return the release of a package that torch requires, as ``"triton==3.6.0"`` or ``"triton~=3.9.0"``.
+
+    Args:
+        name: The beginning of the package's name.
+    """
     try:
         required = requires("torch") or []
     except PackageNotFoundError:
         return None
     # torch 2.6 has the version in parentheses.
-    found = (re.match(rf"({re.escape(name)}\d*) ?\(?==([\w.]+)", one) for one in required)
-    return next((f"{one[1]}=={one[2]}" for one in found if one), None)
+    found = (re.match(rf"({re.escape(name)}\d*) ?\(?([=~]=[\w.+]+)", one) for one in required)
+    return next((f"{one[1]}{one[2]}" for one in found if one), None)
 
 
 def _found(pattern: str, text: str) -> str | None:
@@ -107,6 +111,18 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
     """
     variables = {"TRITON_LIBCUDA_PATH": str(driver.parent), "TORCHINDUCTOR_CACHE_DIR": _cache()}
     return {name: value for name, value in variables.items() if not environment.get(name)}
+
+
+def needs_of_triton() -> set[str]:
+    """Return the driver's functions that the installed Triton calls, as its C sources name them.
+
+    It compiles these when it is first used, and the library cannot be loaded unless the driver has every one of them.
+    """
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not spec.submodule_search_locations:
+        return set()
+    sources = Path(spec.submodule_search_locations[0]).glob("backends/nvidia/*.c")
+    return {name for file in sources for name in re.findall(r"\b(cu[A-Z]\w+)\(", file.read_text(encoding="utf-8"))}
 
 
 def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:

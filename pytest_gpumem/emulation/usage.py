@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -55,7 +57,9 @@ class ProcessUsage:
     without_statistics: bool = False
     """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
     lacking: str | None = None
-    """Why its peaks may be too low, as a clause, where they lack the workspaces of convolutions."""
+    """Why its peaks may be too low, as a clause, where they lack what cuDNN takes on a GPU."""
+    no_kernels: str | None = None
+    """That torch has no kernels for the GPU, and for which it has, as a clause; ``None`` where it has."""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
@@ -72,6 +76,28 @@ def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
         ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
         found.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out}))
     return tuple(sorted(found, key=lambda usage: usage.began))
+
+
+def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, int]) -> str | None:
+    """Return a clause where a release of torch has no kernels for a GPU.
+
+    Those compiled for ``sm_86`` run on GPUs of the same major version from 8.6 on; ``compute_90`` is compiled by the driver,
+    for any from 9.0 on (CUDA C++ Programming Guide, "Application Compatibility").
+
+    Args:
+        torch: The release.
+        architectures: What `torch.cuda.get_arch_list` returns.
+        capability: The GPU's compute capability.
+    """
+    theirs = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", one) for one in architectures]
+    built = [(one[1], (int(one[2]), int(one[3]))) for one in theirs if one]
+    if not built or any(
+        version <= capability and (kind == "compute" or version[0] == capability[0]) for kind, version in built
+    ):
+        return None
+    major, minor = capability
+    known = ", ".join(f"{one[0]}.{one[1]}" for one in sorted({version for _, version in built}))
+    return f"torch {torch} has kernels for compute capability {known}, and none for {major}.{minor}"
 
 
 def among_all(device: int, visible: str | None) -> int:

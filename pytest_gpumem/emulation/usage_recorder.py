@@ -17,7 +17,7 @@ import torch
 
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.emulation.peaks import KeptPeaks, keeps_statistics
-from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, write_usage
+from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, no_kernels, write_usage
 from pytest_gpumem.emulation.values import current
 from pytest_gpumem.torch_support.private_api import (
     expandable_segments_are_on,
@@ -89,9 +89,12 @@ class _Recorder:
             times_out_of_memory=self._times,
             ran_out=self._ran_out,
             expandable=bool(used) and expandable_segments_are_on(),
-            unknown=values.first_trouble if values is not None else None,
+            unknown=values.reads.first_trouble if values is not None else None,
             without_statistics=not keeps_statistics(),
             lacking=emulation.cudnn.lacking() if emulation is not None else None,
+            no_kernels=no_kernels(torch.__version__, torch.cuda.get_arch_list(), emulation.gpu.capability)
+            if emulation is not None
+            else None,
         )
         write_usage(self._folder, f"{self._process}-{self._began}", usage)
 

@@ -1,4 +1,4 @@
-"""Tests that need the CUDA build of torch, and no GPU: `make emulated`. Each runs Python of its own."""
+"""Tests on an emulated GPU, on which the suite runs: `make emulated`. Each runs Python of its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from pytest_gpumem.emulation.before_torch import PEAKS
-from pytest_gpumem.emulation.load import STARTUP, VARIABLE
+from pytest_gpumem.emulation.load import STARTUP, VARIABLE, current_emulation
 from tests.emulated.processes import Processes
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ sys.modules[nothing.__name__] = pytest_gpumem.emulation.values = nothing
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if torch.version.cuda is None:
-        pytest.skip("needs a CUDA build of torch (make emulated)")
+    if current_emulation() is None:
+        pytest.skip("needs an emulated GPU (make emulated)")
 
 
 @pytest.fixture(autouse=True)

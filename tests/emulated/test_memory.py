@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import pytest
+
+from tests.workspaces import KEPT, RELEASE
 
 GPT2 = """
 import os
@@ -38,13 +38,12 @@ def train(precision, steps=3):
     return stats["requested_bytes.all.peak"], stats["requested_bytes.all.current"]
 """
 PARAMETERS = 124_439_808
-WORKSPACES = 2 * 33_554_432
-"""cuBLAS's, of the thread that runs forward and of autograd's: PyTorch's own size on sm_90."""
-LT_WORKSPACE = {"2.11": 2**20}
+WORKSPACES = 2 * KEPT
+"""Of the thread that runs forward and of autograd's."""
+LT_WORKSPACE = {(2, 11): 2**20}
 """cuBLASLt's, by release of torch, where it is not cuBLAS's own (TORCH_CUBLASLT_UNIFIED_WORKSPACE)."""
-PEAK = {"2.6": 13_593_158_152, "2.11": 13_594_206_920, "2.13": 13_593_158_440}
+PEAK = {(2, 6): 13_593_158_152, (2, 11): 13_594_206_920, (2, 13): 13_593_158_440}
 """Of the step in amp-bf16, by release of torch."""
-RELEASE = ".".join(version("torch").split(".")[:2])
 BATCH = 8 * 1024 * 8
 
 
@@ -154,16 +153,82 @@ import os
 os._exit(print(flush=True) or 0)
 """
     (live,) = map(int, on_gpu(source).split())
-    workspaces = 2 * 33_554_432
     # An eighth of the weights and of their two averages.
-    assert live - workspaces == pytest.approx(3 * 8 * 1024 * 1024 * 4 / 8, rel=0.01)
+    assert live - WORKSPACES == pytest.approx(3 * 8 * 1024 * 1024 * 4 / 8, rel=0.01)
 
 
-def test_what_the_emulated_gpu_lacks_fails_with_its_name(on_gpu):
-    said = on_gpu("torch.linalg.eigh(torch.randn(300, 300, device='cuda'))", fails=True)
-    assert "pytest-gpumem: the emulated GPU lacks cusolver" in said
-    said = on_gpu("torch.fft.fft(torch.randn(3000, device='cuda'))", fails=True)
-    assert "pytest-gpumem: the emulated GPU lacks cufft" in said
+def test_a_training_step_asks_for_nothing_that_the_emulated_gpu_lacks(processes):
+    step = """
+import torch
+model = torch.nn.Linear(64, 64, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(64, 64, device="cuda")).sum().backward()
+optimizer.step()
+"""
+    done = processes.run(step, new=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+LACKING = {
+    "torch.linalg.cholesky(x)": "cusolver",
+    "torch.linalg.qr(x)": "cusolver",
+    "torch.linalg.svd(x)": "cusolver",
+    "torch.linalg.eigh(x)": "cusolver",
+    "torch.linalg.solve(x, x)": "cusolver",
+    "torch.linalg.inv(x)": "cusolver",
+    "torch.linalg.eig(x)": "torch.linalg.eig",
+    "torch.linalg.eigvals(x)": "torch.linalg.eig",
+    "torch.fft.fft(x)": "cufft",
+    "torch.stft(x, 64, window=x[0, :64], return_complex=True)": "cufft",
+    "torch.fft.rfft2(x.requires_grad_()).abs().sum().backward()": "cufft",
+    "torch.nn.functional.ctc_loss(x[:, None], i[:30], i[:1] + 299, i[:1] + 29)": "cudnn",
+}
+"""What is called, with a matrix and a list of integers of the host, and the library that is asked."""
+
+
+def test_the_error_of_what_the_emulated_gpu_lacks_says_what_it_is_and_what_to_do(on_gpu):
+    source = f"""
+x, i = torch.randn(300, 300, device="cuda"), torch.arange(1, 40, dtype=torch.int32)
+for code, library in {LACKING!r}.items():
+    try:
+        exec(code)
+    except RuntimeError as error:
+        text = str(error)
+        ok = text.startswith(f"the emulated GPU lacks {{library}}") and " of lib" in text
+        if not ok or "measure this on a GPU or on the CPU (--gpumem-device=cpu)" not in text:
+            print(code, text)
+    else:
+        print(code, "passed")
+print("the emulated GPU goes on:", int(torch.ones(3, device="cuda").sum()))
+"""
+    assert on_gpu(source) == "the emulated GPU goes on: 3\n"
+
+
+def test_an_error_of_the_runtime_names_the_function(on_gpu):
+    said = on_gpu("torch.ones(3, device='cuda').untyped_storage()._share_cuda_()", fails=True)
+    assert "CUDA error: the emulated GPU lacks cudaIpcGetMemHandle of libcudart" in said
+
+
+def test_a_library_of_another_s_gets_a_status_and_no_exception(on_gpu):
+    # As from bitsandbytes, which Python calls through ctypes: nothing there would catch it.
+    source = """
+import ctypes
+from pytest_gpumem.emulation.build import stand_ins
+from pytest_gpumem.emulation.torch_build import installed_torch
+(path,) = (path for path in stand_ins(installed_torch()) if path.name.startswith("libcufft"))
+print(ctypes.CDLL(str(path)).cufftCreate(None))
+"""
+    assert on_gpu(source) == "16\n"
+
+
+def test_sampling_an_image_by_cudnn_trains(on_gpu):
+    source = """
+image, grid = (torch.randn(2, *size, device="cuda", requires_grad=True) for size in ((3, 8, 8), (4, 4, 2)))
+y = torch.nn.functional.grid_sample(image, grid, align_corners=True)
+y.sum().backward()
+print(*y.shape, *image.grad.shape, *grid.grad.shape)
+"""
+    assert on_gpu(source) == "2 3 4 4 2 3 8 8 2 4 4 2\n"
 
 
 def test_a_limit_on_address_space_is_told(on_gpu):

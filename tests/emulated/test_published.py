@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.workspaces import KEPT
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUN = """
 import json, os, sys
@@ -54,7 +56,13 @@ GOES_BY_ADDRESS = pytest.mark.skipif(
 )
 
 
+KEEPS_WORKSPACES = pytest.mark.skipif(
+    KEPT == 0, reason="published with torch 2.11, which keeps workspaces; 2.15 does not"
+)
+
+
 @BUILT_FOR_B200
+@KEEPS_WORKSPACES
 @pytest.mark.parametrize(
     ("size", "precision", "mode", "allocated", "reserved"),
     [
@@ -85,3 +93,29 @@ def test_the_model_peaks_where_it_was_published_to(size, precision, mode, alloca
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert (figures["peak_allocated"], figures["peak_reserved"]) == (allocated, reserved)
+
+
+KERNELS = """
+import csv, sys
+sys.path.insert(0, {benchmarks!r})
+from liger_kernels import peak_of, warm_up
+from published_figures import Figure
+
+with open({rows!r}, encoding="utf-8", newline="") as file:
+    rows = [row for row in csv.DictReader(file) if row["gpu"].startswith("NVIDIA H100")]
+first = dict()
+for row in rows:
+    first.setdefault(row["kernel"], row)
+for kernel, row in first.items():
+    warm_up(row)
+    peak = peak_of(row)
+    print(kernel, "equal" if Figure.read(row).is_that_of(peak) else peak)
+"""
+
+
+def test_kernels_peak_where_they_were_published_to(on_gpu):
+    rows = BENCHMARKS / "published" / "liger-memory.csv"
+    told = on_gpu(KERNELS.format(benchmarks=str(BENCHMARKS), rows=str(rows)))
+    kernels = dict(line.split() for line in told.splitlines())
+    assert len(kernels) >= 8
+    assert {*kernels.values()} == {"equal"}, told

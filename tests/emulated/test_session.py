@@ -125,6 +125,17 @@ def test_tests_that_are_not_measured_are_deselected_and_times_are_not_taken(sess
     assert "step time" not in done.stdout
 
 
+def test_a_test_that_lost_its_fixture_is_not_deselected_but_missing(session, tmp_path):
+    assert session("--gpumem-update=new", "-k", "reads").returncode == 0
+    source = MODEL.replace("def test_reads(gpumem):", "def test_reads():").replace("gpumem.measure(step)", "step()")
+    (tmp_path / "test_it.py").write_text(source, encoding="utf-8")
+    done = session("--gpumem-baseline", "-k", "not train")
+    assert done.returncode == 1
+    assert "accept:   gpumem prune test_it.py --gpumem-device=emulated:h100" in done.stdout
+    assert "gpumem: 0 gated, 1 missing" in done.stdout
+    assert "1 failed, 2 deselected" in done.stdout
+
+
 SHARED = """
 import pytest
 import torch
@@ -212,3 +223,103 @@ def test_what_is_read_while_a_file_is_imported_spoils_its_tests_and_no_others(se
     assert reasons.pop("test_reads.py").endswith("test_reads.py:3 (while test_reads.py was collected)")
     assert "inside/conftest.py:3 (while inside" in reasons.pop("inside/test_inside.py")
     assert reasons == {"test_it.py": None}  # the session's own
+
+
+DECIDES = """
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def small():
+    return torch.randn(100, 100, device="cuda").mean().item() < 0.1
+
+
+def test_branch(gpumem):
+    def step():
+        x = torch.randn(2000, 2000, device="cuda")
+        return x * 2 if x.mean().item() < 0.1 else x
+
+    gpumem.measure(step)
+
+
+def test_log(gpumem):
+    gpumem.measure(lambda: print(torch.randn(2000, 2000, device="cuda").mean().item()))
+
+
+def test_first(gpumem, small):
+    gpumem.measure(lambda: torch.ones(1000, device="cuda"))
+
+
+def test_second(gpumem, small):
+    gpumem.measure(lambda: torch.ones(1000, device="cuda"))
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+def test_a_branch_that_a_value_decided_is_noted_and_fails_strictly(session, tmp_path, workers):
+    (tmp_path / "test_it.py").write_text(DECIDES, encoding="utf-8")
+    options = ("test_it.py", "--gpumem-report=report.json", *workers)
+    session("--gpumem-update=new", *options)
+    gated = session("--gpumem-baseline", *options)
+    assert gated.returncode == 0, gated.stdout
+    assert "an uncomputed value decided a branch at " in gated.stdout
+    results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
+    notes = {one["verdict"]["test"]: one["verdict"]["verdicts"][0]["measurement"]["notes"] for one in results}
+    assert "decided a branch at" in notes["test_branch"][0]
+    assert "test_it.py:14" in notes["test_branch"][0]
+    assert "values were read at" in notes["test_log"][0]
+    assert "test_it.py:20" in notes["test_log"][0]
+    assert "test_it.py:8" in notes["test_first"][0]
+    assert notes["test_first"] == notes["test_second"]
+    strict = session("--gpumem-baseline", "--gpumem-strict", *options)
+    assert strict.returncode == 1
+    assert "3 failed, 1 passed" in strict.stdout
+    assert "Not certain (required by --gpumem-strict): an uncomputed value decided a branch at " in strict.stdout
+
+
+DRAWS = """
+import pytest
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        draws = torch.Generator().manual_seed(0)
+        self.register_buffer("noise", torch.randn(64, generator=draws))
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        nn.init.normal_(self.up.weight.cpu(), generator=draws)
+
+    def forward(self, x):
+        return self.down(self.up(x + self.noise).relu())
+
+
+def batch():
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+
+
+def loss(out, _):
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("config", [None, "bf16", "fp32,shard=fsdp,world=2", "fp32,shard=ddp,world=2"])
+def test_train(gpumem, config):
+    gpumem.train_step(Net, batch, loss=loss, config=config)
+
+
+def test_infer(gpumem):
+    gpumem.infer_step(Net, batch)
+
+
+def test_a_model_that_exists(gpumem):
+    gpumem.infer_step(Net().to(gpumem.device), batch)
+"""
+
+
+def test_models_and_batches_that_draw_with_a_generator_of_the_cpu_are_measured(processes, tmp_path):
+    (tmp_path / "test_it.py").write_text(DRAWS, encoding="utf-8")
+    done = processes.pytest("-v")
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout

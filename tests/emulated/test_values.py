@@ -6,9 +6,7 @@ from tests.emulated.conftest import WITHOUT_VALUES
 
 SEEN = """
 from pytest_gpumem.emulation.values import current
-def seen():
-    trouble, current().trouble = current().trouble, None
-    return trouble
+seen = current().reads.take_trouble
 """
 
 
@@ -80,9 +78,21 @@ def test_an_initialisation_that_draws_again_ends_and_is_no_read(on_gpu):
     assert on_gpu(SEEN + source) == "None\n"
 
 
+LOADED = """
+import copy, io
+def loaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu")
+"""
 # One process for all: it is torch's start that takes time.
 KNOWN = {
     "torch.arange(4, device='cuda').tolist()": [0, 1, 2, 3],
+    "sorted(torch.randperm(9, device='cuda').tolist())": [*range(9)],
+    "torch.randint(4, 5, (3,), device='cuda').tolist()": [4, 4, 4],
+    "loaded(torch.arange(3).cuda()).tolist()": [0, 1, 2],
+    "copy.deepcopy(torch.arange(3).cuda()).tolist()": [0, 1, 2],
     "torch.zeros(3, device='cuda').tolist()": [0.0, 0.0, 0.0],
     "torch.full((2,), 7, device='cuda').tolist()": [7, 7],
     "[int(one) for one in torch.tensor([3, 1], device='cuda')]": [3, 1],
@@ -112,7 +122,7 @@ LOGGED = ("x.sum().item()", "float(x.mean())", "str(x.sum())", "x.norm().cpu()")
 
 
 def test_what_the_host_can_know_is_true(on_gpu):
-    source = "".join(f"print([{expression}, seen()])\n" for expression in KNOWN)
+    source = LOADED + "".join(f"print([{expression}, seen()])\n" for expression in KNOWN)
     assert on_gpu(SEEN + source).splitlines() == [str([value, None]) for value in KNOWN.values()]
 
 
@@ -130,6 +140,51 @@ def test_a_value_that_is_not_computed_is_told_with_the_line_that_reads_it(on_gpu
 def test_a_logged_float_disturbs_nothing(on_gpu):
     source = "x = torch.randn(1000, 1000, device='cuda')\n" + "".join(f"{one}\nprint(seen())\n" for one in LOGGED)
     assert on_gpu(SEEN + source).splitlines() == ["None"] * len(LOGGED)
+
+
+def test_random_integers_repeat_with_the_seed_and_leave_the_hosts_random_numbers_alone(on_gpu):
+    source = """
+def drawn():
+    return torch.randint(1000, (4,), device="cuda").tolist()
+torch.manual_seed(1)
+host = torch.rand(3).tolist()
+torch.manual_seed(1)
+first, second = drawn(), drawn()
+print(torch.rand(3).tolist() == host)
+torch.manual_seed(1)
+print(drawn() == first, first != second)
+generator = torch.Generator("cuda").manual_seed(5)
+one = torch.randperm(50, device="cuda", generator=generator).tolist()
+print(torch.randperm(50, device="cuda", generator=generator).tolist() != one)
+print(torch.randperm(50, device="cuda", generator=generator.manual_seed(5)).tolist() == one)
+"""
+    assert on_gpu(source) == "True\nTrue True\nTrue\nTrue\n"
+
+
+def test_sparse_and_nested_tensors_run_and_what_reads_their_values_is_told(on_gpu):
+    source = """
+i, v = torch.tensor([[0, 2], [1, 0]]).cuda(), torch.ones(2).cuda()
+coo = torch.sparse_coo_tensor(i, v, (3, 3))
+coo * 2, coo.to_dense(), coo._indices(), coo.cpu(), coo.is_coalesced(), str(coo.shape)
+csr = torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), (2, 2))
+csr.cuda().values(), torch.ones(4).to_mkldnn().to_dense()
+torch.nested.nested_tensor([torch.ones(2).cuda(), torch.ones(3).cuda()]) * 2
+(torch.nested.nested_tensor([torch.ones(2).cuda(), torch.ones(3).cuda()], layout=torch.jagged) * 2).sum()
+print(seen())
+coo.coalesce()
+print(seen())
+embedding = torch.nn.Embedding(1000, 64, sparse=True).cuda()
+optimizer = torch.optim.SparseAdam(embedding.parameters())
+embedding(torch.arange(8).cuda()).sum().backward()
+print(embedding.weight.grad.is_sparse, embedding.weight.grad._values().shape, seen())
+optimizer.step()
+print(seen())
+"""
+    plain, coalesced, trained, stepped = on_gpu(SEEN + source).splitlines()
+    assert plain == "None"
+    assert coalesced.startswith("coalesce reads values")
+    assert trained == "True torch.Size([8, 64]) None"
+    assert stepped.startswith("coalesce reads values")
 
 
 def test_a_gradient_scaler_takes_gradients_as_finite(on_gpu):
@@ -164,3 +219,16 @@ import os
 os._exit(print(flush=True) or 0)
 """
     assert on_gpu(SEEN + source).split("\\n")[0].splitlines()[:2] == ["[[0, 1, 2], [0, 1, 2]] [0, 1, 2] None", "True"]
+
+
+def test_a_subclass_of_tensor_without_a_dispatch_of_its_own_is_a_tensor_like_any_other(on_gpu):
+    source = """
+class Quantized(torch.nn.Parameter):  # as bitsandbytes' weights of 4 bits
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+weight = torch.Tensor._make_subclass(Quantized, torch.ones(4, 4, device="cuda"), True)
+print(type(weight).__name__, weight.data.contiguous().shape, float(weight.data.sum()))
+"""
+    assert on_gpu(source) == "Quantized torch.Size([4, 4]) 16.0\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.emulation.build import stand_ins
+from pytest_gpumem.emulation.neighbours import needed_beside
 from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
 
 REPOSITORY = Path(__file__).parents[2]
@@ -61,6 +63,36 @@ def test_what_nobody_wrote_fails_with_its_name_and_once(fake_torch):
     assert done.stderr == "pytest-gpumem: the emulated GPU lacks cudaUnheardOf of libcudart\n"
 
 
+def test_a_function_of_the_driver_that_nobody_wrote_is_named_once_when_it_is_called(fake_torch):
+    """torch asks for some by name, which it does not call, and takes it for an error where there is none."""
+    source = """
+function, status = ctypes.c_void_p(), ctypes.c_int(9)
+for name in (b"cuNeverCalled", b"cuUnheardOf", b"cuOther", b"cuUnheardOf"):
+    said = cuda.cudaGetDriverEntryPointByVersion(name, ctypes.byref(function), 13000, 0, ctypes.byref(status))
+    called = None if name == b"cuNeverCalled" else ctypes.CFUNCTYPE(ctypes.c_int)(function.value)()
+    print(said, status.value, called)
+"""
+    done = run(fake_torch, source)
+    assert done.stdout == "0 0 None\n0 0 801\n0 0 801\n0 0 801\n"
+    lacks = "pytest-gpumem: the emulated GPU lacks"
+    assert done.stderr == f"{lacks} cuUnheardOf of libcuda\n{lacks} cuOther of libcuda\n"
+
+
+def test_the_driver_has_what_the_installed_triton_calls(fake_torch, monkeypatch):
+    """It compiles its C sources when it is first used, and its library is not loaded if the driver lacks one function."""
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    before = stand_ins(installed_torch())[0].parent
+    triton = fake_torch.site / "triton"
+    (triton / "backends" / "nvidia").mkdir(parents=True)
+    (triton / "__init__.py").touch()
+    driver = "static int launch() { return cuLaunchUnheardOf(1) + cuStreamIsCapturing(0, 0); }\n"
+    (triton / "backends" / "nvidia" / "driver.c").write_text(driver)
+    done = run(fake_torch, "print(libraries[1]._name.rpartition('/')[2], libraries[1].cuLaunchUnheardOf())")
+    assert done.stdout == "libcuda.so.1 801\n", done.stderr
+    assert done.stderr == "pytest-gpumem: the emulated GPU lacks cuLaunchUnheardOf of libcuda\n"
+    assert stand_ins(installed_torch())[0].parent != before, "another Triton has its own"
+
+
 def test_memory_is_given_until_the_gpu_has_no_more_and_is_not_touched(fake_torch):
     source = """
 def resident():
@@ -101,6 +133,22 @@ print(said)
     assert run(fake_torch, source).stdout == "[0, 600, 600, 0, 0, 0]\n"
 
 
+def test_an_event_is_done_when_the_host_has_asked_for_nothing_else_for_long(fake_torch):
+    """A loop that waits so must end; allocations, which also ask, are beside events that are recorded."""
+    source = """
+stream, event, other = (ctypes.c_void_p() for _ in range(3))
+cuda.cudaStreamCreate(ctypes.byref(stream))
+cuda.cudaEventCreate(ctypes.byref(event))
+cuda.cudaEventCreate(ctypes.byref(other))
+cuda.cudaEventRecord(event, stream)
+said = {cuda.cudaEventQuery(event) for _ in range(90_000)}
+cuda.cudaEventRecord(other, stream)
+said |= {cuda.cudaEventQuery(event) for _ in range(90_000)}
+print(sorted(said), sorted({cuda.cudaEventQuery(event) for _ in range(20_000)}))
+"""
+    assert run(fake_torch, source).stdout == "[600] [0, 600]\n"
+
+
 def test_two_that_compile_at_once_get_the_same(fake_torch):
     path = os.pathsep.join([str(fake_torch.site), str(REPOSITORY)])
     source = CALLS.format(word="emulated:h100") + "print(cuda._name)"
@@ -113,7 +161,7 @@ def test_two_that_compile_at_once_get_the_same(fake_torch):
     said = [one.communicate()[0] for one in both]
     assert said[0] == said[1] != ""
     assert [one.returncode for one in both] == [0, 0]
-    assert len(list(Path(said[0].strip()).parents[1].iterdir())) == 1
+    assert len([path for path in Path(said[0].strip()).parents[1].iterdir() if path.is_dir()]) == 1
 
 
 def test_a_machine_without_a_compiler_is_told_how_to_get_one(fake_torch, monkeypatch):
@@ -153,3 +201,46 @@ def test_a_torch_that_needs_no_cuda_runtime_is_not_known(fake_torch):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(empty)], check=True)
     with pytest.raises(EmulationError, match="does not need libcudart: this build of torch is not known"):
         stand_ins(installed_torch())
+
+
+def test_what_other_packages_need_of_these_libraries_is_there_as_well(fake_torch, tmp_path):
+    library = fake_torch.site / "bits" / "lib" / "libbits.so"
+    source, runtime = tmp_path / "bits.c", tmp_path / "theirs.c"
+    library.parent.mkdir(parents=True)
+    source.write_text("extern int cudaTheirs(void);\nint use(void) { return cudaTheirs(); }\n", encoding="utf-8")
+    runtime.write_text("int cudaTheirs(void) { return 0; }\n", encoding="utf-8")
+    shared, script = ["cc", "-shared", "-fPIC"], tmp_path / "theirs.map"
+    for soname, place in (("libcudart.so.13", tmp_path / "b"), ("libcudart.so.12", tmp_path / "a")):
+        place.mkdir()
+        script.write_text(f"{soname} {{ global: *; }};\n", encoding="utf-8")
+        named = [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"]
+        subprocess.run([*shared, *named, "-o", str(place / soname), str(runtime)], check=True)
+        subprocess.run(
+            [*shared, "-o", str(library.with_name(f"libbits-{soname}.so")), str(source), str(place / soname)],
+            check=True,
+        )
+    without = stand_ins(installed_torch())
+    # What is installed is read once for the same packages.
+    (fake_torch.site / "bits-1.0.dist-info").mkdir()
+    built = stand_ins(installed_torch())
+    assert built[0].parent == without[0].parent
+    bits = f"bits = ctypes.CDLL({str(library.with_name('libbits-libcudart.so.13.so'))!r})\n"
+    done = run(fake_torch, bits + "print(bits.use())")
+    assert (done.stdout, done.stderr) == ("801\n", "pytest-gpumem: the emulated GPU lacks cudaTheirs of libcudart\n")
+    assert {path.name for path in built} == {"libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1"}
+
+
+def test_a_package_that_is_installed_later_is_looked_at(fake_torch, tmp_path):
+    first = needed_beside(fake_torch.site, tmp_path / "kept")
+    assert first == {}
+    package = fake_torch.site / "late"
+    package.mkdir()
+    shutil.copy(fake_torch.package / "lib" / "libtorch_cuda.so", package / "_C.so")
+    (package / "broken.so").write_text("no library", encoding="utf-8")
+    assert needed_beside(fake_torch.site, tmp_path / "kept") == {}
+    (fake_torch.site / "late-1.0.dist-info").mkdir()
+    names = {name for name, _ in needed_beside(fake_torch.site, tmp_path / "kept")["libcudart.so.13"]}
+    assert names == {"cudaMalloc", "cudaFree", "cudaEventQuery", "cudaUnheardOf"}
+    (kept,) = (path for path in (tmp_path / "kept").iterdir() if "cudaMalloc" in path.read_text(encoding="utf-8"))
+    kept.write_text("{", encoding="utf-8")
+    assert {name for name, _ in needed_beside(fake_torch.site, tmp_path / "kept")["libcudart.so.13"]} == names

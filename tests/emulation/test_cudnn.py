@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.emulation.cudnn import Cudnn, installed_cudnn
+from pytest_gpumem.emulation.cudnn import WHY_RECURRENT, Cudnn, installed_cudnn
 from pytest_gpumem.emulation.torch_build import TorchBuild
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class StandIn:
 
     planned_by: int = 0
     convolutions: int = 1
+    recurrent: int = 0
     used: bytes | None = None
 
     def gpumem_use_cudnn(self, path: bytes) -> None:
@@ -63,6 +64,12 @@ class StandIn:
 
     def gpumem_convolutions(self) -> int:
         return self.convolutions
+
+    def gpumem_recurrent(self) -> int:
+        return self.recurrent
+
+    def gpumem_tell_most_kept(self, most) -> None:
+        most._obj.value = 3_000_000
 
     def gpumem_cudnn_release(self) -> int:
         return self.planned_by
@@ -81,6 +88,16 @@ def test_the_release_that_plans_is_told_as_people_write_it(tmp_path):
 
 def test_nothing_is_lacking_where_there_are_no_convolutions(tmp_path):
     assert Cudnn(StandIn(convolutions=0), torch_in(tmp_path)).lacking() is None
+
+
+def test_what_recurrent_layers_take_is_not_known_whatever_is_installed(tmp_path):
+    install(tmp_path, "cudnn/lib/libcudnn.so.9", "cu13/lib/libcublasLt.so.13")
+    said = f"{WHY_RECURRENT}; the largest is 3.00 MB"
+    assert Cudnn(StandIn(planned_by=91903, recurrent=1), torch_in(tmp_path)).lacking() == said
+    both = Cudnn(StandIn(recurrent=1), torch_in(tmp_path)).lacking()
+    assert both is not None
+    assert both.startswith(ZERO)
+    assert both.endswith(f"; {said}")
 
 
 ZERO = "workspaces of convolutions are taken as 0, since "

@@ -83,12 +83,20 @@ def test_a_machine_that_has_all_lacks_nothing(complete):
     assert torch_build.what_compiling_lacks({}) is None
 
 
-@pytest.mark.parametrize("required", ['triton==3.7.1; platform_system == "Linux"', "triton (==3.7.1) ; whatever"])
-def test_triton_is_asked_for_in_the_release_that_torch_requires(complete, required):
+@pytest.mark.parametrize(
+    ("required", "release"),
+    [
+        ('triton==3.7.1; platform_system == "Linux"', "==3.7.1"),
+        ("triton (==3.7.1) ; whatever", "==3.7.1"),
+        ('triton~=3.9.0; platform_system == "Linux" and python_version < "3.16"', "~=3.9.0"),
+        ("triton==3.9.0+git1234abcd", "==3.9.0+git1234abcd"),
+    ],
+)
+def test_triton_is_asked_for_in_the_release_that_torch_requires(complete, required, release):
     complete.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: ["sympy", required])
     complete.setattr(importlib.util, "find_spec", lambda name: None)
     assert torch_build.what_compiling_lacks({}) == (
-        "torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps triton==3.7.1"
+        f"torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps triton{release}"
     )
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, read_usages, write_usage
+from pytest_gpumem.emulation.usage import (
+    DeviceUsage,
+    ProcessUsage,
+    RanOut,
+    among_all,
+    no_kernels,
+    read_usages,
+    write_usage,
+)
 
 FULL = ProcessUsage(
     began=5,
@@ -15,6 +23,7 @@ FULL = ProcessUsage(
     expandable=True,
     unknown="a value is read",
     lacking="workspaces are taken as 0",
+    no_kernels="torch has none",
 )
 KILLED = ProcessUsage(began=1, ended=None)
 
@@ -33,3 +42,27 @@ def test_all_processes_of_a_folder_are_read_in_the_order_in_which_they_began(tmp
 )
 def test_a_device_has_its_number_among_all_whatever_a_process_may_see(device, visible, number):
     assert among_all(device, visible) == number
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "there"),
+    [
+        (["sm_75", "sm_80", "sm_86", "sm_90"], (7, 5), True),
+        (["sm_75", "sm_80", "sm_86", "sm_90"], (8, 9), True),
+        (["sm_75", "sm_80", "sm_86", "sm_90"], (7, 0), False),
+        (["sm_75", "sm_80", "sm_86", "sm_90"], (10, 0), False),
+        (["sm_80", "compute_90"], (12, 0), True),
+        (["compute_90"], (8, 0), False),
+        (["sm_100", "sm_120a"], (12, 0), True),
+        (["gfx90a"], (7, 0), True),
+        ([], (7, 0), True),
+    ],
+)
+def test_a_gpu_has_kernels_of_its_major_version_or_those_that_the_driver_compiles(architectures, capability, there):
+    assert (no_kernels("2.13.0", architectures, capability) is None) == there
+
+
+def test_which_kernels_there_are_is_told():
+    assert no_kernels("2.13.0", ["sm_80", "sm_75", "sm_100"], (7, 0)) == (
+        "torch 2.13.0 has kernels for compute capability 7.5, 8.0, 10.0, and none for 7.0"
+    )

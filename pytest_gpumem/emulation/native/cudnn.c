@@ -8,6 +8,8 @@
 #include "cudnn_store.h"
 #include "emulated.h"
 
+enum { NOT_SUPPORTED = 3000 };
+
 /* Bytes of a cudnnBackendAttributeType_t; those that are not listed are enumerations. */
 static size_t width(int type) {
     switch (type) {
@@ -174,7 +176,10 @@ int cudnnGetProperty(int part, int *value) {
     *value = part == 0 ? CUDNN_VERSION / 10000 : part == 1 ? CUDNN_VERSION / 100 % 100 : CUDNN_VERSION % 100;
     return 0;
 }
-const char *cudnnGetErrorString(int status) { return status ? "CUDNN_STATUS_NOT_SUPPORTED (emulated GPU)" : "CUDNN_STATUS_SUCCESS"; }
+const char *cudnnGetErrorString(int status) {
+    if (!status) return "CUDNN_STATUS_SUCCESS";
+    return status == NOT_SUPPORTED && *gpumem_last_lacking() ? gpumem_last_lacking() : "CUDNN_STATUS_NOT_SUPPORTED (emulated GPU)";
+}
 void cudnnGetLastErrorString(char *text, size_t room) { if (room) *text = 0; }
 
 #define DESCRIPTOR(name) \
@@ -186,9 +191,11 @@ DESCRIPTOR(Convolution)
 DESCRIPTOR(Activation)
 DESCRIPTOR(Dropout)
 DESCRIPTOR(Pooling)
+DESCRIPTOR(RNN)
+DESCRIPTOR(RNNData)
+DESCRIPTOR(SpatialTransformer)
 
 #define ACCEPTED(name) int cudnn##name(void) { return 0; }
-ACCEPTED(SetTensorNdDescriptor)
 ACCEPTED(SetFilterNdDescriptor)
 ACCEPTED(SetConvolutionNdDescriptor)
 ACCEPTED(SetConvolutionGroupCount)
@@ -197,12 +204,33 @@ ACCEPTED(SetActivationDescriptor)
 ACCEPTED(SetDropoutDescriptor)
 ACCEPTED(RestoreDropoutDescriptor)
 ACCEPTED(SetPooling2dDescriptor)
+ACCEPTED(SetSpatialTransformerNdDescriptor)
+
+int cudnnSetTensorNdDescriptor(Shape *shape, int type, int rank, const int *sizes, const int *strides) {
+    if (rank > MOST_DIMENSIONS) return 2000; /* bad parameter */
+    *shape = (Shape){type, rank};
+    memcpy(shape->sizes, sizes, (size_t)rank * sizeof *sizes);
+    memcpy(shape->strides, strides, (size_t)rank * sizeof *strides);
+    return 0;
+}
+int cudnnGetTensorNdDescriptor(const Shape *shape, int most, int *type, int *rank, int *sizes, int *strides) {
+    int known = shape->rank < most ? shape->rank : most;
+    *type = shape->type;
+    *rank = shape->rank;
+    memcpy(sizes, shape->sizes, (size_t)known * sizeof *sizes);
+    memcpy(strides, shape->strides, (size_t)known * sizeof *strides);
+    return 0;
+}
 
 #define LAUNCHED(name) int cudnn##name(void) { gpumem_launched("cudnn" #name); return 0; }
 LAUNCHED(PoolingForward)
 LAUNCHED(BatchNormalizationForwardTrainingEx)
 LAUNCHED(BatchNormalizationBackwardEx)
 LAUNCHED(BatchNormalizationForwardInference)
+LAUNCHED(SpatialTfGridGeneratorForward)
+LAUNCHED(SpatialTfGridGeneratorBackward)
+LAUNCHED(SpatialTfSamplerForward)
+LAUNCHED(SpatialTfSamplerBackward)
 
 int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(
     void *h, int mode, int ops, void *x, void *z, void *y, void *norm, void *activation, size_t *bytes
@@ -214,5 +242,8 @@ int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int 
     *bytes = 0;
     return 0;
 }
-/* What an H100 answers is not known; this is 132 multiprocessors times 2,048 threads times 8 bytes. */
-int cudnnDropoutGetStatesSize(void *handle, size_t *bytes) { *bytes = 2162688; return 0; }
+/* What a GPU answers is not known; this is 8 bytes for each of its threads. */
+int cudnnDropoutGetStatesSize(void *handle, size_t *bytes) {
+    *bytes = (size_t)gpumem_gpu.multiprocessors * (size_t)gpumem_gpu.threads_per_multiprocessor * 8;
+    return 0;
+}

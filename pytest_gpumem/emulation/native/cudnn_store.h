@@ -1,4 +1,4 @@
-/* What cuDNN's graph interface is asked to keep: descriptors, and the attributes that were set in them. */
+/* What cuDNN is asked to keep: descriptors of its graph interface with the attributes that were set in them, and shapes. */
 #ifndef GPUMEM_CUDNN_STORE_H
 #define GPUMEM_CUDNN_STORE_H
 
@@ -36,6 +36,9 @@ typedef struct {
     void *real;            /* the real library's descriptor of the same, where there is one */
     Attribute *attributes; /* in the order in which they were set */
 } Descriptor;
+
+enum { MOST_DIMENSIONS = 8 }; /* CUDNN_DIM_MAX */
+typedef struct { int type, rank, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS]; } Shape;
 
 /* cudnn_real.c: the real library, which plans convolutions. Statuses are its own. */
 int gpumem_cudnn_release(void); /* 92000; 0 where there is none that can plan without a device */

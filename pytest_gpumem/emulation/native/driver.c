@@ -11,6 +11,7 @@ typedef uintptr_t Pointer;
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
 
 extern int cudaDeviceGetAttribute(int *, int, int), cudaSetDevice(int), cudaGetDevice(int *), cudaDeviceSynchronize(void);
+extern int cudaStreamIsCapturing(void *, int *);
 extern void *gpumem_driver_function(const char *);
 
 static const Pointer CONTEXT = 0xC000; /* contexts are this and the device's number */
@@ -37,6 +38,12 @@ int cuCtxPushCurrent_v2(Pointer context) { return cuCtxSetCurrent(context); }
 int cuCtxPopCurrent_v2(Pointer *context) { return cuCtxGetCurrent(context); }
 int cuCtxGetDevice(int *device) { return cudaGetDevice(device); }
 int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
+/* Nothing goes wrong in a driver that does nothing, so there is nothing to log. */
+int cuLogsRegisterCallback(void *callback, void *data, Pointer *handle) {
+    if (handle) *handle = 0xE000;
+    return 0;
+}
+int cuLogsUnregisterCallback(Pointer handle) { return 0; }
 /* Stacks, heaps and the buffer of printf, in which no kernel writes. */
 int cuCtxSetLimit(int limit, size_t bytes) { return 0; }
 int cuCtxGetLimit(size_t *bytes, int limit) { *bytes = MIB; return 0; }
@@ -119,6 +126,7 @@ int cuMemsetD32Async(Pointer at, unsigned value, size_t count, void *stream) {
     gpumem_fill((void *)at, &value, sizeof value, count);
     return 0;
 }
+int cuStreamIsCapturing(void *stream, int *status) { return cudaStreamIsCapturing(stream, status); }
 int cuStreamWriteValue32(void *stream, Pointer at, unsigned value, unsigned flags) { return 0; }
 /* Attributes of CUpointer_attribute: 9 is the device's number, 3 the pointer on the device. Triton refuses a tensor of the
    host by the error. */

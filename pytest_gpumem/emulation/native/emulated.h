@@ -22,6 +22,8 @@ extern Gpu gpumem_gpu;
 
 /* Says on stderr, once for each name, that a function is asked for which no stand-in has. */
 void gpumem_lacks(const char *library, const char *function);
+/* "the emulated GPU lacks cufftCreate of libcufft": what this thread asked for last. */
+const char *gpumem_last_lacking(void);
 /* A kernel of a library (cuBLAS, say) that is launched and does nothing. */
 void gpumem_launched(const char *name);
 /* CUDA graphs: what is launched between these two belongs to the graph, which is the caller's. */

@@ -9,6 +9,7 @@
 #include "emulated.h"
 
 static __thread int last_error;
+static __thread char what_lacks[512]; /* which function this thread asked for last that no stand-in has */
 
 int gpumem_fail(int error) {
     last_error = error;
@@ -25,7 +26,7 @@ static struct { int code; const char *name, *said; } const ERRORS[] = {
     {NO_KERNEL_IMAGE, "cudaErrorNoKernelImageForDevice", "no kernel image is available for execution on the device"},
     {SYMBOL_NOT_FOUND, "cudaErrorSymbolNotFound", "named symbol not found"},
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
-    {NOT_SUPPORTED, "cudaErrorNotSupported", "the emulated GPU lacks this (its name is on stderr)"},
+    {NOT_SUPPORTED, "cudaErrorNotSupported", "the emulated GPU lacks this"},
     {CAPTURE_UNSUPPORTED, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
     {UNKNOWN, "cudaErrorUnknown", "the emulated GPU cannot go on (why is on stderr)"},
     {NO_ERROR_OF_OURS, "unrecognized error code", "unrecognized error code"},
@@ -44,7 +45,9 @@ int cudaGetLastError(void) {
 }
 int cudaPeekAtLastError(void) { return last_error; }
 const char *cudaGetErrorName(int error) { return ERRORS[index_of(error)].name; }
-const char *cudaGetErrorString(int error) { return ERRORS[index_of(error)].said; }
+const char *cudaGetErrorString(int error) {
+    return error == NOT_SUPPORTED && *what_lacks ? what_lacks : ERRORS[index_of(error)].said;
+}
 int cudaProfilerStart(void) { return SUCCESS; }
 int cudaProfilerStop(void) { return SUCCESS; }
 
@@ -52,13 +55,41 @@ void gpumem_lacks(const char *library, const char *function) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static const char *told[4096];
     static size_t count;
+    snprintf(what_lacks, sizeof what_lacks, "the emulated GPU lacks %s of %s", function, library);
     pthread_mutex_lock(&lock);
     for (size_t i = 0; i < count; i++)
         if (told[i] == function) { pthread_mutex_unlock(&lock); return; }
     if (count < sizeof told / sizeof *told) told[count++] = function;
     pthread_mutex_unlock(&lock);
-    fprintf(stderr, "pytest-gpumem: the emulated GPU lacks %s of %s\n", function, library);
+    fprintf(stderr, "pytest-gpumem: %s\n", what_lacks);
     fflush(stderr);
+}
+const char *gpumem_last_lacking(void) { return what_lacks; }
+
+/* Throws C++'s std::runtime_error, by the library that the caller has loaded: we are compiled as C, and it is libtorch. */
+static void throw(const char *text) {
+    void *cxx = dlopen("libstdc++.so.6", RTLD_NOW | RTLD_NOLOAD);
+    if (!cxx) return;
+    void *(*allocate)(size_t) = dlsym(cxx, "__cxa_allocate_exception");
+    void (*construct)(void *, const char *) = dlsym(cxx, "_ZNSt13runtime_errorC1EPKc");
+    void (*destroy)(void *) = dlsym(cxx, "_ZNSt13runtime_errorD1Ev");
+    void (*throw_it)(void *, void *, void (*)(void *)) = dlsym(cxx, "__cxa_throw");
+    void *type = dlsym(cxx, "_ZTISt13runtime_error");
+    if (!allocate || !construct || !destroy || !throw_it || !type) return;
+    void *error = allocate(64);
+    construct(error, text);
+    throw_it(error, type, destroy);
+}
+
+/* A function that no stand-in has, whose status torch gives words of its own, without what is lacking or what to do: from torch's
+   own libraries the call ends by an error that says so. Any other caller gets the status. */
+void gpumem_refuses(const char *library, const char *function, const char *why, const void *caller) {
+    Dl_info from;
+    char text[1024];
+    gpumem_lacks(library, function);
+    if (!dladdr(caller, &from) || !from.dli_fname || !strstr(from.dli_fname, "/torch/lib/libtorch")) return;
+    snprintf(text, sizeof text, "%s: %s", what_lacks, why);
+    throw(text);
 }
 
 void gpumem_no_room(size_t bytes) {
@@ -71,10 +102,24 @@ void gpumem_no_room(size_t bytes) {
     fflush(stderr);
 }
 
-/* Entry points of the driver. torch asserts that all it asks for are there, also those that it then does not call. */
-static int lacking(void) {
-    gpumem_lacks("libcuda", "a function of the driver, asked for by name");
-    return NOT_SUPPORTED;
+/* Entry points of the driver. torch asserts that all it asks for are there, also those that it then does not call: so each
+   name that the stand-in lacks gets a function of its own, which names it when it is called. */
+enum { MOST_LACKING = 64 };
+static char lacking[MOST_LACKING][64];
+#define LACKING(i) static int lacking_##i(void) { gpumem_lacks("libcuda", lacking[0##i]); return NOT_SUPPORTED; }
+#define LACKING_FUNCTION(i) lacking_##i,
+#define EIGHT(do, i) do(i##0) do(i##1) do(i##2) do(i##3) do(i##4) do(i##5) do(i##6) do(i##7)
+#define ALL(do) EIGHT(do, 0) EIGHT(do, 1) EIGHT(do, 2) EIGHT(do, 3) EIGHT(do, 4) EIGHT(do, 5) EIGHT(do, 6) EIGHT(do, 7)
+ALL(LACKING)
+static int (*const LACKING_FUNCTIONS[MOST_LACKING])(void) = {ALL(LACKING_FUNCTION)};
+static void *lacking_function(const char *name) {
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    size_t i = 0;
+    pthread_mutex_lock(&lock);
+    while (i < MOST_LACKING && *lacking[i] && strcmp(lacking[i], name)) i++;
+    if (i < MOST_LACKING) snprintf(lacking[i], sizeof *lacking, "%s", name);
+    pthread_mutex_unlock(&lock);
+    return i < MOST_LACKING ? (void *)LACKING_FUNCTIONS[i] : NULL;
 }
 void *gpumem_driver_function(const char *name) {
     static void *driver;
@@ -88,7 +133,7 @@ void *gpumem_driver_function(const char *name) {
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, int *status) {
     *function = gpumem_driver_function(name);
-    if (!*function && !strncmp(name, "cu", 2)) *function = (void *)lacking;
+    if (!*function && !strncmp(name, "cu", 2)) *function = lacking_function(name);
     if (status) *status = *function ? 0 : 1;
     return *function ? SUCCESS : gpumem_fail(SYMBOL_NOT_FOUND);
 }

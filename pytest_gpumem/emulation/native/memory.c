@@ -170,6 +170,7 @@ int cudaMalloc(void **at, size_t bytes) {
     return gpumem_fail(UNKNOWN);
 }
 int cudaMallocManaged(void **at, size_t bytes, unsigned flags) { return cudaMalloc(at, bytes); }
+int cudaMemPrefetchAsync(void) { return SUCCESS; }
 
 int cudaFree(void *at) {
     if (!at) return SUCCESS;

@@ -52,8 +52,6 @@ int ncclCommUserRank(Communicator *communicator, int *rank) { *rank = communicat
 int ncclCommGetAsyncError(Communicator *communicator, int *error) { *error = 0; return 0; }
 int ncclCommRegister(Communicator *communicator, void *buffer, size_t bytes, void **handle) { *handle = buffer; return 0; }
 int ncclCommDeregister(Communicator *communicator, void *handle) { return 0; }
-int ncclGroupStart(void) { return 0; }
-int ncclGroupEnd(void) { return 0; }
 int ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int place, Communicator *communicator) {
     *operation = 5;
     return 0;
@@ -104,8 +102,32 @@ int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, Co
 int ncclReduce(const void *from, void *to, size_t count, int type, int op, int root, Communicator *c, void *stream) {
     return reduced(c->rank == root ? to : NULL, from, count, type, op, c, stream, "ncclReduce");
 }
+/* In torch 2.15 the tensors of a list are gathered by a group of broadcasts, one from each rank: what the other ranks
+   send is then known, as it is what this one sends. */
+typedef struct { const void *from; void *to; size_t bytes; int root; Communicator *c; void *stream; } Broadcast;
+static __thread struct { Broadcast *all; size_t count, room; int depth; } group;
+
 int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *c, void *stream) {
+    if (group.depth) {
+        if (group.count == group.room) {
+            group.room = group.room ? 2 * group.room : 64;
+            group.all = realloc(group.all, group.room * sizeof *group.all);
+        }
+        group.all[group.count++] = (Broadcast){from, to, count * width(type), root, c, stream};
+    }
     return copied(c->rank == root ? to : NULL, from, count * width(type), stream, "ncclBroadcast");
+}
+int ncclGroupStart(void) { group.depth++; return 0; }
+int ncclGroupEnd(void) {
+    if (--group.depth) return 0;
+    for (Broadcast *ours = group.all; ours < group.all + group.count; ours++) {
+        if (ours->root != ours->c->rank) continue;
+        for (Broadcast *other = group.all; other < group.all + group.count; other++)
+            if (other->c == ours->c && other->root != ours->root && other->bytes == ours->bytes)
+                cudaMemcpyAsync(other->to, ours->from, ours->bytes, DEVICE_TO_DEVICE, other->stream);
+    }
+    group.count = 0;
+    return 0;
 }
 int ncclBcast(void *buffer, size_t count, int type, int root, Communicator *c, void *stream) {
     if (c->broadcast && c->rank == root) *c->broadcast = buffer;

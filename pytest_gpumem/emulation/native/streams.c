@@ -111,12 +111,18 @@ int cudaEventRecord(void *event, void *stream) {
     return SUCCESS;
 }
 int cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
+/* Queries of one event in a row, with none recorded in between, from which on they are a loop that waits for it: torch 2.15's
+   NCCL shuts down so. The allocator, which must not find its events done, asks once for each allocation. */
+enum { IS_WAITING = 100000 };
 int cudaEventQuery(void *event) {
+    static __thread struct { void *event; unsigned long long latest; long times; } asking;
     Event *asked = event;
     if (!asked->number) return SUCCESS;
     pthread_mutex_lock(&lock);
     /* A thread that did not record it asks again and again (NCCL's watchdog): that is waiting. */
     if (!pthread_equal(asked->by, pthread_self())) done_until(asked->stream, asked->number);
+    if (asking.event != event || asking.latest != latest) asking.event = event, asking.latest = latest, asking.times = 0;
+    if (++asking.times >= IS_WAITING) done_until(asked->stream, asked->number);
     int done = asked->number <= all_done || asked->number <= asked->stream->done;
     pthread_mutex_unlock(&lock);
     return done ? SUCCESS : NOT_READY;

@@ -38,6 +38,17 @@ def planted(name: str) -> bool:
     return os.environ.get("PLANTED", "") in ("all", name)
 
 
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, hidden):
+        hidden = self.wide(hidden)
+        hidden = hidden.relu()  # planted: perceptron-average-of-more-rows
+        return self.narrow(hidden)
+
+
 # GPT-2
 
 

@@ -97,5 +97,20 @@ def test_t5_retained_graph(gpumem):
     gpumem.measure(step)
 
 
+def test_perceptron_average_of_more_rows(gpumem):
+    model, average = models.Perceptron().to(gpumem.device), models.Perceptron().to(gpumem.device)
+    batch = torch.randn(64, 512, device=gpumem.device)
+    rows = torch.randn(2048 if planted("perceptron-average-of-more-rows") else 512, 512, device=gpumem.device)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    with gpumem.steps():
+        while True:
+            with torch.no_grad():
+                average(rows)  # in front of the products of which each thread makes its workspace
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def on(device: torch.device, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in batch.items()}

@@ -1,0 +1,124 @@
+/* Recurrent layers of cuDNN. Where its parameters lie follows from their shapes. How large its buffers are is known to the real
+   library alone, which asks a GPU first: what is kept for backward is at least what has been published of it, and workspaces are
+   taken as 0. */
+#include <stdint.h>
+#include <string.h>
+
+#include "cudnn_store.h"
+#include "emulated.h"
+
+/* cudnnRNNMode_t, cudnnRNNBiasMode_t, cudnnForwardMode_t, cudnnRNNDataLayout_t */
+enum { LSTM = 2, GRU = 3, NO_BIAS = 0, DOUBLE_BIAS = 2, TRAINING = 1, PACKED = 1 };
+
+typedef struct { int mode, bias, directions, type, input, hidden, projected, layers; } Rnn;
+typedef struct { int64_t tokens; } Sequences; /* of all samples, without padding where they are packed */
+
+static long layers_run;
+static int64_t most_kept;
+/* How many passes of such layers were run, backward ones included, and the most that one of them was given for backward. */
+long gpumem_recurrent(void) { return __atomic_load_n(&layers_run, __ATOMIC_RELAXED); }
+void gpumem_tell_most_kept(int64_t *bytes) { *bytes = __atomic_load_n(&most_kept, __ATOMIC_RELAXED); }
+
+static int64_t bytes_of(int type) { return type == 1 ? 8 : type == 0 ? 4 : 2; } /* double, float, and both halves */
+static int gates_of(const Rnn *rnn) { return rnn->mode == LSTM ? 4 : rnn->mode == GRU ? 3 : 1; }
+
+int cudnnSetRNNDescriptor_v8(
+    Rnn *rnn, int algorithm, int mode, int bias, int direction, int input_mode, int type, int precision, int math, int input,
+    int hidden, int projected, int layers, void *dropout, unsigned flags
+) {
+    *rnn = (Rnn){mode, bias, direction ? 2 : 1, type, input, hidden, projected, layers};
+    return 0;
+}
+int cudnnSetRNNDataDescriptor(
+    Sequences *sequences, int type, int layout, int longest, int batch, int width, const int *lengths, void *padding
+) {
+    sequences->tokens = (int64_t)longest * batch;
+    if (layout != PACKED) return 0;
+    sequences->tokens = 0;
+    for (int i = 0; i < batch; i++) sequences->tokens += lengths[i];
+    return 0;
+}
+
+/* Elements of a layer's matrices: one of the input's, one of the state's, and the projection's. */
+typedef struct { int64_t input, state, projection; } Matrices;
+static Matrices matrices_of(const Rnn *rnn, int pseudo_layer) {
+    int64_t hidden = rnn->hidden, output = rnn->projected;
+    int first = pseudo_layer < rnn->directions;
+    return (Matrices){
+        hidden * (first ? rnn->input : output * rnn->directions), hidden * output, output == hidden ? 0 : hidden * output,
+    };
+}
+static int64_t elements_of(const Rnn *rnn, int pseudo_layer) {
+    Matrices m = matrices_of(rnn, pseudo_layer);
+    return gates_of(rnn) * (m.input + m.state) + m.projection;
+}
+static int64_t biases_of(const Rnn *rnn) { /* of a layer */
+    int vectors = rnn->bias == NO_BIAS ? 0 : rnn->bias == DOUBLE_BIAS ? 2 : 1;
+    return (int64_t)vectors * gates_of(rnn) * rnn->hidden;
+}
+
+int cudnnGetRNNWeightSpaceSize(void *handle, const Rnn *rnn, size_t *bytes) {
+    int64_t elements = 0;
+    for (int layer = 0; layer < rnn->layers * rnn->directions; layer++) elements += elements_of(rnn, layer) + biases_of(rnn);
+    *bytes = (size_t)(elements * bytes_of(rnn->type));
+    return 0;
+}
+
+/* All matrices come first, layer by layer, then all biases. A parameter is one gate's: the input's, then the state's; the
+   projection is the last. */
+int cudnnGetRNNWeightParams(
+    void *handle, const Rnn *rnn, int layer, size_t bytes, char *space, int number, Shape *matrix, char **at_matrix, Shape *bias,
+    char **at_bias
+) {
+    int gates = gates_of(rnn);
+    int64_t width = bytes_of(rnn->type), before = 0, all = 0;
+    Matrices m = matrices_of(rnn, layer);
+    for (int one = 0; one < rnn->layers * rnn->directions; one++) {
+        if (one < layer) before += elements_of(rnn, one);
+        all += elements_of(rnn, one);
+    }
+    int is_projection = number == 2 * gates, of_input = number < gates;
+    if (number < 0 || number > 2 * gates || (is_projection && !m.projection)) {
+        if (matrix) *matrix = (Shape){rnn->type};
+        if (at_matrix) *at_matrix = NULL;
+        if (at_bias) *at_bias = NULL;
+        return 0;
+    }
+    int64_t within = of_input ? number * m.input : gates * m.input + (int64_t)(number - gates) * m.state;
+    int64_t elements = is_projection ? m.projection : of_input ? m.input : m.state;
+    int rows = is_projection ? rnn->projected : rnn->hidden;
+    if (matrix) *matrix = (Shape){rnn->type, 3, {1, rows, (int)(elements / rows)}, {(int)elements, (int)(elements / rows), 1}};
+    if (at_matrix) *at_matrix = space + (before + within) * width;
+    int has_bias = !is_projection && biases_of(rnn) > 0 && (of_input || rnn->bias == DOUBLE_BIAS);
+    if (bias) *bias = has_bias ? (Shape){rnn->type, 3, {1, rnn->hidden, 1}, {rnn->hidden, 1, 1}} : (Shape){rnn->type};
+    if (at_bias) *at_bias = has_bias ? space + (all + layer * biases_of(rnn) + (int64_t)number * rnn->hidden) * width : NULL;
+    return 0;
+}
+
+/* For each unit and token, in each layer: 5 values of an LSTM (its gates and its cell's state) and 6 of a GRU; and what each
+   layer but the last hands to the next. So 736,000,000 bytes were kept of four layers of 320 units in an LSTM and 864,000,000 in
+   a GRU with 25,000 tokens in float32 (github.com/pytorch/pytorch/issues/2895, a P100, 2017). Of a plain RNN, which has no
+   published figure, backward needs the outputs at least. */
+int cudnnGetRNNTempSpaceSizes(
+    void *handle, const Rnn *rnn, int mode, const Sequences *sequences, size_t *workspace, size_t *kept
+) {
+    int64_t values = rnn->mode == LSTM ? 5 : rnn->mode == GRU ? 6 : 0;
+    int64_t a_token = rnn->layers * values * rnn->hidden + (int64_t)(rnn->layers - 1) * rnn->projected;
+    if (workspace) *workspace = 0;
+    if (!kept) return 0;
+    *kept = mode == TRAINING ? (size_t)(sequences->tokens * rnn->directions * a_token * bytes_of(rnn->type)) : 0;
+    int64_t most = __atomic_load_n(&most_kept, __ATOMIC_RELAXED);
+    while ((int64_t)*kept > most
+           && !__atomic_compare_exchange_n(&most_kept, &most, (int64_t)*kept, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return 0;
+}
+
+#define RUN(name) \
+    int name(void) { \
+        __atomic_add_fetch(&layers_run, 1, __ATOMIC_RELAXED); \
+        gpumem_launched(#name); \
+        return 0; \
+    }
+RUN(cudnnRNNForward)
+RUN(cudnnRNNBackwardData_v8)
+RUN(cudnnRNNBackwardWeights_v8)

@@ -1,0 +1,98 @@
+"""Reads of values that an emulated GPU did not compute: what the host makes of each, and the user's line.
+
+An integer, an order or a size that is made of one is *trouble*: memory may depend on it, and nothing measured is valid. A
+branch that a float decided may, too, but most do not (the best loss so far): it is noted. All other reads are counted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_stack
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from pytest_gpumem.values.unknown_reads import DECIDED, UnknownReads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_OURS = str(Path(__file__).parents[1])
+_TORCHS = str(Path(torch.__file__).parent)
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+
+Use = Literal["kept", "branch", "order", "integer"]
+"""What is made of a float: nothing that memory could depend on, as far as can be seen, or one of the others."""
+
+
+class Reads:
+    """Reads of uncomputed values by the host."""
+
+    def __init__(self) -> None:
+        self.first_trouble: str | None = None
+        """The first read of the process that memory may depend on, or the first branch that a value decided."""
+        self._trouble: str | None = None
+        self._decided: Counter[str] = Counter()
+        self._other: Counter[str] = Counter()
+        self._ignored = 0
+
+    def take_trouble(self) -> str | None:
+        """Return the first read that memory may depend on since the last call, as a clause with its line."""
+        trouble, self._trouble = self._trouble, None
+        return trouble
+
+    def take_others(self) -> UnknownReads:
+        """Return the other reads since the last call."""
+        others = UnknownReads(self._decided, self._other)
+        self._decided, self._other = Counter(), Counter()
+        return others
+
+    def invalid(self, what: str) -> None:
+        """Note a read that memory may depend on, as a clause without its line."""
+        if self._trouble is None and not self._is_harmless():
+            self._trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}"
+            self.first_trouble = self.first_trouble or self._trouble
+
+    def of_float(self, use: Use = "kept") -> None:
+        """Note that a float leaves the GPU, or what is made of it."""
+        if use == "order":
+            self.invalid("values are put in an order")
+        elif use == "integer":
+            self.invalid("an integer is made of a value")
+        elif not self._is_harmless():
+            line = _users_line()
+            (self._decided if use == "branch" else self._other)[line] += 1
+            if use == "branch":
+                self.first_trouble = self.first_trouble or f"{DECIDED} at {line}"
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Note nothing within: values become text."""
+        self._ignored += 1
+        try:
+            yield
+        finally:
+            self._ignored -= 1
+
+    def _is_harmless(self) -> bool:
+        return self._ignored > 0 or _initialises()
+
+
+def _users_line() -> str:
+    for frame, line in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCHS, "<")) and not (file.startswith(_STANDARD) and _INSTALLED not in file):
+            return f"{file}:{line}"
+    return "an unknown line"
+
+
+def _initialises() -> bool:
+    """Return whether weights are being initialised: some are drawn again as long as values are out of a range."""
+    frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
+    return any(frame.f_code.co_filename == torch.nn.init.__file__ for frame, _ in frames)

@@ -1,0 +1,114 @@
+"""A float that stands for a value which an emulated GPU did not compute, and what is computed from it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_gpumem.emulation.use_of_float import use_of_comparison, use_of_conversion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.emulation.reads import Reads
+
+UNKNOWN = 2.0**-120
+"""The value of each of them. Nobody else uses it, so one that comes back as a number is known again: float32 holds it, too."""
+
+
+class UnknownFloat(float):
+    """An uncomputed float: kept, formatted and computed with as any other, and noted where something depends on it."""
+
+    __slots__ = ()
+    reads: ClassVar[Reads]
+    """Where it is noted."""
+
+    def __new__(cls) -> UnknownFloat:  # noqa: PYI034 -- Self is of Python 3.11
+        return float.__new__(cls, UNKNOWN)
+
+    def __bool__(self) -> bool:
+        self.reads.of_float("branch")
+        return True
+
+    def is_integer(self) -> bool:
+        self.reads.of_float("branch")
+        return False
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        self.reads.of_float("integer")
+        return super().as_integer_ratio()
+
+    def __int__(self) -> int:
+        self.reads.of_float("integer")
+        return 0
+
+    __trunc__ = __floor__ = __ceil__ = __int__
+
+    def __round__(self, digits: Any = None) -> Any:
+        return int(self) if digits is None else self
+
+    def __float__(self) -> float:
+        # What Python makes of it is a float like any other.
+        self.reads.of_float(use_of_conversion(sys._getframe(1)))  # noqa: SLF001 -- the interpreter's, documented
+        return UNKNOWN
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[float], tuple[float]]:
+        return float, (UNKNOWN,)
+
+    def __deepcopy__(self, memo: object) -> UnknownFloat:
+        return self
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **named: Any) -> Any:
+        """Compute with NumPy: a number is unknown again, and an array is as any other."""
+        given = (UNKNOWN if isinstance(one, UnknownFloat) else one for one in inputs)
+        result = getattr(function, method)(*given, **named)
+        if function.__name__ not in ("isnan", "isinf", "isfinite") and result.dtype == bool and result.ndim == 0:
+            self.reads.of_float("branch")
+        return UnknownFloat() if result.ndim == 0 and isinstance(result, float) else result
+
+    __hash__ = float.__hash__
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    original = getattr(float, name)
+
+    def compute(_: UnknownFloat, *others: Any) -> Any:
+        # With 1 in its place: a division by 0 stays one, and nothing overflows.
+        result = original(1.0, *others)
+        if result is NotImplemented:
+            return result
+        return tuple(UnknownFloat() for _ in result) if isinstance(result, tuple) else UnknownFloat()
+
+    return compute
+
+
+def _comparing(name: str) -> Callable[..., Any]:
+    original = getattr(float, name)
+
+    def compare(self: UnknownFloat, other: Any) -> Any:
+        result = original(self, other)
+        # It is taken as finite, so it is itself, and not infinite.
+        is_known = other is self or (isinstance(other, float) and not math.isfinite(other))
+        if result is not NotImplemented and not is_known:
+            self.reads.of_float(use_of_comparison(sys._getframe(1)))  # noqa: SLF001 -- the interpreter's, documented
+        return result
+
+    return compare
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"):
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        setattr(UnknownFloat, _method, _computing(_method))
+for _method in ("__neg__", "__pos__", "__abs__"):
+    setattr(UnknownFloat, _method, _computing(_method))
+for _method in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
+    setattr(UnknownFloat, _method, _comparing(_method))
+
+
+def is_unknown_number(value: object) -> bool:
+    """Return whether a number is that of an uncomputed value, also among several in a list."""
+    if isinstance(value, (list, tuple)):
+        # Lists are of one kind, and those of tensors are long.
+        return bool(value) and isinstance(value[0], (int, float)) and any(map(is_unknown_number, value))
+    return isinstance(value, float) and float.__eq__(value, UNKNOWN)

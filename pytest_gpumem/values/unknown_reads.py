@@ -1,0 +1,53 @@
+"""Reads of values that an emulated GPU did not compute, by the lines that read them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+DECIDED = "an uncomputed value decided a branch"
+"""How a note begins for which a test fails in strict mode: another value might have taken more memory, or less."""
+_MOST_LINES = 5
+"""Lines that a note names."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownReads:
+    """How often each line (``"/path/train.py:88"``) read an uncomputed float."""
+
+    decided: Mapping[str, int] = field(default_factory=dict)
+    """Reads that decided which way the program went."""
+    other: Mapping[str, int] = field(default_factory=dict)
+    """All others: what became of the float could not be seen, or matters to no memory."""
+
+    def __add__(self, more: UnknownReads) -> UnknownReads:
+        return UnknownReads(
+            Counter(self.decided) + Counter(more.decided),
+            Counter(self.other) + Counter(more.other),
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a note on the branches, and one on the other reads, with their lines; none where there were none."""
+        found = [f"{DECIDED} at {_listed(self.decided)}"] if self.decided else []
+        others = {line: times for line, times in self.other.items() if line not in self.decided}
+        if others:
+            count = sum(others.values())
+            values = "an uncomputed value was" if count == 1 else f"{count} uncomputed values were"
+            found.append(f"{values} read at {_listed(others)}")
+        return tuple(found)
+
+
+NOTHING_READ = UnknownReads()
+
+
+def decided_a_branch(notes: Iterable[str]) -> str | None:
+    """Return the note of a measurement that an uncomputed value decided a branch, if one did."""
+    return next((note for note in notes if note.startswith(DECIDED)), None)
+
+
+def _listed(lines: Mapping[str, int]) -> str:
+    """Return lines with how often each was come by, the first ones of many."""
+    shown = [line if times == 1 else f"{line} ({times} times)" for line, times in list(lines.items())[:_MOST_LINES]]
+    more = len(lines) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,242 @@
+"""Ways in which a value that an emulated GPU does not compute reaches the host: none of them gives a figure without a word."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+CAUGHT, DECIDED, READ, HARMLESS = "caught", "decided", "read", "harmless"
+"""`unmeasured`, with its line; noted as a branch, which fails in strict mode; noted as a read; nothing, for the reason beside it."""
+
+COMMON = """
+import copy, io, json, math, bisect, heapq, itertools, pickle, statistics, threading
+import numpy as np
+import torch, torch.nn.functional as F
+torch.manual_seed(0)
+x = torch.randn(1000, 1000, device="cuda")
+y = torch.randn(100, device="cuda") @ torch.randn(100, 100, device="cuda")  # small, and made of what is not known
+known = torch.arange(8).cuda()
+loss = x.square().mean()
+score = x.sum(1)
+expert = torch.nn.Linear(1000, 1000, device="cuda")
+class Sub(torch.Tensor): pass
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.sum().item() > 0: gradient = gradient * 1
+        return gradient
+"""
+
+# Integers, booleans, orders and sizes.
+TABLE: list[tuple[str, str]] = [
+    (CAUGHT, "x[x > 0]"),
+    (CAUGHT, "x[x > 0] = torch.tensor(0.0, device='cuda')"),
+    (CAUGHT, "x[x > 0] += 1"),
+    (CAUGHT, "x[x > 0] = x[:, 0]"),
+    (CAUGHT, "x[(x > 0).cpu()] = 0"),
+    (CAUGHT, "x[score > 0, score.argsort()] = 0"),
+    (CAUGHT, "x.index_put_((x > 0,), torch.tensor(1.0), accumulate=True)"),
+    (CAUGHT, "other = known.clone()\nother[score[:8] > 0] = 1\nother.nonzero()"),
+    (CAUGHT, "x.nonzero()"),
+    (CAUGHT, "torch.where(x > 0)"),
+    (CAUGHT, "torch.argwhere(x)"),
+    (CAUGHT, "int(x.sum())"),
+    (CAUGHT, "if loss > 1: expert(x)"),
+    (CAUGHT, "while (x > 0).any(): break"),
+    (CAUGHT, "if (x > 0).any().cpu(): expert(x)"),
+    (CAUGHT, "(x > 0).cpu().nonzero()"),
+    (CAUGHT, "host = x.to('cpu') > 0\nif host.any(): expert(x)"),
+    (CAUGHT, "x[:5].cpu()[0, 0] > 0 and 1"),
+    (CAUGHT, "round(x.sum().item())"),
+    (CAUGHT, "int(x.sum().item())"),
+    (CAUGHT, "int(float(x.sum()))"),
+    (CAUGHT, "math.floor(loss.item() * 100)"),
+    (CAUGHT, "math.ceil(loss)"),
+    (CAUGHT, "math.trunc(loss.item())"),
+    (CAUGHT, "torch.zeros(int(2 + loss.item() / 3), device='cuda')"),
+    (CAUGHT, "divmod(loss.item(), 2)[0].__int__()"),
+    (CAUGHT, "sorted(range(8), key=lambda i: score[i].item())"),
+    (CAUGHT, "sorted(score[:8], key=float)"),
+    (CAUGHT, "sorted([one.item() for one in score[:8]])"),
+    (CAUGHT, "values = score[:8].tolist()\nvalues.sort()"),
+    (CAUGHT, "max(range(8), key=lambda i: score[i].item())"),
+    (CAUGHT, "values = score[:8].tolist()\nvalues.index(values[3])"),
+    (CAUGHT, "heapq.nlargest(2, score[:8].tolist())"),
+    (CAUGHT, "bisect.bisect([1.0, 2.0], loss.item())"),
+    (CAUGHT, "statistics.median(score[:8].tolist())"),
+    (CAUGHT, "if torch.allclose(x, x * 2): expert(x)"),
+    (CAUGHT, "if torch.equal(x, x * 2): expert(x)"),
+    (CAUGHT, "order = score.argsort().cpu()\nint(order[0])"),
+    (CAUGHT, "score.argsort().tolist()"),
+    (CAUGHT, "score.as_subclass(Sub).argsort().cpu().tolist()"),
+    (CAUGHT, "score.as_subclass(Sub).argsort().numpy(force=True)"),
+    (CAUGHT, "[1, 2, 3][score[:3].as_subclass(Sub).cpu().argmax()]"),
+    (CAUGHT, "torch.tensor([score.as_subclass(Sub).argmax(), score.as_subclass(Sub).argmin()]).max().item()"),
+    (CAUGHT, "part = known.clone().as_subclass(Sub)\npart.copy_(score[:8].argsort())\npart.tolist()"),
+    (CAUGHT, "score.argsort().cpu().numpy()"),
+    (CAUGHT, "if torch.is_nonzero(score.argmax()): expert(x)"),
+    (CAUGHT, "complex(score.argmax())"),
+    (CAUGHT, "score.argsort().numpy(force=True)"),
+    (CAUGHT, "np.asarray(score.argsort().cpu())"),
+    (CAUGHT, "np.from_dlpack(score.argsort().cpu())"),
+    (CAUGHT, "for one in score.argsort().cpu(): x[one:]"),
+    (CAUGHT, "[1, 2, 3][score[:3].argmax()]"),
+    (CAUGHT, "range(8)[score[:8].cpu().argmax()]"),
+    (CAUGHT, "x[:score[:8].argmax()]"),
+    (CAUGHT, "x[score[:8].cpu().argmax():]"),
+    (CAUGHT, "torch.zeros(score[:8].argmax(), device='cuda')"),
+    (CAUGHT, "host = torch.empty(1000, dtype=torch.int64)\nhost.copy_(score.argsort())\nhost[0].item()"),
+    (CAUGHT, "host = torch.empty(1000, dtype=torch.int64, pin_memory=True)\nhost.copy_(score.argsort(), non_blocking=True)\nhost.tolist()"),
+    (CAUGHT, "host = torch.zeros(4, dtype=torch.int64)\nhost[1] = score.argmax()\nhost.sum().item()"),
+    (CAUGHT, "torch.stack([score.argmax().cpu(), torch.tensor(1)]).max().item()"),
+    (CAUGHT, "torch.tensor([score.argmax(), score.argmin()]).max().item()"),
+    (CAUGHT, "torch.tensor([score.argmax(), score.argmin()], device='cuda').nonzero()"),
+    (CAUGHT, "torch.tensor(score[:8].tolist()).argmax().item()"),
+    (CAUGHT, "torch.tensor(score[:8].tolist(), device='cuda').argmax().item()"),
+    (CAUGHT, "(torch.arange(4).cuda() * loss.item()).nonzero()"),
+    (CAUGHT, "torch.full((4,), float(loss), device='cuda').nonzero()"),
+    (CAUGHT, "torch.as_tensor(np.array([loss.item()])).nonzero()"),
+    (CAUGHT, "torch.arange(loss.item(), device='cuda')"),
+    (CAUGHT, "torch.arange(loss, device='cuda')"),
+    (CAUGHT, "F.interpolate(x[None, None, :8, :8], scale_factor=loss.item())"),
+    (CAUGHT, "x.masked_select(x > 0)"),
+    (CAUGHT, "score.argsort().unique()"),
+    (CAUGHT, "score.argsort().cpu().unique()"),
+    (CAUGHT, "known.repeat_interleave(score[:8].argsort())"),
+    (CAUGHT, "score.argsort().bincount()"),
+    (CAUGHT, "F.one_hot(score.argsort())"),
+    (CAUGHT, "x.tensor_split(score[:2].argsort().cpu())"),
+    (CAUGHT, "torch.nn.utils.rnn.pack_padded_sequence(x[:, :, None], score.argsort().cpu(), enforce_sorted=False)"),
+    (CAUGHT, "x.to_sparse()"),
+    (CAUGHT, "torch.sparse_coo_tensor(score[:4].argsort()[None], score[:4], (8,)).coalesce()"),
+    (CAUGHT, "with torch.inference_mode(): torch.argwhere(x)"),
+    (CAUGHT, "with torch.inference_mode(): int(x.sum())"),
+    (CAUGHT, "with torch.inference_mode(): bool((x > 0).any())"),
+    (CAUGHT, "with torch.inference_mode(): score.argsort().cpu().tolist()"),
+    (CAUGHT, "part = y.long()\npart[0] = 1\npart.nonzero()"),
+    (CAUGHT, "filled = torch.zeros(4, device='cuda')\nfilled.fill_(loss)\nfilled.nonzero()"),
+    (CAUGHT, "1 in score.argsort().cpu()"),
+    (CAUGHT, "copy.deepcopy(score.argsort().cpu()).tolist()"),
+    (CAUGHT, "def read(): x.argmax().item()\nthread = threading.Thread(target=read)\nthread.start()\nthread.join()"),
+    (CAUGHT, "def read(): x.nonzero()\nthread = threading.Thread(target=read)\nthread.start()\nthread.join()"),
+    (CAUGHT, "def read(g): return g[: g.argmax()] if g.argmax().item() else g\nw = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(read)\n(w * 2).sum().backward()"),
+    (CAUGHT, "kept = []\nw = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: kept.append(g.argsort().cpu()))\n(w * 2).sum().backward()\nkept[0].tolist()"),
+    # A published way to run a mixture of experts (DeepSeek's).
+    (CAUGHT, "idx = expert(x)[:, :8].softmax(-1).topk(2)[1]\nc = idx.new_zeros((len(idx), 8))\nc.scatter_(1, idx, 1)\nst, out = 0, []\nfor i, n in enumerate(c.sum(0).cpu().numpy()):\n    if n:\n        out.append(expert(x[st:st + n]))\n        st += n"),
+    # Branches on a float.
+    (DECIDED, "if float(loss) > .1: expert(x)"),
+    (DECIDED, "if .1 < float(loss): expert(x)"),
+    (DECIDED, "if loss.item() > .1: expert(x)"),
+    (DECIDED, "if 3 * loss.item() - 1 > .1: expert(x)"),
+    (DECIDED, "y = 1 if abs(loss.cpu().item()) >= .1 else 2"),
+    (DECIDED, "best = .5\nis_best = loss.item() < best"),
+    (DECIDED, "best = min(.5, loss.item())"),
+    (DECIDED, "best = max(.5, float(loss))"),
+    (DECIDED, "values = score[:8].tolist()\nvalues.index(max(values))"),
+    (DECIDED, "while loss.item(): break"),
+    (DECIDED, "if loss: expert(x)"),
+    (DECIDED, "if loss.is_nonzero(): expert(x)"),
+    (DECIDED, "if torch.is_nonzero(loss.cpu()): expert(x)"),
+    (DECIDED, "if torch.is_nonzero(input=loss): expert(x)"),
+    (DECIDED, "with torch.inference_mode():\n    if torch.is_nonzero(x.sum()): expert(x)"),
+    (DECIDED, "if not float(loss): expert(x)"),
+    (DECIDED, "if float(loss.as_subclass(Sub)) > .1: expert(x)"),
+    (DECIDED, "if loss.as_subclass(Sub): expert(x)"),
+    (DECIDED, "if sum(score[:8].tolist()) / 8 > .1: expert(x)"),
+    (DECIDED, "if loss.item() in (.1, .2): expert(x)"),
+    (DECIDED, "if np.exp(loss.item()) > 2: expert(x)"),
+    (DECIDED, "w = torch.nn.Parameter(torch.ones(4, device='cuda'))\nplan = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([w], lr=.1))\nplan.step(loss.item())"),
+    (DECIDED, "w = torch.nn.Parameter(torch.ones(4, device='cuda'))\nplan = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([w], lr=.1))\nplan.step(loss)"),
+    (DECIDED, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g if g.sum().item() > 0 else -g)\n(w * 2).sum().backward()"),
+    (DECIDED, "w = torch.ones(8, device='cuda', requires_grad=True)\nLayer.apply(w).sum().backward()"),
+    (DECIDED, "class Stopping:\n    best = float('inf')\n    def __call__(self, now):\n        if now < self.best - .1: self.best = now\nstop = Stopping()\nstop(loss.item())\nstop(loss.item())"),
+    # Floats that cannot be followed further, or need not.
+    (READ, "loss.item()"),
+    (READ, "complex(loss)"),
+    (READ, "loss.as_subclass(Sub).item()"),
+    (READ, "total = 0\ntotal += float(loss)"),
+    (READ, "json.dumps({'loss': loss.item()})"),
+    (READ, "f'{loss.item():.3f}'"),
+    (READ, "math.exp(loss.item())"),
+    (READ, "if math.isnan(loss.item()) or not math.isfinite(float(loss)): expert(x)"),
+    (READ, "if loss.item() == float('inf'): expert(x)"),
+    (READ, "np.mean([loss.item(), loss.item()])"),
+    (READ, "score.tolist()"),
+    (READ, "cost = x[:8, :8].cpu().numpy()\nbest = cost.argmin(1)"),
+    (READ, "x[:8, :8].numpy(force=True)"),
+    (READ, "np.asarray(x[:8, :8].cpu())"),
+    (READ, "np.asarray(x[:8, :8].detach().cpu().float())"),
+    (READ, "x[:8].flatten().cpu().sum().item()"),
+    (READ, "pickle.loads(pickle.dumps(loss.item()))"),
+    (READ, "map(float, score[:8]).__next__()"),
+    # No value is read: sizes do not depend on any.
+    (HARMLESS, "print(loss)  # text"),
+    (HARMLESS, "print(score.argsort())  # text"),
+    (HARMLESS, "str(score.argmax()), f'{score.argmax()}', f'{loss:.2f}'  # text"),
+    (HARMLESS, "x.cpu()  # a copy alone"),
+    (HARMLESS, "x.to('cpu', non_blocking=True).to('cuda')  # a copy alone"),
+    (HARMLESS, "torch.save({'w': x, 'order': score.argsort()}, io.BytesIO())  # as many bytes, whatever they are"),
+    (HARMLESS, "x[score.argsort()]  # as many rows as indices"),
+    (HARMLESS, "x[score.argsort().cpu()]  # likewise"),
+    (HARMLESS, "torch.where(x > 0, x, 0)  # of x's shape"),
+    (HARMLESS, "x.masked_fill(x > 0, 0)  # of x's shape"),
+    (HARMLESS, "x[x > 0] = 0\nx[..., score > 0] = 1.5  # fills as masked_fill does"),
+    (HARMLESS, "logits = x[:4]\nlogits[logits < logits.topk(8)[0][:, [-1]]] = -float('inf')  # likewise"),
+    (HARMLESS, "host = x[:8, :8].cpu()\nhost[host > 0] = 0  # likewise"),
+    (HARMLESS, "mask = known > 3\nother = known.clone()\nother[mask] = 1\nassert other.tolist() == [0, 1, 2, 3, 1, 1, 1, 1], other.tolist()  # all known"),
+    (HARMLESS, "x.topk(8).indices.sort()  # of a given number"),
+    (HARMLESS, "x.clamp(max=loss)  # of x's shape"),
+    (HARMLESS, "known.repeat_interleave(score[:8].argsort(), output_size=28)  # of a given size"),
+    (HARMLESS, "torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(y)], 1.0, error_if_nonfinite=True)  # taken as finite"),
+    (HARMLESS, "if torch.isnan(loss) or torch.isinf(loss.cpu()): expert(x)  # taken as finite"),
+    (HARMLESS, "known.tolist(), known.cpu().numpy(), known.numpy(force=True), int(known.sum()), complex(known[1]), torch.is_nonzero(known[1]), sorted(known.cpu().tolist())  # all known"),
+    (HARMLESS, "known[known > 3], known.cpu().nonzero(), known.unique()  # all known"),
+    (HARMLESS, "part = known.as_subclass(Sub)\npart.tolist(), part.cpu().nonzero(), (part + 1).sum().item()  # all known"),
+    (HARMLESS, "copy.deepcopy(known).tolist(), copy.deepcopy(known.cpu()).nonzero()  # all known"),
+    (HARMLESS, "with torch.inference_mode(): known.cpu().tolist(), int(known.sum()), torch.where(known > 3)  # all known"),
+    (HARMLESS, "torch.randperm(8, device='cuda').tolist(), torch.randint(9, (8,), device='cuda').tolist()  # drawn by the host"),
+    # The mixture of experts above, of experts that are known: its branches and its sizes are the true ones.
+    (HARMLESS, "idx = torch.arange(1000).view(1000, 1).cuda() % 8\nc = idx.new_zeros((len(idx), 8))\nc.scatter_(1, idx, 1)\nst, out = 0, []\nfor i, n in enumerate(c.sum(0).cpu().numpy()):\n    if n:\n        out.append(expert(x[st:st + n]))\n        st += n\nassert [len(one) for one in out] == [125] * 8, [len(one) for one in out]  # all known"),
+]  # fmt: skip
+
+
+def test_no_value_that_is_not_computed_decides_anything_without_a_word(on_gpu, tmp_path):
+    probes = "".join(f"def f{at}():\n{textwrap.indent(body, '    ')}\n" for at, (_, body) in enumerate(TABLE))
+    (tmp_path / "probes.py").write_text(COMMON + probes, encoding="utf-8")
+    source = f"""
+import contextlib, io, sys; sys.path.insert(0, '.')
+from pytest_gpumem.emulation.values import current
+import probes
+for at in range({len(TABLE)}):
+    reads = current().reads
+    reads.take_trouble(), reads.take_others()
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            getattr(probes, f"f{{at}}")()
+            raised = None
+        except Exception as error:
+            raised = f"{{type(error).__name__}}: {{error}}"
+    print((reads.take_trouble(), reads.take_others().notes(), raised))
+"""
+    lines = on_gpu(source).splitlines()
+    functions = [one for one in ast.parse(COMMON + probes).body if isinstance(one, ast.FunctionDef)]
+    wrong = []
+    for (expected, body), line, function in zip(TABLE, lines, functions, strict=True):
+        trouble, notes, raised = ast.literal_eval(line)
+        words = trouble or " ".join(notes)
+        found = CAUGHT if trouble else DECIDED if "decided a branch" in words else READ if words else HARMLESS
+        places = [f"probes.py:{at}" for at in range(function.lineno, function.end_lineno + 1)]
+        in_layer = "Layer" in body
+        if found != expected or (words and not in_layer and not any(place in words for place in places)):
+            wrong.append(f"{body}\n    expected {expected}, found {found}: {words} ({raised})")
+        elif expected == HARMLESS and raised:
+            wrong.append(f"{body}\n    raised {raised}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_has_each_kind_and_sixty_probes():
+    assert len(TABLE) >= 60
+    assert {kind for kind, _ in TABLE} == {CAUGHT, DECIDED, READ, HARMLESS}
+    assert all("#" in body for kind, body in TABLE if kind == HARMLESS)

@@ -1,0 +1,141 @@
+"""Recurrent layers on an emulated GPU: what cuDNN keeps of them for backward is a lower bound, which is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+KEPT = """
+from torch import nn
+from pytest_gpumem.emulation.load import current_emulation
+cudnn = current_emulation().cudnn
+
+def kept(layer, x):
+    # Bytes that forward leaves in training, beside its outputs. The first pass makes the state of dropout.
+    layer = layer.cuda()
+    layer(x)
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    y, state = layer(x)
+    left = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    outputs = [y.data if hasattr(y, "batch_sizes") else y, *(state if isinstance(state, tuple) else [state])]
+    loss = outputs[0].sum()
+    loss.backward()
+    assert all(one.grad is not None and one.grad.shape == one.shape for one in layer.parameters())
+    return left - sum(one.nbytes for one in outputs)
+"""
+UNITS, TOKENS, F32 = 16, 7 * 3, 4
+
+
+@pytest.mark.parametrize(
+    ("layer", "values"),
+    [
+        ("nn.LSTM(12, 16)", 5 * UNITS),
+        ("nn.LSTM(12, 16, num_layers=3, dropout=0.1)", (3 * 5 + 2) * UNITS),
+        ("nn.LSTM(12, 16, num_layers=2, bidirectional=True)", 2 * (2 * 5 + 1) * UNITS),
+        ("nn.LSTM(12, 16, num_layers=2, proj_size=5, bias=False)", 2 * 5 * UNITS + 5),
+        ("nn.GRU(12, 16, num_layers=2, bias=False)", (2 * 6 + 1) * UNITS),
+        ("nn.GRU(12, 16, batch_first=True)", 6 * UNITS),
+        ("nn.RNN(12, 16, num_layers=2)", UNITS),
+    ],
+)
+def test_what_is_kept_for_backward_is_gates_cells_and_the_outputs_of_lower_layers(on_gpu, layer, values):
+    state = 3 if "batch_first" not in layer else 7
+    # The first states, which torch makes: one an output and one a cell.
+    told = on_gpu(KEPT + f"layer = {layer}\nx = torch.randn(7, 3, 12, device='cuda')\nprint(kept(layer, x))\n")
+    directions = 2 if "bidirectional" in layer else 1
+    layers = next((n for n in (2, 3) if f"num_layers={n}" in layer), 1)
+    output = 5 if "proj_size" in layer else UNITS
+    first_states = layers * directions * state * F32 * (output + (UNITS if "LSTM" in layer else 0))
+    assert int(told) - first_states == TOKENS * values * F32
+
+
+def test_published_sizes_are_met(on_gpu):
+    # github.com/pytorch/pytorch/issues/2895: 4 layers of 320 units, 123 features, 25,000 tokens.
+    told = on_gpu(
+        KEPT + "x = torch.empty(500, 50, 123, device='cuda')\n"
+        "for layer in (nn.LSTM, nn.GRU):\n"
+        "    y, state = layer(123, 320, 4).cuda()(x)\n"
+        "    print(cudnn.lacking().rpartition(' is ')[2])\n"
+    )
+    assert told.split() == ["736.00", "MB", "864.00", "MB"]
+
+
+def test_they_train_in_every_precision_packed_and_not(on_gpu):
+    told = on_gpu(
+        KEPT + "for layer in (nn.LSTM, nn.GRU, nn.RNN):\n"
+        "    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):\n"
+        "        model = layer(12, 16, 2, bidirectional=True, dropout=0.1).cuda().to(dtype)\n"
+        "        model(torch.randn(7, 3, 12, device='cuda', dtype=dtype))[0].sum().backward()\n"
+        "        with torch.no_grad():\n"
+        "            model.eval()(torch.randn(7, 3, 12, device='cuda', dtype=dtype))\n"
+        "    model = layer(12, 16, 2).cuda()\n"
+        "    with torch.autocast('cuda', torch.bfloat16):\n"
+        "        model(torch.randn(7, 3, 12, device='cuda'))[0].float().sum().backward()\n"
+        "    padded = torch.randn(3, 7, 12, device='cuda')\n"
+        "    packed = nn.utils.rnn.pack_padded_sequence(padded, [7, 5, 2], batch_first=True)\n"
+        "    print(kept(layer(12, 16), packed) - kept(layer(12, 16), padded))\n"
+    )
+    lstm, gru, _ = map(int, told.split())
+    # 14 tokens of 21; unpacked, padded's first dimension is time: states of 7 samples instead of 3.
+    assert lstm == -(7 * 5 * UNITS * F32) - (7 - 3) * 2 * UNITS * F32
+    assert gru == -(7 * 6 * UNITS * F32) - (7 - 3) * UNITS * F32
+
+
+def test_inference_keeps_nothing(on_gpu):
+    told = on_gpu(
+        KEPT + "layer = nn.LSTM(12, 16).cuda()\nx = torch.randn(7, 3, 12, device='cuda')\n"
+        "with torch.no_grad():\n"
+        "    before = torch.cuda.memory_stats()['requested_bytes.all.current']\n"
+        "    y, (h, c) = layer(x)\n"
+        "    print(torch.cuda.memory_stats()['requested_bytes.all.current'] - before - y.nbytes - h.nbytes - c.nbytes)\n"
+        "print(cudnn.lacking())\n"
+    )
+    assert told.splitlines()[0] == "0"
+    assert told.splitlines()[1].startswith("what recurrent layers keep for backward is taken as published of cuDNN 7, ")
+
+
+PROJECT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 128, 2), nn.Linear(128, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][-1])
+
+def loss(out, _):
+    return out.square().mean()
+
+def test_lstm(gpumem):
+    gpumem.train_step(Net, lambda: torch.randn(50, 8, 64), loss=loss)
+
+def test_linear(gpumem):
+    gpumem.train_step(lambda: nn.Linear(64, 64), lambda: torch.randn(8, 64), loss=loss)
+"""
+
+
+def test_a_session_gates_them_and_says_which_peaks_may_be_too_low(processes, tmp_path):
+    (tmp_path / "test_it.py").write_text(PROJECT, encoding="utf-8")
+    recorded = processes.pytest("--gpumem-update=new", "--gpumem-report=report.json")
+    assert recorded.returncode == 0, recorded.stdout
+    assert (
+        "gpumem recurrent layers: the peaks of 1 measurement may be too low: what recurrent layers" in recorded.stdout
+    )
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    told = {
+        result["verdict"]["test"]: result["verdict"]["verdicts"][0]["measurement"]["environment"]["details"].get(
+            "emulated_rnn"
+        )
+        for result in report["results"]
+    }
+    assert told == {"test_lstm": "lower bound", "test_linear": None}
+    again = processes.pytest("--gpumem-baseline", "--gpumem-strict")
+    assert again.returncode == 0, again.stdout
+    model = (tmp_path / "test_it.py").read_text(encoding="utf-8").replace("128, 2)", "128, 3)")
+    (tmp_path / "test_it.py").write_text(model, encoding="utf-8")
+    larger = processes.pytest("--gpumem-baseline")
+    assert larger.returncode == 1, larger.stdout
