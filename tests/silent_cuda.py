@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_gpumem.devices.nvml import GpuNow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
+    from pytest_gpumem.devices.cuda_history import HistoryEntry
     from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
 
 
@@ -22,6 +24,9 @@ class SilentCuda:
         return
 
     def clear_workspaces(self) -> None:
+        return
+
+    def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None:
         return
 
     def empty_cache(self) -> None:
@@ -56,10 +61,14 @@ class SilentCuda:
         self._is_not_there("clock")
 
     def segments(self) -> list[dict[str, Any]]:
-        self._is_not_there("segments")
+        return []
 
     def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
         self._is_not_there("events")
+
+    @contextmanager
+    def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
+        yield {}
 
     def _is_not_there(self, what: str) -> NoReturn:
         raise AssertionError(f"{type(self).__name__} has no {what}")

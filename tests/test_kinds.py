@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+
 import pytest
 
 MB4 = {"call.peak_allocated": 4_000_000, "call.retained": 0, "call.cyclic_garbage": 0}
@@ -270,3 +272,100 @@ def test_a_default_device_that_is_not_the_cpu_does_not_spoil_the_recording(proje
         "        assert gpumem.measure(lambda: torch.empty(1_000_000, device='cpu')).peak_allocated == 4_000_000\n"
     )
     project.run().assert_outcomes(passed=2)
+
+
+NESTED = """
+def step():
+    torch.ones(1_000_000)
+
+
+def trained(gpumem, name=None):
+    gpumem.train_step(lambda: torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda output, _: output.sum(), name=name)
+
+
+def in_steps(gpumem, inner):
+    with gpumem.steps() as steps:
+        while not steps.step_ended():
+            step()
+            inner()
+
+
+def in_region(gpumem, inner):
+    with gpumem.track("whole"):
+        inner()
+
+
+def in_loss(gpumem, inner):
+    def loss(output, _):
+        inner()
+        return output.sum()
+
+    gpumem.train_step(lambda: torch.nn.Linear(8, 8), torch.ones(4, 8), loss=loss)
+
+
+def swallowing(gpumem, inner):
+    def both():
+        try:
+            inner()
+        except Exception:
+            pass
+        step()
+
+    gpumem.measure(both, name="outer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("gpumem.measure(lambda: gpumem.measure(step))", "gpumem.measure() is called within gpumem.measure()"),
+        ("gpumem.measure(lambda: trained(gpumem))", "gpumem.train_step() is called within gpumem.measure()"),
+        ("in_steps(gpumem, lambda: in_steps(gpumem, step))", "gpumem.steps() is called within gpumem.steps()"),
+        (
+            "in_steps(gpumem, lambda: gpumem.measure(step, name='inner'))",
+            "gpumem.measure('inner') is called within gpumem.steps()",
+        ),
+        (
+            "in_steps(gpumem, lambda: in_region(gpumem, step))",
+            "gpumem.track('whole') is called within gpumem.steps()",
+        ),
+        ("in_region(gpumem, lambda: gpumem.measure(step))", "gpumem.measure() is called within gpumem.track('whole')"),
+        ("in_loss(gpumem, lambda: gpumem.measure(step))", "gpumem.measure() is called within gpumem.train_step()"),
+        ("swallowing(gpumem, lambda: trained(gpumem))", "gpumem.train_step() is called within gpumem.measure('outer')"),
+        (
+            "gpumem.assert_no_growth(lambda: gpumem.measure(step))",
+            "gpumem.measure() is called within gpumem.assert_no_growth()",
+        ),
+    ],
+)
+def test_a_measurement_within_another_is_an_error_that_names_both(project, call, said):
+    project.write(
+        f"""
+{NESTED}
+
+def test_it(gpumem):
+    {call}
+
+
+def test_next(gpumem):
+    gpumem.measure(step)
+    in_region(gpumem, step)
+"""
+    )
+    result = project.run()
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines([f"*MeasuringError: {glob.escape(said)}: * measure one after the other, *"])
+
+
+def test_a_region_may_be_within_a_region(project):
+    project.write(
+        """
+def test_it(gpumem):
+    with gpumem.track("outer") as outer:
+        torch.ones(2_000_000)
+        with gpumem.track("inner") as inner:
+            torch.ones(1_000_000)
+    assert (outer.measurement.peak_allocated, inner.measurement.peak_allocated) == (8_000_000, 4_000_000)
+"""
+    )
+    project.run().assert_outcomes(passed=1)

@@ -19,6 +19,7 @@ from pytest_gpumem.torch_support.garbage_collector import frames_cleared_behind_
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.values.interference import Conditions
+from pytest_gpumem.values.unknown_reads import NOTHING_READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.memory_ledger import SharedMemory
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.values.events import Token
+    from pytest_gpumem.values.unknown_reads import UnknownReads
 
 Blocks = Mapping[int, int]
 """Memory blocks: address -> bytes."""
@@ -239,13 +241,44 @@ class Device(ABC):
         gc.collect()
         self.release_workspaces()
 
+    def settle(self) -> None:
+        """Bring memory to rest between steps, as `quiesce` does, but for workspaces, which stay as the program has them."""
+        gc.collect()
+        self.empty_cache()
+
+    def empty_cache(self) -> None:
+        """Wait for the device, and give back what its allocator keeps although no tensor is in it."""
+        self.synchronize()
+
     def release_workspaces(self) -> None:
         """Wait for the device, and drop what the backend keeps for itself between operations, which is no leak."""
-        self.synchronize()
+        self.empty_cache()
+
+    def restore_workspaces(self) -> None:
+        """Make again what the last `release_workspaces` dropped, as far as that can be done."""
+
+    def workspaces(self) -> tuple[int, ...]:
+        """Return the bytes that the backend keeps for itself now, on each of `everywhere`; it keeps as many afterwards.
+
+        A device that overrides `release_workspaces` overrides this, too.
+        """
+        return (0,) * len(self.everywhere)
+
+    @contextmanager
+    def transient_workspaces(self) -> Iterator[list[int]]:
+        """Give a list that has, once what runs within has ended, how many bytes of its peak were workspaces of an operation.
+
+        On each of `everywhere`; of those that were dropped with the operation that they were made for.
+        """
+        yield [0] * len(self.everywhere)
 
     def reserved(self) -> int | None:
         """Return the bytes that the allocator has reserved on the device; ``None`` where it reserves none."""
         return None
+
+    def unused(self) -> int:
+        """Return the bytes that the allocator has reserved, and that nobody uses: room that the next step may find."""
+        return 0
 
     def turnover(self) -> int:
         """Return the bytes allocated so far, freed or not; only differences mean anything. 0 where they are not counted."""
@@ -373,6 +406,10 @@ class Device(ABC):
     def lost(self) -> str | None:
         """Return why readings since the last call of this (or `open`) are not valid, as a clause; ``None`` where they are."""
         return None
+
+    def take_reads(self) -> UnknownReads:
+        """Return the reads since the last call of this (or `open`) of values that the device does not compute."""
+        return NOTHING_READ
 
     def time(self, run: Callable[[], object]) -> float:
         """Return the seconds that the device needed for ``run``."""

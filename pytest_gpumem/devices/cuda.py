@@ -13,9 +13,10 @@ from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
 from pytest_gpumem.devices.cuda_memory import CudaMemory
+from pytest_gpumem.devices.cuda_workspaces import Workspaces, transient_in_peak
 from pytest_gpumem.devices.profiled import check_change
 from pytest_gpumem.measurement import Environment
-from pytest_gpumem.torch_support.private_api import tf32_allowed
+from pytest_gpumem.torch_support.private_api import cublas_workspace_sizes, tf32_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,7 @@ class CudaDevice(Device):
         self.shared_memory = None if ledger is None else CudaMemory(runtime, ledger)
         self._counter = _REQUESTED
         self._snapshot: object = None
+        self._workspaces = Workspaces(self, others)
 
     @property
     def torch_device(self) -> torch.device:
@@ -107,6 +109,11 @@ class CudaDevice(Device):
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
         return tf32_allowed(allowed)
 
+    @property
+    def runtime(self) -> CudaRuntime:
+        """The GPU's torch.cuda, or what stands for it."""
+        return self._runtime
+
     def start(self, undo: ExitStack) -> None:
         self._counter = self._probe()
         for other in self._others:
@@ -122,17 +129,42 @@ class CudaDevice(Device):
         for other in self._others:
             other.synchronize()
 
-    def release_workspaces(self) -> None:
+    def empty_cache(self) -> None:
         # A block that another stream has used is freed when that stream's event is seen: emptying the cache looks.
         self.synchronize()
-        self._runtime.clear_workspaces()
         self._runtime.empty_cache()
+
+    def release_workspaces(self) -> None:
+        self._workspaces.release()
+
+    def restore_workspaces(self) -> None:
+        self._workspaces.restore()
+
+    def workspaces(self) -> tuple[int, ...]:
+        return self._workspaces.count()
+
+    @contextmanager
+    def transient_workspaces(self) -> Iterator[list[int]]:
+        found = [0] * len(self.everywhere)
+        sizes = (
+            cublas_workspace_sizes() if self._counter == _REQUESTED and not self._workspaces.are_kept else frozenset()
+        )
+        if not sizes:
+            yield found
+            return
+        with self._runtime.traced() as traces:
+            yield found
+        sizes |= cublas_workspace_sizes()  # which the code may set
+        found[:] = [transient_in_peak(traces.get(one.torch_device.index or 0, ()), sizes) for one in self.everywhere]
 
     def live(self) -> int:
         return self._statistic(f"{self._counter}.all.current")
 
     def reserved(self) -> int | None:
         return self._statistic("reserved_bytes.all.current")
+
+    def unused(self) -> int:
+        return self._statistic("reserved_bytes.all.current") - self._statistic(f"{_ALLOCATED}.all.current")
 
     def peak(self) -> Peak:
         return Peak(self._statistic(f"{self._counter}.all.peak"), self._statistic("reserved_bytes.all.peak"))

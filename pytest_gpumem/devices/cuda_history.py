@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 
-_ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT = "alloc", "free_requested", "free_completed", "oom"
-_USED_ACTIONS = (_ALLOCATED, _GIVEN_BACK, _FREE, _RAN_OUT)
+ALLOCATED, GIVEN_BACK, FREE, _RAN_OUT = "alloc", "free_requested", "free_completed", "oom"
+_USED_ACTIONS = (ALLOCATED, GIVEN_BACK, FREE, _RAN_OUT)
 _NUMBERS_OF_A_THREAD = 2**40
 _AT_ONCE_NS = 100_000
 """A block that comes back this soon, with nothing in between, was not waited for."""
@@ -135,7 +135,7 @@ class _Join:
         self._seen = 0
         self._counts = (
             sum(isinstance(token, AllocationEvent) and token.nbytes > 0 for token in tokens),
-            sum(entry.action == _ALLOCATED for entry in self._left),
+            sum(entry.action == ALLOCATED for entry in self._left),
         )
 
     def follow(self, token: Token) -> None:
@@ -153,14 +153,14 @@ class _Join:
         self._tokens.append(token)
 
     def end(self) -> list[Token]:
-        entry = self._reach(_ALLOCATED)
+        entry = self._reach(ALLOCATED)
         if entry is not None:
             raise self._mismatch(f"the history goes on with {entry.nbytes} bytes at {entry.address:#x}")
         return self._tokens
 
     def _allocated(self, token: AllocationEvent) -> None:
         self._seen += 1
-        entry = self._reach(_ALLOCATED)
+        entry = self._reach(ALLOCATED)
         known = f"allocation {self._seen} is {token.nbytes} bytes at {token.address:#x} to the profiler"
         if entry is None:
             raise self._mismatch(f"{known}, and the history has ended")
@@ -170,7 +170,7 @@ class _Join:
         self._tokens.append(token._replace(nbytes=entry.nbytes))
 
     def _given_back(self, token: AllocationEvent) -> None:
-        entry = self._reach(_GIVEN_BACK, token.address)
+        entry = self._reach(GIVEN_BACK, token.address)
         if entry is None:
             raise self._mismatch(
                 f"after allocation {self._seen} the profiler has a free of {-token.nbytes} bytes at {token.address:#x}, "
@@ -180,7 +180,7 @@ class _Join:
         after = self._left[0] if self._left else None
         if (
             after is not None
-            and (after.action, after.address) == (_FREE, token.address)
+            and (after.action, after.address) == (FREE, token.address)
             and after.time_ns - entry.time_ns <= _AT_ONCE_NS
         ):
             self._emit(self._left.popleft())
@@ -188,7 +188,7 @@ class _Join:
     @staticmethod
     def _is_alone(entry: HistoryEntry) -> bool:
         """Return whether only the history has it."""
-        return entry.action in (_FREE, _RAN_OUT)
+        return entry.action in (FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
         """Return the next such entry, once the ones before it are emitted; ``None`` when an allocation, or the end, does."""
@@ -196,7 +196,7 @@ class _Join:
             entry = self._left.popleft()
             if entry.action == action and address in (None, entry.address):
                 return entry
-            if entry.action == _ALLOCATED:
+            if entry.action == ALLOCATED:
                 self._left.appendleft(entry)
                 return None
             self._emit(entry)
@@ -204,7 +204,7 @@ class _Join:
 
     def _emit(self, entry: HistoryEntry) -> None:
         # At the time of the tokens around it: the history's clock is another one.
-        if entry.action == _FREE:
+        if entry.action == FREE:
             self._tokens.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
         elif entry.action == _RAN_OUT:
             self._tokens.append(AllocationEvent(self._now, NOWHERE, 0))

@@ -18,11 +18,13 @@ from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.devices.proc import is_of_session, workers_of_session
 from pytest_gpumem.devices.profiled import launches_of, profiled
 from pytest_gpumem.torch_support.private_api import (
+    MOST_ENTRIES,
     beneath_modes,
     clear_cublas_workspaces,
     cuda_has_allocated,
     cuda_history_is_on,
     cuda_snapshot,
+    run_in_backward,
     start_cuda_history,
     stop_cuda_history,
 )
@@ -73,6 +75,7 @@ class CudaRuntime(Protocol):
     def has_allocated(self) -> bool: ...
     def reset_peaks(self) -> None: ...
     def clear_workspaces(self) -> None: ...
+    def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None: ...
     def empty_cache(self) -> None: ...
     def synchronize(self) -> None: ...
     def allocate(self, nbytes: int) -> object: ...
@@ -82,6 +85,7 @@ class CudaRuntime(Protocol):
     def sm_clock(self) -> float | None: ...
     def segments(self) -> list[dict[str, Any]]: ...
     def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]: ...
+    def traced(self) -> AbstractContextManager[Mapping[int, Sequence[HistoryEntry]]]: ...
     def free_and_total(self) -> tuple[int, int]: ...
     def bytes_of_process(self) -> int | None: ...
     def limit(self, fraction: float) -> None: ...
@@ -155,6 +159,24 @@ class TorchCuda:
     def clear_workspaces(self) -> None:
         clear_cublas_workspaces()
 
+    def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None:
+        """Have cuBLAS make its workspace for a stream, by default the current one, as before a product, if there is none.
+
+        A thread has its own: that of the caller, or that of autograd in which backward runs. Without room there is none.
+        """
+        import torch
+
+        on = torch.cuda.current_stream(self._index)
+        if stream == 0:
+            on = torch.cuda.default_stream(self._index)
+        elif stream not in (None, on.cuda_stream):
+            on = torch.cuda.ExternalStream(stream, self._index)  # type: ignore[no-untyped-call]
+        with suppress(torch.OutOfMemoryError), torch.cuda.device(self._index), torch.cuda.stream(on), beneath_modes():
+            if in_backward:
+                run_in_backward(torch.cuda.current_blas_handle, self.torch_device())
+            else:
+                torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+
     def empty_cache(self) -> None:
         import torch
 
@@ -227,6 +249,23 @@ class TorchCuda:
                 self.synchronize()
             stretch.snapshot = cuda_snapshot()
             stretch.history = history_of(self._trace(stretch.snapshot)[skipped:])
+        finally:
+            if not was_on:
+                stop_cuda_history()
+
+    @contextmanager
+    def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
+        """Give what happened to blocks within, by the GPU's index, once it has ended; none where that was too much."""
+        found: dict[int, Sequence[HistoryEntry]] = {}
+        was_on = cuda_history_is_on()
+        skipped = [len(trace) for trace in cuda_snapshot()["device_traces"]] if was_on else []
+        if not was_on:
+            start_cuda_history(frames=False)
+        try:
+            yield found
+            for index, trace in enumerate(cuda_snapshot()["device_traces"]):
+                if was_on or len(trace) < MOST_ENTRIES:
+                    found[index] = history_of(trace[skipped[index] if was_on else 0 :])
         finally:
             if not was_on:
                 stop_cuda_history()

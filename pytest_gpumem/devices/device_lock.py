@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.record_locks import SECONDS_BETWEEN_TRIES, LockFile, file_name_of, folder_of_user
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 MOST_SECONDS_FOR_EXCLUSIVE = 60.0
 MOST_SECONDS_FOR_SHARED = 600.0
 """No process holds a device alone for as long, unless its step hangs or is in a debugger."""
+SECONDS_UNTIL_TOLD = 5.0
+"""After so long it is told for whom this process waits."""
 MOST_SECONDS_NEXT_TIME = 5.0
 """After a timeout the next wait is no longer than this: a suite must not wait a minute in each of its tests."""
+
+
+_Waits = Callable[[str | None], None]
+
+
+def _tell(sentence: str) -> None:
+    sys.stderr.write(f"gpumem: {sentence}\n")
 
 
 class DeviceLock:
@@ -37,12 +48,14 @@ class DeviceLock:
         self._file_name = file_name_of(name, ".lock")
         self._spoken = spoken
         self._folder = folder
+        self.tell: Callable[[str], object] = _tell
+        """Called once with a sentence where others are waited for, after `SECONDS_UNTIL_TOLD`."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Hold the lock together with others."""
         lock = self._of_this_process()
-        lock.acquire_shared()
+        lock.acquire_shared(self._waits)
         try:
             yield
         finally:
@@ -57,11 +70,18 @@ class DeviceLock:
         afterwards.
         """
         lock = self._of_this_process()
-        refused = lock.acquire_exclusive(self._spoken)
+        refused = lock.acquire_exclusive(self._spoken, self._waits)
         try:
             yield refused
         finally:
             lock.release_exclusive()
+
+    def _waits(self, holder: str | None) -> None:
+        who = "another process" if holder is None else holder
+        self.tell(
+            f"waiting for {self._spoken}, which is held by {who}: timed steps are alone on a device. To avoid it, run one "
+            "session after the other, or with --gpumem-no-time"
+        )
 
     def _of_this_process(self) -> _ProcessLock:
         return _process_lock(self._folder, self._file_name, os.getpid())
@@ -80,13 +100,14 @@ class _ProcessLock:
         self._refused: str | None = None
         self._shared_holders = 0
         self._exclusive_holders = 0
+        self._told = False
         self._for_shared = _Timeout(MOST_SECONDS_FOR_SHARED)
         self._for_exclusive = _Timeout(MOST_SECONDS_FOR_EXCLUSIVE)
 
-    def acquire_shared(self) -> None:
+    def acquire_shared(self, waits: _Waits) -> None:
         with self._guard:
             if self._is_free():
-                self._begin()
+                self._begin(waits)
             self._shared_holders += 1
 
     def release_shared(self) -> None:
@@ -96,12 +117,12 @@ class _ProcessLock:
             self._shared_holders -= 1
             self._close_if_free()
 
-    def acquire_exclusive(self, spoken: str) -> str | None:
+    def acquire_exclusive(self, spoken: str, waits: _Waits) -> str | None:
         with self._guard:
             if self._is_free():  # in a child that was forked within a stretch
-                self._begin()
+                self._begin(waits)
             if self._exclusive_holders == 0:
-                self._refused = self._why_not_exclusive(spoken)
+                self._refused = self._why_not_exclusive(spoken, waits)
             self._exclusive_holders += 1
             return self._refused
 
@@ -115,22 +136,34 @@ class _ProcessLock:
                     self._lock.downgrade()
             self._close_if_free()
 
-    def _begin(self) -> None:
+    def _teller(self, lock: _ReadersWriterLock, waits: _Waits, *, alone: bool) -> Callable[[], None]:
+        """Return what tells once, of all waits of this process, for whom it waits."""
+
+        def tell() -> None:
+            if not self._told:
+                self._told = True
+                waits(lock.holder(alone=alone))
+
+        return tell
+
+    def _begin(self, waits: _Waits) -> None:
         self._broken = None
         try:
             self._lock = _ReadersWriterLock(self._folder or folder_of_user(), self._file_name)
-            self._for_shared.wait_for(self._lock.acquire_shared)
+            lock = self._lock
+            self._for_shared.wait_for(lock.acquire_shared, self._teller(lock, waits, alone=False))
+            lock.note(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
         except OSError as error:
             self._give_up(error)
         except BaseException:  # Ctrl-C while waiting
             self._close()
             raise
 
-    def _why_not_exclusive(self, spoken: str) -> str | None:
+    def _why_not_exclusive(self, spoken: str, waits: _Waits) -> str | None:
         seconds = 0.0
         try:
             if self._lock is not None:
-                seconds = self._wait_for_exclusive(self._lock)
+                seconds = self._wait_for_exclusive(self._lock, waits)
         except OSError as error:
             self._give_up(error)
         if self._broken is not None:
@@ -140,7 +173,7 @@ class _ProcessLock:
             return f"no lock keeps other measured tests off {spoken} ({self._broken})"
         return f"another measured test kept {spoken} busy for {seconds:.0f} s" if seconds else None
 
-    def _wait_for_exclusive(self, lock: _ReadersWriterLock) -> float:
+    def _wait_for_exclusive(self, lock: _ReadersWriterLock, waits: _Waits) -> float:
         """Exchange the shared lock for the exclusive one.
 
         Returns:
@@ -150,14 +183,14 @@ class _ProcessLock:
         # Two processes that kept their shared locks would wait for one another for ever.
         lock.release()
         try:
-            acquired = self._for_exclusive.wait_for(lock.acquire_exclusive)
+            acquired = self._for_exclusive.wait_for(lock.acquire_exclusive, self._teller(lock, waits, alone=True))
         except BaseException:  # Ctrl-C while waiting
             lock.acquire_shared()  # which admits others, too, and does not wait
             raise
         lock.admit_others()
         seconds = time.monotonic() - began
         if not acquired:
-            self._for_shared.wait_for(lock.acquire_shared)
+            self._for_shared.wait_for(lock.acquire_shared, self._teller(lock, waits, alone=False))
         return 0.0 if acquired else seconds
 
     def _give_up(self, error: OSError) -> None:
@@ -194,11 +227,13 @@ class _Timeout:
         self._most_seconds = most_seconds
         self._timed_out = False
 
-    def wait_for(self, attempt: Callable[[], bool]) -> bool:
-        """Return whether ``attempt`` succeeded in time. It is made at least once."""
+    def wait_for(self, attempt: Callable[[], bool], long: Callable[[], None]) -> bool:
+        """Return whether ``attempt`` succeeded in time. It is made at least once; ``long`` is called while it takes long."""
         most = min(self._most_seconds, MOST_SECONDS_NEXT_TIME) if self._timed_out else self._most_seconds
-        deadline = time.monotonic() + most
-        while not (done := attempt()) and time.monotonic() < deadline:
+        began = time.monotonic()
+        while not (done := attempt()) and (waited := time.monotonic() - began) < most:
+            if waited >= SECONDS_UNTIL_TOLD:
+                long()
             time.sleep(SECONDS_BETWEEN_TRIES)
         self._timed_out = not done
         return done
@@ -233,6 +268,14 @@ class _ReadersWriterLock:
     def downgrade(self) -> None:
         """Turn the exclusive lock into a shared one without a gap in which another writer could come."""
         self._file.share(self._LOCK)
+
+    def holder(self, *, alone: bool) -> str | None:
+        """Return who keeps this process from the lock, as a clause."""
+        return self._file.holder(self._LOCK, alone=alone) or self._file.holder(self._TURNSTILE, alone=alone)
+
+    def note(self, text: str) -> None:
+        """Note what this process holds the lock for."""
+        self._file.note(text)
 
     def release(self) -> None:
         self._file.free(self._LOCK)

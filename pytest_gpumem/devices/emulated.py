@@ -14,7 +14,8 @@ from pytest_gpumem.devices.cuda_runtime import TorchCuda, gpus_beside
 from pytest_gpumem.devices.memory_ledger import MemoryLedger
 from pytest_gpumem.devices.profiled import kernel_name
 from pytest_gpumem.emulation.load import CARD
-from pytest_gpumem.values.option_words import EMULATED_SLUG
+from pytest_gpumem.values.option_words import EMULATED_SLUG, LOWER_BOUND
+from pytest_gpumem.values.unknown_reads import NOTHING_READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.host_values import HostValues
     from pytest_gpumem.emulation.load import Emulation
     from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.values.unknown_reads import UnknownReads
 
 
 class EmulatedDevice(CudaDevice):
@@ -35,7 +37,7 @@ class EmulatedDevice(CudaDevice):
         others = [OtherGpu(_EmulatedCuda(emulation, index)) for index in gpus_beside(runtime.torch_device())]
         super().__init__(runtime, ledger=_ledger(runtime), others=others)
         self._emulation = emulation
-        self._convolutions_before = 0
+        self._convolutions_before = self._recurrent_before = 0
 
     def environment(self) -> Environment:
         """Return the environment under a slug of its own: figures are not measured ones, and have baselines of their own."""
@@ -50,21 +52,30 @@ class EmulatedDevice(CudaDevice):
         return super().lacks(feature)
 
     def libraries(self) -> dict[str, str]:
-        """Return the cuDNN that planned convolutions, whose workspaces are in the peaks; empty where none planned."""
+        """Return which cuDNN planned convolutions and how recurrent layers were taken, as far as they ran: both move peaks."""
         cudnn = self._emulation.cudnn
-        return {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
+        planned = {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
+        taken = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}
+        return {**planned, **taken}
 
     def forget_libraries(self) -> None:
-        self._convolutions_before = self._emulation.cudnn.convolutions()
+        cudnn = self._emulation.cudnn
+        self._convolutions_before, self._recurrent_before = cudnn.convolutions(), cudnn.recurrent()
 
     def open(self) -> None:
         super().open()
         self.forget_libraries()
-        self.lost()  # what was read before belongs to no measured test
+        # What was read before belongs to no measured test.
+        self.lost()
+        self.take_reads()
 
     def lost(self) -> str | None:
         values = _values()
-        return None if values is None else values.take_trouble()
+        return None if values is None else values.reads.take_trouble()
+
+    def take_reads(self) -> UnknownReads:
+        values = _values()
+        return NOTHING_READ if values is None else values.reads.take_others()
 
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:

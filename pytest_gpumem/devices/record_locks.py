@@ -6,12 +6,34 @@ import errno
 import os
 import re
 import stat
+import struct
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 SECONDS_BETWEEN_TRIES = 0.02
 """So seldom that it does not disturb the process that is being timed, on whose cores it runs."""
+
+
+class _Layout(NamedTuple):
+    """``struct flock`` of a system."""
+
+    format: str
+    fields: tuple[str, ...]
+
+
+_FLOCK = {
+    "linux": _Layout("hhqqi0q", ("type", "whence", "start", "length", "process")),
+    "darwin": _Layout("qqihh0q", ("start", "length", "process", "type", "whence")),
+}
+_NOTE_BYTES, _NOTES = 256, 1024
+
+
+def _place_of_note(process: int) -> int:
+    """Return where a process's note stands in a file, beyond the bytes that are locked. Two may share it."""
+    return _NOTE_BYTES * (1 + process % _NOTES)
 
 
 class LockFile:
@@ -42,6 +64,36 @@ class LockFile:
     def wait_for(self, byte: int) -> None:
         """Hold the lock on a byte alone, once nobody else does."""
         self._lock(self._fcntl.LOCK_EX, byte)
+
+    def holder(self, byte: int, *, alone: bool) -> str | None:
+        """Return who keeps this process from locking a byte, as a clause with the process and its note; ``None`` if nobody.
+
+        ``alone``: from `take` and not only from `share`. The system names the process, so that the note of one that has died
+        is not believed.
+        """
+        layout = _FLOCK.get(sys.platform)
+        if layout is None:
+            return None
+        kind = self._fcntl.F_WRLCK if alone else self._fcntl.F_RDLCK
+        asked = {"type": kind, "whence": os.SEEK_SET, "start": byte, "length": 1, "process": 0}
+        packed = struct.pack(layout.format, *(asked[name] for name in layout.fields))
+        try:
+            answer = self._fcntl.fcntl(self.descriptor, self._fcntl.F_GETLK, packed)
+            found = dict(zip(layout.fields, struct.unpack(layout.format, answer), strict=True))
+            written = os.pread(self.descriptor, _NOTE_BYTES, _place_of_note(found["process"]))
+        except OSError:
+            return None
+        if found["type"] == self._fcntl.F_UNLCK or found["process"] <= 0:
+            return None
+        process = str(found["process"])
+        noted, _, note = written.decode(errors="replace").strip("\0 ").partition(" ")
+        return f"process {process} ({note})" if noted == process and note else f"process {process}"
+
+    def note(self, text: str) -> None:
+        """Note what this process holds locks for; the file is as long as it has to be for that, and sparse."""
+        written = f"{os.getpid()} {text}".encode(errors="backslashreplace")[:_NOTE_BYTES].ljust(_NOTE_BYTES)
+        with suppress(OSError):
+            os.pwrite(self.descriptor, written, _place_of_note(os.getpid()))
 
     def free(self, byte: int) -> None:
         """Free the lock on a byte."""

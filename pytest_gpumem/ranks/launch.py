@@ -83,7 +83,7 @@ def _number(environ: Mapping[str, str], name: str, least: int, beyond: int | Non
         number = int(text)
     except ValueError:
         number = least - 1
-    if number < least or (beyond is not None and number >= beyond):
+    if number < least or not text.isascii() or (beyond is not None and number >= beyond):
         upper = "" if beyond is None else f" to {beyond - 1}"
         raise LaunchError(f"{name} is {text!r}, expected a whole number from {least}{upper}, as torchrun sets it")
     return number

@@ -138,6 +138,10 @@ class Together(Alone):
         self._given: torch.Tensor | None = None
         """What `release` gives to a collective: kept, as the process group holds it from then on."""
 
+    def comes_to(self, where: str) -> None:
+        """Tell what this rank runs from now on, before its next sign of life: it may be its last."""
+        self._board.put(f"where/{self.rank.number}", where)
+
     def first(self, mine: str | None) -> str | None:
         clauses = self.exchange(mine)
         number = next((number for number, clause in enumerate(clauses) if clause is not None), None)

@@ -22,7 +22,7 @@ from pytest_gpumem.ranks.together import Point, failure_key
 from pytest_gpumem.values.ranks import Rank, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pytest_gpumem.ranks.launch import Launch
@@ -185,7 +185,8 @@ class Watch(threading.Thread):
             time.sleep(0.05)
         if self._ended.is_set():
             return
-        self._last_report(_gone_text(gone, self._seen, self._rank.world))
+        wheres = {number: self._board.maybe(f"where/{number}") for number in gone}
+        self._last_report(_gone_text(gone, self._seen, wheres))
         os._exit(128 + signal.SIGTERM)
 
     def _has_last_words(self, number: int) -> bool:
@@ -216,15 +217,20 @@ class Watch(threading.Thread):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _gone_text(gone: list[int], seen: list[tuple[Beat | None, float]], world: int) -> str:
+def _gone_text(gone: list[int], seen: Sequence[tuple[Beat | None, float]], wheres: Mapping[int, str | None]) -> str:
+    """Return which ranks are gone, and what each ran last: by its sign of life, or what it has come to since."""
     if not gone:
         return "the job was ended (SIGTERM), and no rank was lost before"
+    world = len(seen)
     who = str(Rank(gone[0], world)) if len(gone) == 1 else f"{in_words(gone)} of {world}"
     lines = [f"{who} ended without a word: killed, or crashed; the launcher's last lines have the exit status"]
     for number in gone:
-        beat = seen[number][0]
-        lines.append(
-            f"  rank {number}: "
-            + ("never came to its measured tests" if beat is None else f"last in {beat.where}, at {beat.place}")
-        )
+        beat, where = seen[number][0], wheres[number]
+        if beat is None and where is None:
+            last = "never came to its measured tests"
+        elif beat is None or where not in (None, beat.where):
+            last = f"last in {where}"  # and the sign of life is older
+        else:
+            last = f"last in {beat.where}, at {beat.place}"
+        lines.append(f"  rank {number}: {last}")
     return "\n".join(lines)

@@ -94,7 +94,7 @@ def whole_number(value: object, least: int = 1) -> int:
         count = int(str(value))
     except ValueError:
         count = least - 1
-    if count < least or isinstance(value, bool):
+    if count < least or isinstance(value, bool) or not str(value).isascii():
         raise ValueError(f"expected a whole number, {least} or more")
     return count
 
@@ -102,7 +102,7 @@ def whole_number(value: object, least: int = 1) -> int:
 def number(value: object) -> float:
     """Return the number that ``value`` is or says."""
     try:
-        return float(str(value))
+        return float(str(value).encode("ascii"))
     except ValueError:
         raise ValueError("expected a number") from None
 

@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.steps.syncs import HostTensors, Syncs, is_of_higher_order, name_of, title_of
 from pytest_gpumem.torch_support.private_api import watched_operators
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
-from pytest_gpumem.values.operator_counts import NOWHERE, Place, Tally, summed, total, without_places
+from pytest_gpumem.values.layers import layers_of
+from pytest_gpumem.values.operator_counts import (
+    NOWHERE,
+    Place,
+    Tally,
+    of_layers,
+    summed,
+    total,
+    varied_clause,
+    without_places,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -67,36 +77,82 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Counts of a step, and the tallies of each by metric; ``trouble`` is a clause when it could not be counted."""
+    """Counts of a step, and the tallies of each by metric; ``trouble`` is a clause when it could not be counted.
+
+    Of several steps that were counted, each count is the largest.
+    """
 
     counts: Counts
     trouble: str | None = None
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
+    lowest: Mapping[str, int] = field(default_factory=dict)
+    """The smallest value of each count that was not the same in all of them."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on the counts, as clauses."""
+        varied = (varied_clause(name, lowest, self.counts.metrics()[name]) for name, lowest in self.lowest.items())
+        return (*varied, *(() if self.trouble is None else (self.trouble,)))
 
 
 NOTHING_COUNTED = Counted(Counts())
 
 
-def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False) -> Counted:
+MORE_COUNTED = 3
+"""How many steps more are counted where steps differ: so many that one which differs every second or third time is seen."""
+
+
+def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True) -> Counted:
     """Run ``step`` once to count its operators, where it is not ``compiled``, and where there are kernels once more for those.
 
     The tallies have no lines. Where modes watch operators, torch.compile does not run what it has compiled. An exception of the
     step becomes ``trouble``: it ran well before, and its figures stand.
+
+    Args:
+        step: Runs the step.
+        device: Where it runs.
+        compiled: Whether torch.compile has compiled it.
+        alike: Whether it is known to repeat. If not, `MORE_COUNTED` more are counted; one that raises ends that.
     """
     modules = len(sys.modules)
+
+    def operators() -> dict[str, tuple[Tally, ...]]:
+        return {} if compiled else _count_operators(step, device.torch_device)
+
+    def launches() -> dict[str, tuple[Tally, ...]]:
+        kernels = device.launches(lambda: _run(step))
+        return {} if kernels is None else {"launches": summed(Tally(*kernel) for kernel in kernels.items())}
+
     try:
-        found = {} if compiled else _count_operators(step, device.torch_device)
+        first = operators()
         if len(sys.modules) != modules:
             # Modes import more of torch when first used, and frames of imports, in cycles, hold the step's tensors.
             gc.collect()
-        kernels = device.launches(lambda: _run(step))
+        counted = [{**first, **launches()}]
     except RAISED_BY_A_STEP as error:
         clear_frames(error)
         message = str(error).strip().partition("\n")[0]
         return Counted(Counts(), f"not counted: {type(error).__name__}{f': {message}' if message else ''}")
-    if kernels is not None:
-        found["launches"] = summed(Tally(name, times) for name, times in kernels.items())
-    return Counted(Counts(**{name: total(tallies) for name, tallies in found.items()}), by_operator=found)
+    if not alike:
+        # Kernels after all operators: one of each in turn would see every second step only.
+        for count in (operators, launches):
+            try:
+                counted += [count() for _ in range(MORE_COUNTED)]
+            except RAISED_BY_A_STEP as error:
+                clear_frames(error)
+    return _largest(counted)
+
+
+def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> Counted:
+    """Return the largest of each count of some steps, with its tallies. Not all steps have each count."""
+    found: dict[str, tuple[Tally, ...]] = {}
+    lowest: dict[str, int] = {}
+    for name in counted[0]:
+        each = [one[name] for one in counted if name in one]
+        found[name] = max(each, key=total)
+        least = min(map(total, each))
+        if least != total(found[name]):
+            lowest[name] = least
+    return Counted(Counts(**{name: total(tallies) for name, tallies in found.items()}), None, found, lowest)
 
 
 def located(step: Callable[[], object], device: Device, counted: Counted, places: Places) -> Counted:
@@ -197,7 +253,10 @@ def _count_operators(
         stack.enter_context(syncs.of_functions())
         step()
     count_flops()
-    return tallies.by_operator()
+    found = tallies.by_operator()
+    return (
+        found if places is None else {name: of_layers(some, layers_of(places.modules)) for name, some in found.items()}
+    )
 
 
 def _uncompiled() -> AbstractContextManager[object]:

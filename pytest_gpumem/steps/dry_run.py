@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
@@ -14,7 +15,7 @@ from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -60,7 +61,7 @@ def dry_run(training: Training, together: Alone = ALONE) -> DryRun:
             wrong.extend(_not_a_number(training.model))
 
     training.before_optimizer = look
-    again = _CallsInBackward()
+    again = CallsInBackward()
     with checkpointed(training.model, config, runs):
         for attempt in range(MOST_OVERFLOWS + 1):
             wrong.clear()
@@ -111,11 +112,11 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig) -> None:
     cast.check(config.precision)
 
 
-class _CallsInBackward:
+class CallsInBackward:
     """Counter of module calls while backward runs: what is called then is recomputed."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -129,6 +130,24 @@ class _CallsInBackward:
 
     def _count(self, *_: object) -> None:
         self.number += 1
+
+
+def counted_again(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], CallsInBackward]:
+    """Return the phases of a step and how many module calls it repeats in backward.
+
+    That is ``recomputed``, as a dry run has found; or else is counted in the first run, after which the phases are as given.
+    """
+    counting, again = list(phases), CallsInBackward(recomputed or 0)
+
+    def first(place: int, phase: Phase) -> None:
+        counting[place] = phase
+        with again.counted():
+            phase.run()
+
+    for place, phase in enumerate(phases if recomputed is None else ()):
+        if phase.name != "forward":
+            counting[place] = phase._replace(run=partial(first, place, phase))
+    return counting, again
 
 
 def _more(names: list[str]) -> str:

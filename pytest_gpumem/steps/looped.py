@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -13,16 +14,18 @@ from pytest_gpumem.steps.counting import NOTHING_COUNTED, count_step
 from pytest_gpumem.steps.loop import LoopEnded
 from pytest_gpumem.steps.prepared import MeasuredStep, PreparedStep
 from pytest_gpumem.steps.runner import (
+    FURTHER_STEPS,
     SETTLING_STEPS,
     WINDOW,
-    StepFigures,
+    Reading,
+    figures_of_steps,
     growth_elsewhere,
     growth_of,
     have_same_peaks,
+    keeps_now_and_then,
+    live_of_program,
     live_when_settled,
-    peaks_elsewhere,
     run_one_step,
-    steps_elsewhere,
     unrecorded_steps,
 )
 from pytest_gpumem.timing.sampling import time_step
@@ -35,9 +38,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.devices.contract import BlockIds, Device
+    from pytest_gpumem.devices.contract import BlockIds, Device, Window
     from pytest_gpumem.explain.owners import TensorOwners
-    from pytest_gpumem.steps.runner import Figures
+    from pytest_gpumem.steps.runner import Figures, StepFigures
     from pytest_gpumem.values.times import Times
 
 STEPS = 20
@@ -52,6 +55,8 @@ class PreparedLoop(PreparedStep):
 
     steps: int
     """How many steps its memory is read from, with the first."""
+    first: Figures
+    """Those of the first step, in which it also makes what it needs."""
     run_counted: Callable[[], object]
     """Runs it until the next border, for counting, by which alone it may run out of memory."""
     optimizers: Sequence[torch.optim.Optimizer]
@@ -68,12 +73,13 @@ class PreparedLoop(PreparedStep):
         device = self.context.device
         notes: tuple[str, ...] = ()
         counted, times = NOTHING_COUNTED, None
+        longer: Sequence[Figures] = ()
         # And freeze what the loop has made for all its steps, so that collecting after each of them is fast.
         collect_everything()
-        device.quiesce()
+        device.settle()
         with cyclic_collector_off():
-            seen = list(self._memory())
-            made = 1 + len(seen)
+            seen = [self.first, *self._steps(self.steps - 1)]
+            made = len(seen)
             if made < FEWEST_STEPS:
                 raise MeasuringError(
                     f"the loop ended after {made} steps; its memory is read from {FEWEST_STEPS} at least"
@@ -85,14 +91,15 @@ class PreparedLoop(PreparedStep):
                 notes = (f"{ended} {self.steps} steps: nothing was counted or timed",)
             else:
                 earlier = device.known()
+                latest = seen[-FURTHER_STEPS - 1 :]
+                alike = self.context.together.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
                 with device.peak_ignored():
-                    counted = count_step(self._run_counted, device)
+                    counted = count_step(self._run_counted, device, alike=alike)
+                if self.context.together.any(keeps_now_and_then(_growth_window(seen))):
+                    longer = list(self._steps(WINDOW))
                 times, notes = self._timed(earlier)
-        figures = loop_figures(seen)
-        figures = replace(figures, counted=counted, times=times)
-        trouble = () if counted.trouble is None else (counted.trouble,)
-        moved = () if figures.settled else (_moved(seen),)
-        return MeasuredStep(figures, self._workload(), self._work(), (*notes, *moved, *trouble))
+        figures = replace(loop_figures(seen, longer), counted=counted, times=times)
+        return MeasuredStep(figures, self._workload(), self._work(), (*notes, *figures.notes()))
 
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
         """Return ``step``, which was measured and timed, with one more sample of its time, if the loop has steps for it."""
@@ -108,10 +115,10 @@ class PreparedLoop(PreparedStep):
     def _run_counted(self) -> None:
         self.run_counted()
 
-    def _memory(self) -> Iterator[Figures]:
-        """Yield the figures of each further step, until there are enough or the loop ends."""
+    def _steps(self, number: int) -> Iterator[Figures]:
+        """Yield the figures of so many further steps, or of those that there are before the loop ends."""
         try:
-            for _ in range(self.steps - 1):
+            for _ in range(number):
                 yield run_one_step(
                     self.phases, self.context.device, self.foreign, live_when_settled, self.context.together
                 )
@@ -168,41 +175,54 @@ class PreparedLoop(PreparedStep):
         return Workload(self.name, parameters=sum(parameters.values()) or None)
 
 
-def loop_figures(seen: Sequence[Figures]) -> StepFigures:
-    """Return the figures of a loop, from those of its steps in order, without the first.
+def loop_figures(seen: Sequence[Figures], longer: Sequence[Figures] = ()) -> StepFigures:
+    """Return the figures of a loop, from those of its steps in order.
 
-    It has settled with the first two steps in a row that have the same peaks. Its memory is that of the step with the highest
-    peak from there on, on each device, or, where it does not settle, in the later half: a large batch, or an evaluation now and
-    then, counts.
+    The first one never repeats, as a loop makes in it what it needs.
+
+    Args:
+        seen: The steps that its peaks are of, with the first.
+        longer: Further steps that its growth is of, too.
     """
-    settled_at = next((n for n, (one, other) in enumerate(pairwise(seen), 1) if have_same_peaks(one, other)), None)
-    since = seen[len(seen) // 2 if settled_at is None else settled_at :]
-    memory = replace(
-        _highest(since), elsewhere={name: _highest(steps) for name, steps in steps_elsewhere(since).items()}
-    )
-    # What fills a cache may do so in the first steps, of which a short loop has fewer.
-    window = seen[min(SETTLING_STEPS, len(seen) // 3) :][-WINDOW:]
-    growth = growth_of(window)
-    return StepFigures(
-        memory,
-        settled_at is not None,
-        tuple(one.own_peak for one in seen),
-        None,
-        growth=growth,
-        growth_elsewhere=growth_elsewhere(window),
-        warm_up_peaks_elsewhere=peaks_elsewhere(seen),
+    settled_at = next((n for n, pair in enumerate(pairwise(seen)) if n and have_same_peaks(*pair)), None)
+    window = [*_growth_window(seen), *longer]
+    return replace(
+        figures_of_steps(seen, settled_at), growth=growth_of(window), growth_elsewhere=growth_elsewhere(window)
     )
 
 
-def _highest(steps: Sequence[Figures]) -> Figures:
-    return max(steps, key=lambda one: one.own_peak)
+def _growth_window(seen: Sequence[Figures]) -> Sequence[Figures]:
+    """Return the steps that growth is of: what fills a cache may do so in the first, of which a short loop has fewer."""
+    further = seen[1:]
+    return further[min(SETTLING_STEPS, len(further) // 3) :][-WINDOW:]
 
 
-def _moved(seen: Sequence[Figures]) -> str:
-    peaks = [one.peak_allocated for one in seen]
-    return (
-        f"no two steps in a row had the same peaks: between {min(peaks)} and {max(peaks)} bytes in {len(peaks)} steps"
-    )
+class FirstStep:
+    """Reads the first step of a loop on a device, from its making to the loop's first border.
+
+    ``foreign`` bytes are live that are not the loop's, on each of `Device.everywhere`.
+    """
+
+    def __init__(self, device: Device, foreign: Sequence[int]) -> None:
+        device.settle()
+        self._device = device
+        self._reading = Reading(device, foreign)
+        self._window: Window | None = device.open_window()
+
+    def ended(self) -> Figures:
+        """Return the figures of the step, which has ended."""
+        assert self._window is not None, "the first step ends once"
+        window, self._window = self._window, None
+        self._device.close_window(window)
+        self._reading.ended()
+        return self._reading.figures(window.everywhere, live_of_program(self._device), {})
+
+    def forget(self) -> None:
+        """Read no further, if the step has not ended."""
+        window, self._window = self._window, None
+        if window is not None:
+            with suppress(MeasuringError):
+                self._device.close_window(window)
 
 
 def _has_any(module: torch.nn.Module, parameters: Collection[int]) -> bool:

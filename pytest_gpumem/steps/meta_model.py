@@ -99,11 +99,20 @@ def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Mo
         return None
     # What is wrong with it shows when it is built for real.
     with suppress(Exception), parameters_on_meta():
-        model = built_on(device, factory, "the model")
+        model = built_on(device, factory)
         if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):
             # A buffer that is computed from parameters has no values without them.
-            return None if any(buffer.is_meta for buffer in model.buffers()) else model
+            return None if any(buffer.is_meta for buffer in model.buffers()) else _with_buffers_on(device, model)
     return None
+
+
+def _with_buffers_on(device: torch.device, model: torch.nn.Module) -> torch.nn.Module:
+    """Move the model's buffers, since ``model.to`` refuses parameters on meta; one that has two names stays one."""
+    moved = {id(buffer): buffer if buffer.device == device else buffer.to(device) for buffer in model.buffers()}
+    for owner in model.modules():
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(owner, name, moved[id(buffer)])
+    return model
 
 
 def materialise(model: torch.nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import traceback
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.explain.trace import tensor_text
 from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.torch_support.private_api import load_compiler
 from pytest_gpumem.torch_support.static_access import (
     attribute,
@@ -85,7 +88,7 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
         return given
     if not callable(model_or_factory):
         raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {_name(model_or_factory)}")
-    model = built_on(device, model_or_factory, _name(model_or_factory))
+    model = built_on(device, model_or_factory)
     if not is_a(model, torch.nn.Module):
         raise TypeError(f"{_name(model_or_factory)} returned {class_name(type(model))}, not a torch.nn.Module")
     is_split = any(
@@ -94,25 +97,32 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
     return model if is_split else model.to(device)
 
 
-def built_on(device: torch.device, factory: Callable[[], Any], name: str) -> Any:
+def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
     """Return what ``factory`` makes while tensors are created on ``device`` by default.
 
+    One that fails so, as it draws with a generator of the CPU, say, or reads an array of NumPy, is called again without a
+    default device, with the same random numbers: what it returns may then be elsewhere.
+
     Raises:
-        NotAStep: It draws with a generator of another device, which torch refuses.
+        Exception: The factory's own error without a default device, whose cause is the one with it.
     """
     import torch
 
+    numbers = RandomNumbers.now(None)
     try:
         with torch.device(device):
             return factory()
-    except RuntimeError as error:
-        if "device type for generator" not in str(error):
+    except Exception as error:
+        if is_out_of_memory(error):
             raise
-        raise NotAStep(
-            f"{name} draws random numbers with a generator of another device than {device}, which new tensors are on: "
-            f"{error}. Say in it where such a tensor is to be, torch.randn(..., generator=generator, device=generator.device), "
-            "or build the model in a fixture and give the model"
-        ) from error
+        with_device = error
+    # What it has made is let go.
+    traceback.clear_frames(with_device.__traceback__)
+    numbers.restore()
+    try:
+        return factory()
+    except Exception as error:
+        raise error from with_device
 
 
 def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:

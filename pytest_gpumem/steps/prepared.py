@@ -18,7 +18,7 @@ from pytest_gpumem.steps.counting import located
 from pytest_gpumem.steps.model_step import caching, in_mode, parameters_of, precision_of
 from pytest_gpumem.steps.precision import autocasting, float32_precision
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, Phase, measure_step, sample_again
+from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, WINDOW, Phase, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.private_api import outside_autocast
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.ranks.together import Alone
+    from pytest_gpumem.steps.dry_run import CallsInBackward
     from pytest_gpumem.steps.runner import StepFigures
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
@@ -155,6 +156,7 @@ class MeasuredStep:
     """What the step works on, by its name (``samples``, ``tokens``, ``items``); throughput is of the first."""
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
+    """Training steps: module calls that were repeated in backward; ``None`` of others."""
     is_over: bool = False
     """Whether it cannot be run again: a step of a loop that has ended."""
 
@@ -200,7 +202,8 @@ class PreparedStep:
     items: float | str | None = None
     state: Callable[[], object] | None = None
     notes: tuple[str, ...] = ()
-    recomputed: int | None = None
+    again: CallsInBackward | None = None
+    """What its backward repeats, of a training step."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """As of `Built`."""
@@ -217,7 +220,8 @@ class PreparedStep:
             compiled=self._compiled,
             together=self.context.together,
         )
-        return MeasuredStep(figures, self._workload(), self._work(), (*self.notes, *figures.notes()), self.recomputed)
+        recomputed = None if self.again is None else self.again.number
+        return MeasuredStep(figures, self._workload(), self._work(), (*self.notes, *figures.notes()), recomputed)
 
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
         """Return ``step``, which was measured and timed, with one more sample of its time."""
@@ -255,11 +259,16 @@ class PreparedStep:
         """
         figures, place = step.figures, self.context.named(device)
         one = self.context.device.everywhere[place]
-        memory = figures.memory if place == 0 else figures.memory.elsewhere[one.name]
+        grows = bool(figures.growth or any(figures.growth_elsewhere.values()))
+        memory = figures.memory_on(None if place == 0 else one.name, keeps=grows)
+        alike = self.context.together.all(figures.allocate_alike)
         expected = Expected(
             memory.memory_metrics()["peak_allocated"],
-            memory.turnover if one.turnover() else None,
-            memory.own if figures.growth or any(figures.growth_elsewhere.values()) else None,
+            memory.turnover if one.turnover() and alike else None,
+            memory.own if grows else None,
+            keeps=grows,
+            # Of a leak at least as many as growth is told by.
+            steps=1 if alike else max(len(figures.seen), WINDOW if grows else 0),
         )
         return self.context.explain(self.subject(place), expected, place)
 

@@ -23,21 +23,21 @@ class RandomNumbers:
     Kept as bytes: a tensor would be memory of the device that is measured.
     """
 
-    device: Device
+    device: Device | None
     python: Any
     numpy: Any
     torch: bytes
     accelerators: tuple[tuple[int, bytes], ...]
 
     @classmethod
-    def now(cls, device: Device) -> RandomNumbers:
-        """Return the current states."""
+    def now(cls, device: Device | None) -> RandomNumbers:
+        """Return the current states; those of the host alone without a device."""
         # Whatever mode the test is in.
         with beneath_modes():
             return cls._now(device)
 
     @classmethod
-    def _now(cls, device: Device) -> RandomNumbers:
+    def _now(cls, device: Device | None) -> RandomNumbers:
         import torch
 
         return cls(
@@ -46,7 +46,9 @@ class RandomNumbers:
             # Where NumPy is not loaded, nothing was drawn from it.
             numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None,
             bytes(torch.get_rng_state().tolist()),
-            tuple((index, bytes(device.random_state(index).tolist())) for index in device.random_devices()),
+            tuple((index, bytes(device.random_state(index).tolist())) for index in device.random_devices())
+            if device is not None
+            else (),
         )
 
     def restore(self) -> None:
@@ -58,8 +60,9 @@ class RandomNumbers:
             sys.modules["numpy"].random.set_state(self.numpy)
         with beneath_modes():
             torch.set_rng_state(_tensor(self.torch))
-            for index, state in self.accelerators:
-                self.device.set_random_state(_tensor(state), index)
+            if self.device is not None:
+                for index, state in self.accelerators:
+                    self.device.set_random_state(_tensor(state), index)
 
 
 @contextmanager

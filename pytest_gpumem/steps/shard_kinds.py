@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 REPLICAS = 2
 """Copies of the model that ``hsdp`` keeps where it says no number."""
+MOST_RANKS = 131_072
+"""Ranks whose mesh and shards torch makes within seconds; no job has as many."""
 OFFLOADS = ("params", "optimizer", "activations")
 """What a step may keep in the host's memory: ``offload=params+activations``."""
 
@@ -135,6 +137,10 @@ class Sharding:
             if self.data is not None:
                 raise ValueError(f"shard={self.text} needs the number of ranks; add world=N")
             world = made
+        if world > MOST_RANKS:
+            raise ValueError(
+                f"shard={self.text}: {world} ranks are more than the {MOST_RANKS} of which one can be measured"
+            )
         if world % (made * self.replicas):
             counts = [f"{name}:{degree}" for name, degree in self.parts]
             counts += [f"{self.replicas} copies"] if self.replicas > 1 else []

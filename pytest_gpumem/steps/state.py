@@ -116,7 +116,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     # From the second micro-batch on, forward runs beside the gradients of those before.
     beside = bytes_of["gradients"] - kept if training.config.accumulate > 1 else 0
     word = training.config.precision
-    other = figures.memory.own - at_rest
+    other = figures.memory.own - figures.memory.workspaces_before - at_rest
     buckets = 0
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)

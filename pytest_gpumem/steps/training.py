@@ -12,7 +12,7 @@ from pytest_gpumem.steps.checkpoint_kinds import KINDS
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.dry_run import DryRun, dry_run
+from pytest_gpumem.steps.dry_run import DryRun, counted_again, dry_run
 from pytest_gpumem.steps.model_step import Built, build_model, build_optimizer, given_model, loss_of, optimizer_named
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision, scaler_of
 from pytest_gpumem.steps.prepared import PLAIN, PreparedStep, can_run, initialise, surroundings
@@ -228,7 +228,7 @@ def prepared_train_step(
         compiles = config.compile != "none"
         if compiles:
             training.run = stack.enter_context(compiled(run, config.compile))
-        phases = training.phases()
+        phases, again = counted_again(training.phases(), tried.recomputed)
         if compiles:
             compile_now(phases, config.compile)
         # A scale that falls in every step does not show whether the next one repeats it.
@@ -246,8 +246,8 @@ def prepared_train_step(
             items=items,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
             notes=(*built.notes, *tried.notes),
-            recomputed=tried.recomputed,
             creation_sites=built.creation_sites,
             buckets={} if built.buckets is None else built.buckets,
             training=training,
+            again=again,
         )

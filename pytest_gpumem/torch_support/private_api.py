@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -78,6 +78,24 @@ def clear_cublas_workspaces() -> None:
     import torch
 
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
+    """Call ``call`` in the thread in which autograd runs backward of tensors on ``device``, on the current stream."""
+    import torch
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(_ctx: Any, *_: torch.Tensor) -> None:
+            call()
+
+    with torch.inference_mode(False), torch.enable_grad():
+        result: Any = Nothing.apply(torch.empty(1, device=device, requires_grad=True))  # type: ignore[no-untyped-call]
+        torch.autograd.backward([result], [result.detach()])
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -348,15 +366,32 @@ def cuda_history_is_on() -> bool:
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
-def start_cuda_history() -> None:
-    """Record every allocation and free of the CUDA caching allocator, allocations with the Python frames that made them.
+def cublas_workspace_sizes() -> frozenset[int]:
+    """Return the bytes of cuBLAS's and cuBLASLt's workspaces as they are set now; none where a release does not tell."""
+    import torch
+
+    names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
+    sizes = (getattr(torch._C, name, int)() for name in names)
+    return frozenset(size for size in sizes if size)
+
+
+MOST_ENTRIES = 2**20
+"""How many allocations and frees a history without frames keeps: the latest."""
+
+
+def start_cuda_history(*, frames: bool = True) -> None:
+    """Record every allocation and free of the CUDA caching allocator, allocations with the Python ``frames`` that made them.
 
     Not the frames of frees: memory is freed while an exception is on its way, by which checkpointing stops early, for one, and
     torch 2.11 loses the exception when it reads the frames then (``SystemError: ... returned NULL without setting``).
     """
     import torch
 
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
+    record = torch.cuda.memory._record_memory_history
+    if frames:
+        record("all", context="alloc", stacks="python")
+    else:
+        record("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
 
 
 def stop_cuda_history() -> None:
@@ -419,8 +454,8 @@ def expandable_segments_are_on() -> bool:
     return bool(cuda_snapshot().get("allocator_settings", {}).get("expandable_segments", False))
 
 
-def print_by_way_of_the_host() -> None:
-    """Print tensors of a GPU from a copy on the host.
+def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+    """Print tensors of a GPU from a copy on the host, and all in the context ``within()``.
 
     Printing switches dispatch modes off and selects elements on the GPU, and an emulated one does not count them.
     """
@@ -429,9 +464,18 @@ def print_by_way_of_the_host() -> None:
     original = cast("Callable[[torch.Tensor, int], str]", torch._tensor_str._tensor_str)
 
     def printed(tensor: torch.Tensor, indent: int) -> str:
-        return original(tensor.detach().cpu() if tensor.is_cuda else tensor, indent)
+        with within():
+            return original(tensor.detach().cpu() if tensor.is_cuda else tensor, indent)
 
     torch._tensor_str._tensor_str = printed
+
+
+def script_as(function: Callable[..., object], operator: str) -> None:
+    """Let TorchScript take a Python function that stands in the place of a built-in one for that ``operator``."""
+    from torch.jit import _builtins
+
+    builtins: Any = _builtins
+    builtins._register_builtin(function, f"aten::{operator}")
 
 
 @contextmanager

@@ -62,7 +62,8 @@ def test_a_node_of_the_graph_has_the_number_of_the_operator_that_made_it():
 def elsewhere():
     """The exponential, computed on a thread to which the profiler goes along: as backward is on a GPU."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
 
         @torch.jit.script
         def run(x: torch.Tensor) -> torch.Tensor:

@@ -331,7 +331,7 @@ def test_after_a_wait_in_vain_the_next_is_short_until_one_succeeds(clock):
     waited = []
     for success in (False, False, True, False):
         began = clock.now
-        assert patience.wait_for(lambda success=success: success) is success
+        assert patience.wait_for(lambda success=success: success, lambda: None) is success
         waited.append(round(clock.now - began))
     assert waited == [60, 5, 0, 60]
 
@@ -545,3 +545,54 @@ def test_there_is_one_lock_for_each_gpu_and_one_for_the_cpu(tmp_path, monkeypatc
     assert [file.name for file in folder.iterdir()] == [name]
     assert state_of(folder) == "shared"
     device.close()
+
+
+# Who waits is told for whom
+
+HOLDS = """
+    os.environ["PYTEST_CURRENT_TEST"] = "tests/test_gpt.py::test_a[x (y)] (setup)"
+    with lock.shared(), lock.exclusive():
+        note("alone")
+        {then}
+"""
+
+
+@pytest.fixture
+def told(lock, monkeypatch):
+    monkeypatch.setattr(device_lock, "SECONDS_UNTIL_TOLD", 0.05)
+    said: list[str] = []
+    lock.tell = said.append
+    return said
+
+
+def held_by(tmp_path, then):
+    holder = start(HOLDS.format(then=then), tmp_path, "holder")
+    wait_for("alone holder", tmp_path)
+    return holder
+
+
+def test_who_waits_is_told_once_which_process_and_test_holds_the_device_and_how_to_avoid_it(tmp_path, lock, told):
+    holder = held_by(tmp_path, 'wait_for("told")')
+
+    def tell(sentence):
+        told.append(sentence)
+        with (tmp_path / "log").open("a") as log:
+            log.write("told\n")
+
+    lock.tell = tell
+    with lock.shared():
+        pass
+    finished(holder)
+    (sentence,) = told
+    assert sentence == (
+        f"waiting for the GPU, which is held by process {holder.pid} (tests/test_gpt.py::test_a[x (y)]): timed steps are alone "
+        "on a device. To avoid it, run one session after the other, or with --gpumem-no-time"
+    )
+
+
+def test_who_does_not_wait_is_told_nothing(tmp_path, lock, told):
+    holder = held_by(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert holder.wait(30) == -signal.SIGKILL
+    with lock.shared(), lock.exclusive() as refused:
+        assert refused is None
+    assert told == []

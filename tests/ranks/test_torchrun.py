@@ -222,6 +222,8 @@ def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(recorded
     assert (result["verdict"]["test"], result["failed"]) == ("test_step", True)
     assert named in result["verdict"]["failure"]
     assert report["not_run"] == [["test_it.py", "test_after"]]
+    if how == "killed":
+        assert "rank 1: last in test_it.py::test_step (call)" in job.output
     if how != "killed":
         # Where both were, and the line at which the lost one is.
         assert "rank 0: in test_it.py::test_step (call), at test_it.py:" in job.output

@@ -18,6 +18,7 @@ from pytest_gpumem.steps.inference import quantized
 from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.steps.syncs import HostTensors
 from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.operator_counts import Tally, without_places
 from tests.measuring import measure_infer_step
 
@@ -431,7 +432,7 @@ def lines_of(step, places) -> dict[tuple[str, str], set[str]]:
     for tally in found.by_operator["operators"]:
         if tally.place.site and tally.operator not in ("sum", "ones_like", "expand"):
             line = text[int(tally.place.site.rpartition(":")[2]) - 1].strip()
-            lines.setdefault((tally.place.module, line), set()).add(tally.operator)
+            lines.setdefault((folded(tally.place.module), line), set()).add(tally.operator)
     return lines
 
 

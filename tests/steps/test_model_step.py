@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from types import SimpleNamespace
 
@@ -55,6 +56,60 @@ def test_a_model_that_is_built_on_the_device_is_not_built_elsewhere_first():
 
     build_model(build, META)
     assert seen == [META]
+
+
+def _through_numpy():
+    return torch.from_numpy(torch.linspace(0, 1, 2).numpy())
+
+
+def _mixed():
+    return torch.tensor([1.0, 2.0], device="cpu") + torch.ones(2)
+
+
+@pytest.mark.parametrize("draw", [_through_numpy, _mixed, lambda: [float(torch.ones(()))] * 2])
+def test_a_function_that_does_not_go_with_a_default_device_is_called_without_one_and_its_model_is_moved(draw):
+    class Scaled(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.as_tensor(draw()))
+
+    model = build_model(Scaled, META)
+    assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {META}
+
+
+def test_what_is_called_again_draws_the_same_random_numbers():
+    drawn = []
+
+    def build():
+        drawn.append((random.random(), float(torch.rand((), device="cpu"))))
+        _mixed()
+        return Tiny()
+
+    build_model(build, META)
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+
+
+def test_a_function_that_fails_anyway_fails_with_the_error_of_a_plain_program():
+    def build():
+        _mixed()
+        raise KeyError("layers")
+
+    with pytest.raises(KeyError, match="layers") as caught:
+        build_model(build, META)
+    assert "device" in str(caught.value.__cause__)
+
+
+def test_a_model_that_has_no_room_is_not_built_again():
+    calls = []
+
+    def build():
+        calls.append(1)
+        raise torch.OutOfMemoryError("planted")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        build_model(build, META)
+    assert calls == [1]
 
 
 def test_a_model_on_another_device_is_told_how_to_get_here():

@@ -13,9 +13,10 @@ from pytest_gpumem.devices.contract import Device, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.counting import NOTHING_COUNTED
+from pytest_gpumem.steps.counting import MORE_COUNTED, NOTHING_COUNTED
 from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.runner import (
+    FURTHER_STEPS,
     MOST_UNSTABLE_WARM_UPS,
     MOST_WARM_UPS,
     ROUNDS_TO_DECIDE,
@@ -32,6 +33,7 @@ from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, collect_everything, cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.values.interference import Conditions
+from pytest_gpumem.values.step_peaks import StepPeaks
 from tests.heap import own_objects_out_of_sight
 from tests.locking import state_of
 
@@ -295,12 +297,13 @@ def counting_step(sizes):
         ([1 * KB, 2 * KB, 3 * KB, 4 * KB, 5 * KB], 6),
     ],
 )
-def test_a_step_is_warmed_up_until_two_peaks_agree_and_then_measured_once(device, sizes, warm_ups):
+def test_a_step_is_warmed_up_until_two_peaks_agree_and_four_more_are_looked_at(device, sizes, warm_ups):
     run, ran = counting_step(sizes)
     figures = measured(device, [Phase("step", run)], [])
     assert figures.settled
-    assert len(figures.warm_up_peaks) == warm_ups
-    assert len(ran) == warm_ups + 1 + AFTERWARDS
+    assert figures.left_out == warm_ups - 2
+    assert len(figures.seen) == warm_ups + FURTHER_STEPS
+    assert len(ran) == warm_ups + FURTHER_STEPS + AFTERWARDS
     assert figures.memory.memory_metrics()["peak_allocated"] == sizes[-1]
 
 
@@ -321,14 +324,69 @@ def test_a_step_that_grows_for_ever_is_measured_as_not_settled(device):
     run, ran = counting_step([number * KB for number in range(1, 20)])
     figures = measured(device, [Phase("step", run)], [])
     assert not figures.settled
-    assert len(figures.warm_up_peaks) == MOST_WARM_UPS
-    assert len(ran) == MOST_WARM_UPS + 1 + AFTERWARDS
-    assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + 1) * KB
+    assert len(ran) == MOST_WARM_UPS + FURTHER_STEPS + AFTERWARDS + MORE_COUNTED
+    assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + FURTHER_STEPS) * KB
 
 
-def test_how_peaks_moved_is_said_from_the_first_to_the_last():
-    figures = StepFigures(Figures(0, 0, None, Peak(0), 0, 0), False, (100, 150, 130), None)
-    assert figures.unsettled_note() == "peaks of 3 warm-up steps moved from 100 to 130 bytes"
+def spiking(period: int, first: int):
+    """A step that needs ten times as much in every ``period``-th call, first in the call ``first``."""
+    calls: list[int] = []
+
+    def run():
+        calls.append(1)
+        tensor((100 if len(calls) % period == first % period else 10) * KB)
+
+    return run
+
+
+@pytest.mark.parametrize(("period", "first"), [(n, at) for n in range(2, 7) for at in range(1, n + 1)])
+def test_what_every_second_to_sixth_step_needs_more_is_its_peak_whichever_it_begins_with(device, period, first):
+    figures = measured(device, [Phase("step", spiking(period, first))], [])
+    assert figures.memory.memory_metrics()["peak_allocated"] == 100 * KB
+    assert not figures.settled
+    assert figures.notes()[0].startswith("peaks differ from step to step: between 10.00 kB and 100.00 kB in ")
+
+
+def test_a_step_that_needs_more_than_those_that_repeat_is_left_out_and_named(device):
+    run, _ = counting_step([10 * KB, 200 * KB, 10 * KB])
+    figures = measured(device, [Phase("step", run)], [])
+    assert figures.settled
+    assert figures.memory.memory_metrics()["peak_allocated"] == 10 * KB
+    assert figures.step_peaks == StepPeaks((10 * KB, 200 * KB, *[10 * KB] * 6), left_out=2)
+    assert figures.notes() == (
+        "step 2 of 8 needed 200.00 kB: one that comes before steps repeat counts for budgets, and not for the baseline",
+    )
+
+
+def working(turns: list[int]):
+    """A step that makes as many products, one after the other, as the next of ``turns`` says; the last of them again and again."""
+    x = torch.ones(8, 8)
+
+    def run():
+        for _ in range(turns.pop(0) if len(turns) > 1 else turns[0]):
+            torch.mm(x, x)
+
+    return run
+
+
+def test_what_every_second_step_does_more_is_counted_though_all_have_the_same_peak(device):
+    for first in (1, 5):
+        figures = measured(device, [Phase("step", working([first, 6 - first] * 10))], [])
+        assert figures.settled
+        assert figures.counted.counts.metrics() == {"flops": 5 * 1024, "operators": 5, "syncs": 0}
+        assert figures.counted.lowest == {"flops": 1024, "operators": 1}
+        assert figures.notes() == (
+            "FLOPs between 1,024 and 5,120 from step to step",
+            "operators between 1 and 5 from step to step",
+        )
+
+
+def test_a_step_that_allocates_as_much_as_the_one_before_is_counted_once(device):
+    turns = [3] * 20
+    figures = measured(device, [Phase("step", working(turns))], [])
+    assert len(turns) == 20 - 2 - FURTHER_STEPS - 1
+    assert figures.counted.counts.operators == 3
+    assert figures.counted.lowest == {}
 
 
 def test_a_step_whose_phases_trade_bytes_has_not_settled(device):
@@ -339,7 +397,7 @@ def test_a_step_whose_phases_trade_bytes_has_not_settled(device):
         tensor((10 + turns[-1]) * KB)
 
     figures = measured(device, [Phase("first", first), Phase("second", lambda: tensor(500 * KB))], [])
-    assert set(figures.warm_up_peaks) == {500 * KB}
+    assert set(figures.step_peaks.allocated) == {500 * KB}
     assert not figures.settled
 
 
@@ -353,24 +411,23 @@ def test_a_step_that_moves_its_state_keeps_warming_up_until_the_state_stays(devi
     run, state, ran = moving_state(stays_from=9)
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert figures.settled
-    assert len(figures.warm_up_peaks) == 10 > MOST_WARM_UPS
-    assert len(ran) == 11 + AFTERWARDS
+    assert len(figures.seen) - FURTHER_STEPS == 10 > MOST_WARM_UPS
+    assert len(ran) == 10 + FURTHER_STEPS + AFTERWARDS
 
 
 def test_a_state_that_stays_costs_no_more_warm_ups(device):
     run, state, ran = moving_state(stays_from=1)
     assert measured(device, [Phase("step", run)], [], state=state).settled
-    assert len(ran) == 3 + AFTERWARDS
+    assert len(ran) == 2 + FURTHER_STEPS + AFTERWARDS
 
 
 def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device):
     run, state, ran = moving_state(stays_from=10**6)
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert not figures.settled
-    assert len(ran) == MOST_UNSTABLE_WARM_UPS + 1 + AFTERWARDS
-    assert figures.unsettled_note() == (
-        f"none of {MOST_UNSTABLE_WARM_UPS} warm-up steps was like the one before: recompiled, or overflowed"
-    )
+    steps = MOST_UNSTABLE_WARM_UPS + FURTHER_STEPS
+    assert len(ran) == steps + AFTERWARDS + MORE_COUNTED
+    assert figures.notes()[0] == f"none of {steps} steps was like the one before: recompiled, or overflowed"
 
 
 # What a step leaves behind
@@ -525,10 +582,10 @@ class Scripted(Device):
         raise NotImplementedError
 
     def quiesce(self):
-        self.asked.append("settle")
+        self.asked.append("rest")
 
-    def release_workspaces(self):
-        self.asked.append("release")
+    def settle(self):
+        self.asked.append("settle")
 
     def live(self):
         return 0
@@ -592,13 +649,13 @@ def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | No
     )
 
 
-STEP = ["run", "release", "settle"]
+STEP = ["run", "settle"]
 COUNTED = ["run", "launches", "run"]
 SET_RIGHT = ["go on", *STEP, "believe ['held'] besides [7]"]
 
 
 def test_a_step_is_counted_after_its_memory_and_seen_meanwhile():
-    assert run_scripted(timed=False) == ["settle", *STEP, *STEP, *STEP, *COUNTED]
+    assert run_scripted(timed=False) == ["rest", *STEP * (2 + FURTHER_STEPS), *COUNTED]
 
 
 def test_times_are_taken_in_a_pause_when_the_step_has_been_counted_and_set_right_by_a_step_that_is_seen():
@@ -661,7 +718,7 @@ def test_a_step_that_is_timed_again_is_alone_and_set_right_by_a_step_that_is_see
     assert [one.seconds for one in sample.rounds] == [10.0] * 3
     # The first run within the pause is not timed: settling has emptied the caches.
     timed = ["run", *["time", "run"] * 3]
-    assert device.asked == ["settle", *STEP, "pause", "alone", *timed, "shared", *SET_RIGHT]
+    assert device.asked == ["rest", *STEP, "pause", "alone", *timed, "shared", *SET_RIGHT]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["at first", "again"])

@@ -404,6 +404,14 @@ def test_a_thread_knows_that_it_runs_backward():
     assert not private_api.in_backward()
 
 
+def test_what_is_run_in_backward_is_run_once_whatever_the_caller_is_in():
+    seen = []
+    for surroundings in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with surroundings:
+            private_api.run_in_backward(lambda: seen.append(private_api.in_backward()), torch.device("cpu"))
+    assert seen == [True] * 3
+
+
 def test_what_waits_for_cuda_is_not_called_without_it():
     if torch.cuda.is_initialized():
         pytest.skip("this process has used CUDA")
