@@ -58,15 +58,22 @@ def backend_of(location: str, base: Path) -> Backend:
     """
     if not is_url(location):
         try:
-            return Folder(base / Path(location).expanduser())
+            return _folder(base / Path(location).expanduser())
         except RuntimeError as error:
             raise BackendError(f"{location}: {error}") from None
     scheme, _, rest = location.partition("://")
     if scheme.lower() in ("file", "local"):
-        return Folder(_path_in(location, rest))
+        return _folder(_path_in(location, rest))
     from pytest_gpumem.baselines.url_backend import Url
 
     return Url(location)
+
+
+def _folder(root: Path) -> Folder:
+    there = next((path for path in (root, *root.parents) if path.exists()), root)
+    if there.is_file():
+        raise BackendError(f"the store {root}: {there} is a file, expected a folder")
+    return Folder(root)
 
 
 def is_url(location: str) -> bool:

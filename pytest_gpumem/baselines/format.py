@@ -69,7 +69,7 @@ from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.units import nearest
-from pytest_gpumem.values.composition import Composition, CompositionError, row_from_text
+from pytest_gpumem.values.composition import Composition, CompositionError, Row, row_from_text
 from pytest_gpumem.values.module_calls import Calls, calls_from_text
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally, from_texts, to_texts, total
 
@@ -86,8 +86,12 @@ Entries = Mapping[tuple[str, str], Baseline]
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _META: dict[str, type] = {"environment": str, "recorded": str, "commit": str, "reason": str}
 _GRAPH = ("no_grad", "no_backward")
-_COMPOSITION = ("composition", "recomputed", *_GRAPH)
+_COMPOSITION_PEAK = "composition_peak"
+"""The peak of the step that a composition is of, where that is not the one with the highest peak."""
+_COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
+_BYTES = ("workspaces", "unused_before")
+_STEP_PEAKS = "step_peaks"
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _ON = "on "
 _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
@@ -161,7 +165,12 @@ def _with_devices(entries: Mapping[Key, Baseline]) -> dict[Key, Baseline]:
                 "restore the file from version control"
             )
         here = {metric: int(value) for metric, value in entry.metrics.items()}
-        whole[of] = replace(whole[of], by_device={**whole[of].by_device, device: here})
+        peaks = {device: entry.step_peaks} if entry.step_peaks else {}
+        whole[of] = replace(
+            whole[of],
+            by_device={**whole[of].by_device, device: here},
+            step_peaks_by_device={**whole[of].step_peaks_by_device, **peaks},
+        )
     return whole
 
 
@@ -184,8 +193,10 @@ def render(entries: Mapping[Key, Baseline]) -> str:
             "reason": entry.reason,
             **workload,
             **metrics,
+            **{key: getattr(entry, key) for key in _BYTES},
+            **_step_peaks_table(entry.step_peaks),
             **_runs_table(entry.runs),
-            **_composition_table(entry.composition),
+            **_composition_table(entry),
             **{
                 key: to_texts(entry.by_operator[metric]) or None
                 for key, metric in _AT.items()
@@ -200,6 +211,7 @@ def render(entries: Mapping[Key, Baseline]) -> str:
                 "recorded": entry.recorded,
                 "step": f"{_ON}{device}",
                 **{metric: here[metric] for metric in METRICS if metric in here},
+                **_step_peaks_table(entry.step_peaks_by_device.get(device, ())),
             }
     # The environments come last: entries without the one that they name tell that the end of the file is missing.
     document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
@@ -240,15 +252,16 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
             if field == "step" or field in values
         }
     )
+    nbytes = {key: _value(values, key, int, where) for key in _BYTES if key in values}
     composed = {key: values.pop(key) for key in _COMPOSITION if key in values}
     tallies = {key: values.pop(key) for key in _AT if key in values}
     runs = _runs({key: values.pop(key) for key in _RUNS if key in values}, where)
+    step_peaks = values.pop(_STEP_PEAKS, None)
     metrics: dict[str, float] = {}
     for key, value in values.items():
         if key not in METRICS:
-            raise FormatError(
-                f"{where}.{key}: unknown key; {nearest(key, [*METRICS, *_META, *_WORKLOAD, *_COMPOSITION, *_RUNS, *_AT])}"
-            )
+            known = [*METRICS, *_META, *_WORKLOAD, *_BYTES, *_COMPOSITION, *_RUNS, *_AT, _STEP_PEAKS]
+            raise FormatError(f"{where}.{key}: unknown key; {nearest(key, known)}")
         kinds: tuple[type, ...] = (int,) if METRICS[key].unit in WHOLE else (int, float)
         metrics[key] = _typed(value, kinds, f"{where}.{key}")
         if metrics[key] < 0:
@@ -258,8 +271,40 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     if "peak_allocated" not in metrics:
         raise FormatError(f"{where} has no peak_allocated: it is truncated; restore the file from version control")
     composition = _composition(composed, int(metrics["peak_allocated"]), where)
+    phases = _phases(composed.get("other_phases", []), composition, f"{where}.other_phases")
     by_operator = {_AT[key]: _tallies(texts, metrics.get(_AT[key]), f"{where}.{key}") for key, texts in tallies.items()}
-    return Baseline(workload, environments[name], metrics, recorded, commit, composition, runs, reason, by_operator)
+    return Baseline(
+        workload,
+        environments[name],
+        metrics,
+        recorded,
+        commit,
+        composition,
+        runs,
+        reason,
+        by_operator,
+        other_phases=phases,
+        **nbytes,
+        step_peaks=_step_peaks(step_peaks, int(metrics["peak_allocated"]), f"{where}.{_STEP_PEAKS}"),
+    )
+
+
+def _step_peaks_table(peaks: tuple[int, ...]) -> dict[str, list[int]]:
+    return {_STEP_PEAKS: list(peaks)} if peaks else {}
+
+
+def _step_peaks(given: object, highest: int, where: str) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not given:
+        raise FormatError(f"{where} is {given!r}, expected an array of whole numbers")
+    peaks = tuple(_typed(peak, (int,), where) for peak in given)
+    if min(peaks) < 0 or max(peaks) != highest:
+        raise FormatError(
+            f"{where} are between {min(peaks)} and {max(peaks)} bytes, and the highest of them, peak_allocated, is {highest}; "
+            f"remove {_STEP_PEAKS}, or restore the file from version control"
+        )
+    return peaks
 
 
 def _runs_table(runs: Runs | None) -> dict[str, list[float]]:
@@ -289,10 +334,19 @@ def _positive_numbers(value: object, where: str) -> tuple[float, ...]:
     return numbers
 
 
-def _composition_table(composition: Composition | None) -> dict[str, list[str]]:
+def _composition_table(entry: Baseline) -> dict[str, Any]:
+    composition = entry.composition
     if composition is None:
         return {}
-    table = {"composition": [row.text() for row in composition.rows]}
+    of_highest = composition.total == entry.metrics["peak_allocated"]
+    table: dict[str, Any] = {} if of_highest else {_COMPOSITION_PEAK: composition.total}
+    table["composition"] = [row.text() for row in composition.rows]
+    if composition.phase:
+        table["phase"] = composition.phase
+    if entry.other_phases:
+        table["other_phases"] = [
+            f"{phase} | {row.text()}" for phase, one in sorted(entry.other_phases.items()) for row in one.rows
+        ]
     if composition.recomputed:
         table["recomputed"] = [f"{calls} x {path}" for path, calls in composition.recomputed.items()]
     for key in _GRAPH:
@@ -307,6 +361,8 @@ def _composition(given: Mapping[str, object], total: int, where: str) -> Composi
         for key in given:
             raise FormatError(f"{where}.{key} is there without a composition")
         return None
+    of = _COMPOSITION_PEAK if _COMPOSITION_PEAK in given else "peak_allocated"
+    total = _typed(given.get(_COMPOSITION_PEAK, total), (int,), f"{where}.{_COMPOSITION_PEAK}")
     calls: dict[str, int] = {}
     for text in _strings(given.get("recomputed", []), f"{where}.recomputed"):
         count, times, path = text.partition(" x ")
@@ -320,14 +376,31 @@ def _composition(given: Mapping[str, object], total: int, where: str) -> Composi
             calls,
             no_grad=_calls(given.get("no_grad", []), f"{where}.no_grad"),
             no_backward=_calls(given.get("no_backward", []), f"{where}.no_backward"),
+            phase=_typed(given.get("phase", ""), (str,), f"{where}.phase"),
         )
     except CompositionError as error:
         raise FormatError(f"{where}.composition: {error}") from None
     if composition.rest < 0:
         raise FormatError(
-            f"{where}.composition: its rows hold {total - composition.rest} bytes, more than peak_allocated ({total})"
+            f"{where}.composition: its rows hold {total - composition.rest} bytes, more than {of} ({total})"
         )
     return composition
+
+
+def _phases(texts: object, peak: Composition | None, where: str) -> dict[str, Composition]:
+    """Return what was live at the peaks of other phases: their rows add up to it."""
+    rows: dict[str, list[Row]] = {}
+    for text in _strings(texts, where):
+        phase, _, row = text.partition(" | ")
+        try:
+            rows.setdefault(phase, []).append(row_from_text(row))
+        except CompositionError as error:
+            raise FormatError(f"{where}: {phase} | {error}") from None
+    return {
+        phase: replace(peak, total=sum(row.nbytes for row in some), rows=tuple(some), phase=phase)
+        for phase, some in rows.items()
+        if peak is not None
+    }
 
 
 def _tallies(texts: object, count: float | None, where: str) -> tuple[Tally, ...]:

@@ -11,7 +11,7 @@ from pytest_gpumem.baselines.format import FormatError, parse, render
 from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
@@ -52,10 +52,17 @@ class Store:
         """Return the names of the measurements of a test that have a baseline on the device called ``slug``, sorted."""
         return sorted(key.name for key in self._entries(path_of(slug, file)) if key.test == test)
 
-    def keys(self, slug: str | None = None) -> list[tuple[str, Key]]:
-        """Return every baseline as (slug, key), sorted; those of one device when ``slug`` is given."""
-        found = ((_slug(path), path) for path in self._known_paths())
-        return sorted((own, key) for own, path in found if slug in (None, own) for key in self._entries(path))
+    def keys(self, slug: str | None = None, files: Collection[str] | None = None) -> list[tuple[str, Key]]:
+        """Return every baseline as (slug, key), sorted: of one device when ``slug`` is given, of test files with ``files``."""
+        paths = [
+            path
+            for path in self._known_paths()
+            if slug in (None, _slug(path)) and (files is None or _file(path) in files)
+        ]
+        unread = [path for path in paths if path not in self._read]
+        if unread:
+            self._read_files(unread)
+        return sorted((_slug(path), key) for path in paths for key in self._entries(path))
 
     def change(self, entries: Mapping[Key, Baseline], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
         """Write ``entries``, each to the file of its environment's device, and remove ``gone``, given as (slug, key).

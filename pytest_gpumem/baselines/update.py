@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline, with_runs
+from pytest_gpumem.gate.one_sided import may_be_added
 from pytest_gpumem.gate.speed import MACHINE
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
@@ -69,8 +70,8 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     decisive = {detail for name in kept for detail in METRICS[name].decided_by}
     if not better or any(here.get(detail) != there.get(detail) for detail in decisive):
         return None
-    # A composition belongs to its peak.
-    composition = entry.composition if "peak_allocated" in better else earlier.composition
+    # A composition belongs to its peak, as workspaces and the peaks of all steps do.
+    of_peak = entry if "peak_allocated" in better else earlier
     # A metric whose absence has a meaning stays absent.
     taken = {
         name: value for name, value in entry.metrics.items() if name in better or METRICS[name].where_absent is None
@@ -78,7 +79,15 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
     by_device = _lowered_by_device(earlier, entry, better)
     lowered = replace(
-        entry, metrics={**taken, **kept}, composition=composition, by_operator=by_operator, by_device=by_device
+        entry,
+        metrics={**taken, **kept},
+        composition=of_peak.composition,
+        other_phases=of_peak.other_phases,
+        workspaces=of_peak.workspaces,
+        by_operator=by_operator,
+        by_device=by_device,
+        step_peaks=of_peak.step_peaks,
+        step_peaks_by_device=of_peak.step_peaks_by_device,
     )
     return _with_times_of(entry if "step_time" in better else earlier, lowered)
 
@@ -132,7 +141,7 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     if entry.workload != earlier.workload:
         return entry
     if entry.composition is None and entry.metrics["peak_allocated"] == earlier.metrics["peak_allocated"]:
-        entry = replace(entry, composition=earlier.composition)
+        entry = replace(entry, composition=earlier.composition, other_phases=earlier.other_phases)
     entry = replace(entry, by_operator={**entry.by_operator, **_better_placed(entry, earlier)})
     if earlier.runs is None:
         # Times that are not compared are those of the latest run, disturbed or not.
@@ -211,7 +220,7 @@ def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baselin
     metrics = {
         metric.name: entry.metrics[metric.name]
         for metric in missing
-        if metric.unit in WHOLE and all(here.get(detail) == there.get(detail) for detail in metric.details)
+        if may_be_added(metric, entry.environment, earlier.environment)
     }
     by_operator = {**earlier.by_operator, **_made_of(metrics, entry.by_operator)}
     added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator)

@@ -6,30 +6,43 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pytest_gpumem.explain.trace import Label, Mark, folded
-from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, merged
+from pytest_gpumem.explain.trace import Label, Mark
+from pytest_gpumem.values.composition import CATEGORIES, Composition, Row, joined, merged
 from pytest_gpumem.values.events import AllocationEvent, Close, Open
 from pytest_gpumem.values.timeline import OverTime, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pytest_gpumem.explain.lifetimes import Lifetime, Timeline
     from pytest_gpumem.explain.recording import Recorded
+
+
+_T = TypeVar("_T")
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
     """Return the composition right after a moment. ``own`` are the step's bytes when the recording began."""
     live = timeline.live[moment] if moment >= 0 else 0
     composition = _composition(timeline, timeline.at(moment), own + live)
-    return replace(composition, no_grad=timeline.no_grad, no_backward=timeline.no_backward)
+    phase = next((block.phase for block in timeline.lifetimes if block.allocated == moment >= 0), "")
+    return replace(composition, no_grad=timeline.no_grad, no_backward=timeline.no_backward, phase=phase)
 
 
 def composition_of_peak(timeline: Timeline, own: int) -> Composition:
     """Return the composition at the peak of the step."""
     return composition_at(timeline, timeline.peak, own)
+
+
+def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Composition]:
+    """Return the composition at the peak of each phase but the one that has the peak of the step."""
+    return {
+        phase: composition_at(timeline, moment, own)
+        for phase, moment in timeline.phases.items()
+        if moment != timeline.peak
+    }
 
 
 def composition_of_retained(timeline: Timeline) -> Composition:
@@ -41,7 +54,8 @@ def composition_of_retained(timeline: Timeline) -> Composition:
 def left_by(timeline: Timeline) -> list[Lifetime]:
     """Return the blocks that the step allocated and that are live after garbage was collected.
 
-    Without those in whose place an older one was freed: a gradient that is made anew in each step is not kept by it.
+    Without those in whose place an older one was freed: a gradient that is made anew in each step is not kept by it. That is
+    first one of the same owner, then any of the same size, whose owner may have been another or not known.
     """
     left = [
         block
@@ -53,9 +67,18 @@ def left_by(timeline: Timeline) -> list[Lifetime]:
         for block in timeline.lifetimes
         if block.own and block.allocated < 0 and block.freed is not None
     )
+    kept = _without(left, replaced, _owner_and_size)
+    sizes: Counter[int] = Counter()
+    for (nbytes, _, _), number in replaced.items():
+        sizes[nbytes] += number
+    return _without(kept, sizes, lambda block: block.nbytes)
+
+
+def _without(blocks: Iterable[Lifetime], replaced: Counter[_T], key: Callable[[Lifetime], _T]) -> list[Lifetime]:
+    """Return the blocks without as many of each ``key`` as were ``replaced``, which are taken off from that."""
     kept = []
-    for block in left:
-        same = _owner_and_size(block)
+    for block in blocks:
+        same = key(block)
         if replaced[same]:
             replaced[same] -= 1
         else:
@@ -78,7 +101,7 @@ def composition_of_garbage(timeline: Timeline) -> Composition:
 
 
 def _composition(timeline: Timeline, lifetimes: Iterable[Lifetime], total: int) -> Composition:
-    rows = merged(_row(block, timeline) for block in lifetimes if block.own)
+    rows = joined(merged(_row(block, timeline) for block in lifetimes if block.own), timeline.layers)
     unattributed = total - sum(row.nbytes for row in rows)
     if unattributed:
         rows = (*rows, Row("unattributed", unattributed, count=1))
@@ -92,7 +115,7 @@ def _row(block: Lifetime, timeline: Timeline) -> Row:
     return Row(
         category,
         block.nbytes,
-        module=folded(label.module or mark.path),
+        module=label.module or mark.path,
         site=mark.site or label.site,
         library=mark.library,
         operator=block.node or block.operator.removeprefix("aten::"),
@@ -106,10 +129,10 @@ def category_of(block: Lifetime, timeline: Timeline) -> str:
         return category_of(block.matched, timeline)
     if block.label is not None:
         return block.label.category
+    if _is_workspace(block, timeline) or (block.allocated >= 0 and _freed_by(block, block.call_ended)):
+        return "workspace"
     if block.allocated < 0:
         return "other"
-    if _is_workspace(block, timeline) or _freed_by(block, block.call_ended):
-        return "workspace"
     if block.node:
         return "temporary"
     return _of_python_code(block, timeline)

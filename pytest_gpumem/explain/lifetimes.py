@@ -8,14 +8,16 @@ from itertools import cycle
 from math import prod
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.trace import GraphCalls, Label, Mark, SpanStack, folded, tensor_text
+from pytest_gpumem.explain.trace import WHOLE_STEP, GraphCalls, Label, Mark, SpanStack, tensor_text
 from pytest_gpumem.values.composition import item_bits
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
+from pytest_gpumem.values.layers import folded, layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pytest_gpumem.explain.trace import Trace
+    from pytest_gpumem.values.layers import Numbers
     from pytest_gpumem.values.module_calls import ModuleCalls
 
 
@@ -31,6 +33,7 @@ class Lifetime:
     own: bool = True
     """Whether it is the step's: allocated by it, or held when it began."""
     phase: str = ""
+    """The step's phase; of code that has none, ``forward``, ``backward`` or ``optimizer``."""
     operator: str = ""
     node: str = ""
     """Node of the autograd graph that allocated it; empty where Python code of the step or of a module did."""
@@ -72,6 +75,10 @@ class Timeline:
     no_grad: ModuleCalls = field(default_factory=dict)
     no_backward: ModuleCalls = field(default_factory=dict)
     """As of `GraphCalls`."""
+    layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
+    """The layers that there are of each module, by its folded path."""
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """Moment of the peak of each phase in which anything was allocated."""
 
     def at(self, moment: int) -> list[Lifetime]:
         """Return the blocks that are live right after a moment."""
@@ -113,12 +120,23 @@ def _with_leftovers(lifetimes: tuple[Lifetime, ...], own_bytes: int) -> tuple[Li
     )
     found = [block for block in lifetimes if not is_leftover(block)]
     for block in _in_turn(filter(is_leftover, lifetimes), kept):
-        if block.nbytes <= room:
+        # What it held and frees is none of what later steps have kept, even where those leave no room for it.
+        if block.nbytes <= room or (block.own and block.freed is not None):
             room -= block.nbytes
             found.append(replace(block, own=True, matched=next(turns[block.nbytes])))
         else:
             found.append(replace(block, own=False))
     return tuple(sorted(found, key=lambda block: (block.allocated, block.address)))
+
+
+def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
+    """Yield the blocks; those from before that went with the backend's workspaces are of the step's own earlier runs."""
+    for block in lifetimes:
+        from_before = block.allocated < 0 and block.label is None
+        if from_before and released and block.freed is not None and released[0] <= block.freed <= released[1]:
+            yield replace(block, own=True)
+        else:
+            yield block
 
 
 def _in_turn(leftovers: Iterable[Lifetime], kept: Mapping[int, list[Lifetime]]) -> list[Lifetime]:
@@ -152,6 +170,18 @@ def _is_more_specific(label: Label, block: Lifetime) -> bool:
     return known.category == label.category and bool(label.site) and not known.site
 
 
+def _layers(trace: Trace) -> Mapping[str, frozenset[Numbers]]:
+    paths = {mark.path for mark in trace.marks if mark.kind == "module"}
+    paths |= {label.module for labels in trace.snapshots.values() for label in labels}
+    return layers_of(paths)
+
+
+def _phase(around: SpanStack) -> str:
+    if around.phase not in ("", WHOLE_STEP):
+        return around.phase
+    return "backward" if around.within_node else "optimizer" if around.in_optimizer else "forward"
+
+
 class _Reader:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -179,11 +209,15 @@ class _Reader:
         for address, nbytes in trace.before.items():
             self._live[address] = Lifetime(address, nbytes, -1, own=address in trace.own)
         live, lines, peak, peak_bytes = 0, [], -1, 0
+        phases: dict[str, tuple[int, int]] = {}
         for moment, token in enumerate(trace.tokens):
             if isinstance(token, AllocationEvent):
                 live += self._allocation(moment, token)
                 if live > peak_bytes:
                     peak, peak_bytes = moment, live
+                if token.nbytes > 0:
+                    phase = self._live[token.address].phase
+                    phases[phase] = max(phases.get(phase, (live, -moment)), (live, -moment))
             elif isinstance(token, Open):
                 self._opened(moment, token)
             elif isinstance(token, Close):
@@ -192,8 +226,8 @@ class _Reader:
                 self._seen(token)
             lines.append(live)
         self._done += self._live.values()
-        lifetimes = map(self._finished, self._done)
         rest = self._spans
+        lifetimes = map(self._finished, _with_workspaces(self._done, rest.get("workspaces")))
         return Timeline(
             live=tuple(lines),
             peak=peak,
@@ -206,6 +240,8 @@ class _Reader:
             workspaces=rest.get("workspaces"),
             no_grad=self._calls.no_grad(),
             no_backward=self._calls.no_backward(),
+            layers=_layers(trace),
+            phases={phase: -moment for phase, (_, moment) in phases.items()},
         )
 
     def _allocation(self, moment: int, event: AllocationEvent) -> int:
@@ -238,7 +274,7 @@ class _Reader:
             event.address,
             event.nbytes,
             moment,
-            phase=around.phase,
+            phase=_phase(around),
             operator=around.operator,
             node=around.node.name if around.node is not None else "",
             in_optimizer=around.in_optimizer,

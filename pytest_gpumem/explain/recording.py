@@ -14,6 +14,7 @@ from pytest_gpumem.explain.compose import (
     composition_of_garbage,
     composition_of_peak,
     composition_of_retained,
+    compositions_of_phases,
     left_by,
 )
 from pytest_gpumem.explain.cycles import collect_cycles
@@ -24,7 +25,7 @@ from pytest_gpumem.explain.tracker import Level, Tracker
 from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
-from pytest_gpumem.units import parse_size
+from pytest_gpumem.units import format_bytes, parse_size
 from pytest_gpumem.values.composition import Explanation
 from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
 
@@ -55,6 +56,10 @@ class Expected:
     turnover: int | None
     own: int | None = None
     """Bytes that it held when it began, where each step keeps more: bytes of later steps are not of this peak."""
+    keeps: bool = False
+    """Whether a step is wanted that keeps bytes, where not each one need do so."""
+    steps: int = 1
+    """How many steps are recorded until one of them is as measured: more than one where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +123,12 @@ class Recorded:
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
     def is_as(self, expected: Expected) -> bool:
-        """Return whether it allocated as many bytes as were measured."""
-        return self.peak == expected.peak and expected.turnover in (None, self.turnover)
+        """Return whether it allocated as many bytes as were measured, and keeps some if that is wanted."""
+        return (
+            self.peak == expected.peak
+            and expected.turnover in (None, self.turnover)
+            and (not expected.keeps or bool(left_by(self.timeline)))
+        )
 
     @property
     def peak(self) -> int:
@@ -144,31 +153,39 @@ def explain(
 
     Marks can change the step: modules that look for a `TorchFunctionMode` take another path under one, and compiled code is
     compiled anew. Then it is recorded again with fewer marks, until it allocates and peaks as it did when it was measured. If
-    it never does, the most detailed recording with the same peak is used, or one with another peak and a note. Raises what
-    ``subject`` raises without marks, too. On several ranks it is recorded as often on all, as they decide ``together``.
+    it never does, the most detailed recording with the same peak is used, or the one with the closest peak and a note. Of steps
+    that differ, as many are recorded as were looked at: the one with the highest peak may come again. Raises what ``subject``
+    raises without marks, too. On several ranks it is recorded as often on all, as they decide ``together``.
     """
-    seen: list[Recorded] = []
+    closest: Recorded | None = None
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
-    for level in levels:
+    for level in (*levels[:1] * expected.steps, *levels[1:]):
         graphs = compiled_graphs()
         done = record(device, sites, subject, level)
         if together.any(done.error is not None):
-            if level == levels[-1] and done.error is not None:
+            if level == levels[-1] and done.error is not None and closest is None:
                 raise done.error
-            seen += [done] if done.error is None else []
             continue
         if done.left.nbytes and not done.is_as(expected):
             wider = done.with_what_was_left()
             done = wider if wider.is_as(expected) else done
         if expected.own is not None:
             done = done.without_later_growth(expected.own)
-        seen.append(done)
         if together.all(done.is_as(expected) and compiled_graphs() == graphs):
             return _explained(done), done
-    closest = next((done for done in seen if done.peak == expected.peak), seen[0])
+        # Of equal ones the first, which has the most detail.
+        if closest is None or abs(done.peak - expected.peak) < abs(closest.peak - expected.peak):
+            closest = done
+    assert closest is not None, "an error of the last level is raised"
     explanation = _explained(closest)
     if closest.peak != expected.peak:
         note = f"the recorded run needed {closest.peak} bytes, the measured one {expected.peak}"
+        if expected.steps > 1:
+            note = (
+                f"this is a step that needed {format_bytes(closest.peak)}: the one that needed {format_bytes(expected.peak)} "
+                f"has not come again in {expected.steps} more; to see what grew, let batches come again within so many steps, "
+                "or measure the largest by itself"
+            )
         explanation = replace(explanation, peak=replace(explanation.peak, notes=(note,)))
     return explanation, closest
 
@@ -188,7 +205,11 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     Python's cyclic collector has to be off, as in the steps that were measured.
     """
     subject.prepare()
-    device.quiesce()
+    if subject.once:
+        device.quiesce()  # it ran when nothing had run before it
+    else:
+        device.settle()
+    device.workspaces()  # which are made again as they are now
     own = list(subject.own())
     device.register_existing(own)
     held = {storage.data_ptr(): storage.nbytes() for storage in own}
@@ -219,6 +240,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
             device.release_workspaces()
         with tracker.mark(Mark("rest", "garbage")):
             cycles = collect_cycles()
+    device.restore_workspaces()
     trace = Trace(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
     )
@@ -272,6 +294,7 @@ def _explained(done: Recorded) -> Explanation:
         composition_of_garbage(timeline),
         done.cycles,
         holders=done.holders,
+        other_phases=compositions_of_phases(timeline, done.own_bytes),
     )
 
 

@@ -6,13 +6,14 @@ import sys
 import sysconfig
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_gpumem.explain.trace import folded
 from pytest_gpumem.explain.tracker import Tracker, function_mode
 from pytest_gpumem.torch_support.private_api import next_node_number, running_node_number
 from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
+from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.operator_counts import NOWHERE, Place
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class Places:
         """Thread and place of each node's creation, by autograd's number, which each thread counts."""
         self._at_line: dict[Site, Place] = {}
         """Place of the first operator of forward at each line."""
+        self.modules: set[str] = set()
+        """Paths of the modules in which operators ran."""
         self._in_module: dict[tuple[str, str], Place] = {}
         """Place of the first one at each module's line of a library."""
 
@@ -135,11 +138,13 @@ class Places:
 
     def here(self) -> Place:
         """Return the place of the operator that is about to run. To be called for each operator: views make nodes, too."""
-        module, site = folded(self._tracker.module), self._sites.here(2)
+        module, site = self._tracker.module, self._sites.here(2)
+        self.modules.add(module)
         number = running_node_number()
         if number is None:
             place = Place(module, *site)
-            self._at_line.setdefault(site, place)
+            # Of any layer: what is recomputed there does not tell of which it is.
+            self._at_line.setdefault(site, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
             # What a node runs in Python: a part that is computed again, or a function's own backward.

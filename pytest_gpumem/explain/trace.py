@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.module_calls import ModuleCalls, counted
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest"]
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+WHOLE_STEP = "step"
+"""The only phase of a step that has no others."""
+
 # Operators by which others make their results; the outer operator is more specific.
 _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
 
@@ -61,11 +64,6 @@ class Trace:
     own: frozenset[int] = frozenset()
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
     """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
-
-
-def folded(path: str) -> str:
-    """Return a module's path without layer numbers: ``h.0.attn`` is ``h.*.attn``."""
-    return _NUMBER.sub("*", path)
 
 
 def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ from pytest_gpumem.measurement import largest
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs, run_of
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, total
+from pytest_gpumem.values.step_peaks import StepPeaks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +63,8 @@ class Baseline:
     recorded: str
     commit: str | None = None
     composition: Composition | None = None
-    """The largest rows of what was live at the peak; ``None`` where that was not recorded."""
+    """The largest rows of what was live at the peak; ``None`` where that was not recorded. Of steps that differ it may be that
+    of another step than the one with the highest peak."""
     runs: Runs | None = None
     """The step's times in the last accepted runs; ``None`` where none was valid."""
     reason: str | None = None
@@ -71,6 +73,16 @@ class Baseline:
     """The operators of its counts, by metric; baselines of older versions have none."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The judged metrics in bytes of each GPU, where it used several; baselines of older versions have none."""
+    other_phases: Mapping[str, Composition] = field(default_factory=dict)
+    """What was live at the peak of each other phase to which the step's peak may move, as of `Explanation.kept`."""
+    workspaces: int | None = None
+    """As of `Measurement.workspaces`, in bytes; ``None`` where nothing was reserved, and in baselines of older versions."""
+    unused_before: int | None = None
+    """As of `Measurement.unused_before`, in bytes; ``None`` as `workspaces`."""
+    step_peaks: tuple[int, ...] = ()
+    """The peaks of the steps in order, in bytes, where they differ; ``peak_allocated`` is the highest of them."""
+    step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The same of each GPU, where it used several."""
 
     def __post_init__(self) -> None:
         # A count of 0 is made of nothing, whoever recorded it.
@@ -107,7 +119,7 @@ class Baseline:
             here = {}
         names = {name for one in (self.by_device or among).values() for name in one}
         metrics = {name: here.get(name, 0) if name in names else value for name, value in self.metrics.items()}
-        return replace(self, metrics=metrics)
+        return replace(self, metrics=metrics, step_peaks=self.step_peaks_by_device.get(device, ()))
 
     def says_the_same(self, other: Baseline) -> bool:
         """Return whether replacing ``other`` by this one would change nothing that is compared, so that nothing is written.
@@ -122,6 +134,7 @@ class Baseline:
             and (self.composition is None or other.composition is not None)
             and self.by_operator.keys() <= other.by_operator.keys()
             and (other.tells_lines or not self.tells_lines)
+            and bool(other.step_peaks or not self.step_peaks)
         )
 
 
@@ -149,8 +162,9 @@ def baseline_of(measurement: Measurement, recorded: str, commit: str | None, rea
         for device, here in measurement.by_device.items()
     }
     explanation = measurement.explanation
-    # One that was recorded in a run with another peak would not explain this one.
-    explains = explanation is not None and explanation.peak.total == metrics["peak_allocated"]
+    # One that was recorded in a run with another peak would not explain this one, unless it is that of another of its steps.
+    recordable = {metrics.get("peak_allocated"), *measurement.step_peaks.repeated}
+    explains = explanation is not None and explanation.peak.total in recordable
     composition = replace(explanation.peak.kept(), notes=()) if explanation is not None and explains else None
     entry = Baseline(
         measurement.workload,
@@ -166,6 +180,15 @@ def baseline_of(measurement: Measurement, recorded: str, commit: str | None, rea
             if name in metrics and total(tallies) == metrics[name]
         },
         by_device=by_device if len(by_device) > 1 else {},
+        other_phases=explanation.kept().other_phases if explanation is not None and composition is not None else {},
+        workspaces=measurement.workspaces if "peak_reserved" in metrics else None,
+        unused_before=measurement.unused_before if "peak_reserved" in metrics else None,
+        step_peaks=_differing(measurement.step_peaks),
+        step_peaks_by_device={
+            device: peaks
+            for device in (by_device if len(by_device) > 1 else ())
+            if (peaks := _differing(measurement.step_peaks_by_device.get(device, StepPeaks())))
+        },
     )
     run = None if measurement.times is None else run_of(measurement.times)
     if run is None:
@@ -173,6 +196,10 @@ def baseline_of(measurement: Measurement, recorded: str, commit: str | None, rea
     # Five digits, since medians and ratios are made of them.
     seconds, cycles = (tuple(float(f"{value:.5g}") for value in values) for values in (run.seconds, run.cycles))
     return with_runs(Runs(seconds, cycles), entry)
+
+
+def _differing(peaks: StepPeaks) -> tuple[int, ...]:
+    return peaks.repeated if peaks.differ else ()
 
 
 def with_runs(runs: Runs, entry: Baseline) -> Baseline:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from pytest_gpumem.gate.reasons import reason
-from pytest_gpumem.values.composition import REST, Composition, Row, RowText
+from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, joined
+from pytest_gpumem.values.layers import Numbers
 
 T = TypeVar("T")
 Key = Callable[[Row], object]
 
 _SAME: tuple[Key, ...] = (
-    lambda row: replace(row, nbytes=0, count=0),
+    lambda row: replace(row, nbytes=0, count=0, layers=()),
     # Moved lines.
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # Renamed modules.
@@ -34,7 +35,7 @@ _MOVED: tuple[Key, ...] = (
 """Keys by which a row that is gone from its place is one that is new at another."""
 
 _GREW: tuple[Key, ...] = (
-    lambda row: replace(row, nbytes=0, count=0),
+    lambda row: replace(row, nbytes=0, count=0, layers=()),
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # Another dtype, or another shape, at the same place.
     lambda row: (row.category, row.module, row.operator, row.shape, row.site, row.library),
@@ -73,12 +74,27 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """A peak that is in another phase of the step than it was."""
+
+    before: str
+    """The phase that it was in: ``backward``."""
+    after: str
+    compared: str
+    """The phase of which both peaks are compared: the later one, if the baseline keeps what was live there."""
+    peak_before: int | None = None
+    """Bytes at the peak of the phase that it was in, as they are now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """The changes from ``before`` to ``after`` bytes, largest growth first; they add up to the change exactly."""
 
     before: int
     after: int
     changes: tuple[Change, ...]
+    moved: Moved | None = None
+    """Where the peak was and is, if that is not the same phase. It is then of one of the two, before and now."""
 
     def __post_init__(self) -> None:
         if any(one.before is None and one.after is None for one in self.changes):
@@ -104,12 +120,37 @@ class Difference:
         return tuple(chosen)
 
 
+def difference_of_peaks(
+    before: Composition, after: Composition, phases_before: Mapping[str, Composition], phases: Mapping[str, Composition]
+) -> Difference:
+    """Return what changed between two peaks; of peaks in different phases, what changed in one of these.
+
+    What is live in both phases now did not grow because the peak moved from one to the other.
+
+    Args:
+        before: What was live at the peak, in a baseline.
+        after: What is live at the peak now.
+        phases_before: What was live at the peaks of other phases, as far as the baseline has it.
+        phases: What is live at the peaks of all other phases.
+    """
+    there = phases.get(before.phase)
+    if not before.phase or not after.phase or before.phase == after.phase:
+        return difference(before, after)
+    moved = Moved(before.phase, after.phase, after.phase, None if there is None else there.total)
+    if after.phase in phases_before:
+        return replace(difference(phases_before[after.phase], after), moved=moved)
+    if there is not None:
+        return replace(difference(before, there), moved=replace(moved, compared=before.phase))
+    return difference(before, after)
+
+
 def difference(before: Composition, after: Composition) -> Difference:
     """Return what changed. ``before`` may be a baseline's: the rows of a category that it did not keep are compared as one."""
     (old, not_kept), (new, rests) = _without_rests(before), _without_rests(after)
     smallest = min((row.nbytes for row in old), default=0)
     for key in _SAME:
         old, new = _without_equals(old, new, key)
+    old, new = _without_equal_layers(old, new)
     new = _least_growth_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
@@ -161,6 +202,52 @@ def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row]
             left_old += mine
             left_new += theirs
     return left_old, left_new
+
+
+def _without_equal_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Return both sides without the layers that are as they were, where rows say of which layers they are."""
+    left_old, left_new = [], []
+    for mine, theirs in grouped(old, new, _SAME[0]).values():
+        tells = mine and theirs and any(row.layers for row in (*mine, *theirs))
+        different = _different_layers(mine, theirs) if tells else (mine, theirs)
+        left_old += different[0]
+        left_new += different[1]
+    return left_old, left_new
+
+
+def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Return rows that differ in nothing but layers, bytes and counts without what both sides have."""
+    (mine, all_mine), (theirs, all_theirs) = _by_layer(old), _by_layer(new)
+    same = {numbers for numbers, row in mine.items() if theirs.get(numbers) == row}
+    mine, theirs = ({n: row for n, row in side.items() if n not in same} for side in (mine, theirs))
+    all_mine, theirs = _taken_from(all_mine, theirs)
+    all_theirs, mine = _taken_from(all_theirs, mine)
+    return [*joined(mine.values(), {}), *all_mine], [*joined(theirs.values(), {}), *all_theirs]
+
+
+def _by_layer(rows: list[Row]) -> tuple[dict[Numbers, Row], list[Row]]:
+    """Return a row for each layer that is named, and the rows that are of all of them."""
+    of_layer: dict[Numbers, Row] = {}
+    whole = []
+    for row in rows:
+        each = each_layer(row)
+        of_layer |= each
+        whole += [] if each else [row]
+    return of_layer, whole
+
+
+def _taken_from(whole: list[Row], layers: dict[Numbers, Row]) -> tuple[list[Row], dict[Numbers, Row]]:
+    """Return rows of all layers without those of the other side that they hold, the smallest first, and the others."""
+    left = dict(layers)
+    for numbers, row in sorted(layers.items(), key=lambda pair: (pair[1].count, pair[0])):
+        for place, one in enumerate(whole):
+            # Blocks of one size: nothing else tells which of them are of this layer.
+            if one.count >= row.count and one.nbytes * row.count == row.nbytes * one.count:
+                rest = replace(one, nbytes=one.nbytes - row.nbytes, count=one.count - row.count)
+                whole = [*whole[:place], *([rest] if rest.count else []), *whole[place + 1 :]]
+                del left[numbers]
+                break
+    return whole, left
 
 
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:

@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.count_difference import changed_tallies
-from pytest_gpumem.gate.difference import difference
+from pytest_gpumem.gate.difference import difference_of_peaks
+from pytest_gpumem.gate.one_sided import not_measured, why_new
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import largest
+from pytest_gpumem.measurement import Measurement, largest
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
 from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.operator_counts import kept
+from pytest_gpumem.values.operator_counts import kept, varied_clause
+from pytest_gpumem.values.step_peaks import StepPeaks, differ_by_chance, spread
+from pytest_gpumem.values.unknown_reads import decided_a_branch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.gate.baseline import Budget
-    from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.values.composition import Explanation
 
 
@@ -74,8 +76,12 @@ def judge(
     if entry is not None:
         torch = str(entry.environment.details.get("torch", "?"))
         origin = Origin(entry.recorded, entry.environment.device, torch, entry.commit, entry.reason)
-    idle = _idle_limits(budget, measurement)
-    noted = replace(measurement, notes=(*measurement.notes, *idle)) if idle else measurement
+    notes = _idle_limits(budget, measurement)
+    if entry is not None and why_not is None:
+        notes += not_measured(measurement, entry, tolerances)
+    notes += [] if entry is None else _release_notes(measurement, entry)
+    notes += [MOSTLY_WORKSPACES] if _is_mostly_workspaces(measurement) else []
+    noted = replace(measurement, notes=(*measurement.notes, *notes)) if notes else measurement
     return with_differences(Verdict(noted, metrics, origin, why_not, elsewhere), noted, baseline)
 
 
@@ -86,6 +92,32 @@ def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:
         for name, limit in budget.limits.items()
         if name not in measurement.metrics
     ]
+
+
+MOSTLY_WORKSPACES = (
+    "more than half of the peak are workspaces of cuBLAS, as large in any step: a larger batch shows more of this one"
+)
+
+
+def _is_mostly_workspaces(measurement: Measurement) -> bool:
+    return 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf)
+
+
+def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
+    """Return a note on the part of the peak's change that is of another release of torch, whose workspaces differ."""
+    now, then = measurement.environment.details.get("torch"), baseline.environment.details.get("torch")
+    if baseline.workspaces is None or now == then or measurement.workspaces == baseline.workspaces:
+        return []
+    before = int(baseline.metrics["peak_allocated"]) - baseline.workspaces
+    after = measurement.peak_allocated - measurement.workspaces
+    beside = f"went from {format_bytes(before)} to {format_bytes(after)}" if after != before else "is as it was"
+    # What runs once makes workspaces that are kept as it goes, some after its peak.
+    beside = "" if measurement.workload.step in ("call", "region") else f"; what is beside them {beside}"
+    note = (
+        f"workspaces of cuBLAS are {format_bytes(measurement.workspaces)} of the peak with torch {now}, and were "
+        f"{format_bytes(baseline.workspaces)} with torch {then}: that part of its change is the release's own{beside}"
+    )
+    return [note]
 
 
 def with_differences(verdict: Verdict, measurement: Measurement, baseline: Baseline | NoBaseline | None) -> Verdict:
@@ -104,7 +136,8 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
             and explained is not None
             and _is_explained(explained, measurement, baseline)
         ):
-            growth = difference(baseline.composition, explained.peak)
+            then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
+            growth = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
         if verdict.reason is None:
             more = {
                 name: kept(changed_tallies(baseline.by_operator[name], tallies))
@@ -112,6 +145,16 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
                 if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
             }
     return replace(verdict, measurement=measurement, growth=growth, count_changes=more)
+
+
+def _phase_of_peak(metrics: Mapping[str, float]) -> str:
+    """Return the phase that has the peak of the step, by its metric; empty where that is none or several."""
+    highest = [
+        name.removeprefix("peak_")
+        for name, value in metrics.items()
+        if name.startswith("peak_") and METRICS[name].tolerance is None and value == metrics["peak_allocated"]
+    ]
+    return highest[0] if len(highest) == 1 else ""
 
 
 _WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
@@ -153,8 +196,8 @@ def _judge_on_devices(
 def _on(measurement: Measurement, device: str) -> Measurement:
     """Return what was measured with the bytes of one of its devices."""
     here = measurement.by_device[device]
-    lowest = measurement.lowest_by_device.get(device)
-    return replace(measurement, metrics={**measurement.metrics, **here}, lowest_peak=lowest)
+    step_peaks = measurement.step_peaks_by_device.get(device, StepPeaks())
+    return replace(measurement, metrics={**measurement.metrics, **here}, step_peaks=step_peaks)
 
 
 def _is_explained(explanation: Explanation, measurement: Measurement, baseline: Baseline) -> bool:
@@ -173,8 +216,10 @@ def _judge_metric(
 ) -> MetricVerdict:
     """``why_not`` is the outcome where no comparison was asked for, or where it is not one of the same work."""
     earlier = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
-    if limit is not None and value > limit:
-        return MetricVerdict(metric.name, Outcome.OVER_BUDGET, value, earlier, budget=limit)
+    # A budget is for the whole program, also for the first steps, which no baseline is compared with.
+    highest = max((value, *measurement.step_peaks.of(metric.name)))
+    if limit is not None and highest > limit:
+        return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, earlier, budget=limit)
     if tolerance is not None and baseline is not None:
         compared = _compare(metric, value, limit, measurement, baseline, tolerance)
         grew = compared.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) and earlier is not None and value > earlier
@@ -208,9 +253,13 @@ def _compare(
 ) -> MetricVerdict:
     earlier = baseline.metrics.get(metric.name, metric.where_absent)
     if earlier is None:
-        return MetricVerdict(metric.name, Outcome.NEW, value, budget=limit, reason="the baseline has no such metric")
+        return MetricVerdict(
+            metric.name, Outcome.NEW, value, budget=limit, reason=why_new(metric, measurement, baseline)
+        )
     # A small model's growth would drown in workspaces that every model needs.
-    workspaces = measurement.workspaces if metric.peak else 0
+    workspaces = max(measurement.workspaces, baseline.workspaces or 0) if metric.peak else 0
+    if metric.name == "peak_reserved":
+        tolerance = replace(tolerance, absolute=min(tolerance.absolute, _segments_by_chance(measurement, baseline)))
     allowed = tolerance.allowed(max(0, earlier - workspaces))
     worse = earlier - value if metric.larger_is_better else value - earlier
     reason = None
@@ -224,32 +273,80 @@ def _compare(
         reason = _doubt(metric, earlier, allowed, measurement, baseline)
         if reason is not None:
             outcome = Outcome.UNCERTAIN
+        elif metric.name == "peak_allocated":
+            reason = _of_steps(measurement, baseline)
     elif worse < -allowed:
-        outcome = Outcome.IMPROVED
+        by_chance = metric.name == "peak_allocated" and differ_by_chance(
+            _peaks_in(baseline), _peaks_in(measurement), allowed
+        )
+        outcome = Outcome.OK if by_chance else Outcome.IMPROVED
     else:
         outcome = Outcome.OK
     return MetricVerdict(metric.name, outcome, value, earlier, allowed, limit, reason)
 
 
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
+"""Bytes that torch's allocator takes from the GPU at once for small blocks, and for those up to 10 MiB."""
+
+
+def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
+    """Return by how many bytes the same step may reserve more or less than its baseline.
+
+    Whether it finds room in segments that were there depends on what ran before, and on nothing else: with the same room it
+    takes the same segments. A block that fits into little room may save a whole segment.
+    """
+    then, now = baseline.unused_before, measurement.unused_before
+    if then is None:
+        return math.inf
+    return SMALL_SEGMENT + (0 if now == then else math.ceil(max(now, then) / LARGE_SEGMENT) * LARGE_SEGMENT)
+
+
 def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurement, baseline: Baseline) -> str | None:
     """Return why a change for the worse may have another cause than the code; ``None`` where there is no such reason."""
     # Counts have no such limit: a release of torch may change any number of them.
-    if metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_BY_ENVIRONMENT * earlier:
-        return None
-    moved = _moved_by(metric.depends_on, metric, measurement, baseline)
+    beyond = metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_BY_ENVIRONMENT * earlier
+    moved = None if beyond else _moved_by(metric.depends_on, metric, measurement, baseline)
     if moved is not None:
         return moved
-    # Where each step keeps more, the peaks move because of that, and the same number of steps moves them as far.
-    growth = METRICS["growth"].tolerance
-    if measurement.settled or (growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)):
+    if metric.unit == "count":
+        return _varied(metric, earlier, allowed, measurement)
+    if not metric.peak or _keeps_more(measurement):
         return None
-    if metric.name == "peak_allocated" and measurement.lowest_peak is not None:
-        # The steps differ, and even the smallest of them needs more.
-        if measurement.lowest_peak - earlier > allowed:
+    if metric.name == "peak_allocated" and measurement.step_peaks.allocated:
+        if not differ_by_chance(_peaks_in(measurement), _peaks_in(baseline), allowed):
             return None
-    elif not (metric.peak or metric.unit == "count"):
+        return (
+            f"{_of_steps(measurement, baseline)}: by chance, unless a fixed seed makes each step the same in each run"
+        )
+    return None if measurement.settled or beyond else "the step's peak did not settle: " + "; ".join(measurement.notes)
+
+
+def _varied(metric: Metric, earlier: float, allowed: float, measurement: Measurement) -> str | None:
+    """Return that a count differs from step to step, where its smallest value is not beyond what is allowed."""
+    lowest = measurement.lowest_counts.get(metric.name)
+    if lowest is None or lowest - earlier > allowed:
         return None
-    return "the step's peak did not settle: " + "; ".join(measurement.notes)
+    return varied_clause(metric.name, lowest, int(measurement.metrics[metric.name]))
+
+
+def _keeps_more(measurement: Measurement) -> bool:
+    """Return whether peaks move because each step keeps more: the same number of steps moves them as far."""
+    growth = METRICS["growth"].tolerance
+    return growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)
+
+
+def _peaks_in(side: Measurement | Baseline) -> tuple[int, ...]:
+    """Return the peaks of the steps, where they are not known or all alike one of them."""
+    peaks = side.step_peaks.repeated if isinstance(side, Measurement) else side.step_peaks
+    return peaks if len({*peaks}) > 1 else (int(side.metrics["peak_allocated"]),)
+
+
+def _of_steps(measurement: Measurement, baseline: Baseline) -> str | None:
+    """Return how the peaks of steps differ, as a clause; ``None`` where they are alike."""
+    now, then = (spread(peaks) if len(peaks) > 1 else None for peaks in (_peaks_in(measurement), _peaks_in(baseline)))
+    if now is None and then is None:
+        return None
+    return f"peaks {f'differ from step to step: {now}' if now else 'of all steps are alike'}; in the baseline {then or 'alike'}"
 
 
 def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
@@ -284,6 +381,8 @@ def failing_outcomes(
         failing = seen - {Outcome.OK, Outcome.IMPROVED, Outcome.RECORDED}
         if not verdict.gated and not failing:
             failing = {Outcome.RECORDED}
+        if any(decided_a_branch(one.measurement.notes) for one in verdict.verdicts):
+            failing |= {Outcome.UNCERTAIN}
     else:
         failing = seen & (FAILING if compares else {Outcome.OVER_BUDGET})
     return frozenset(failing - accepts)

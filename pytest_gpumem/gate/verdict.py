@@ -135,6 +135,9 @@ class Location:
 SKIPPED = "it was skipped"
 """Why a test that skipped itself was not measured."""
 
+NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of measure matches it"
+"""Why a test that has baselines, and was measured by marker, fixture or settings, was not."""
+
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
 """Where a test failed: in one of pytest's phases, in a subtest, or because the process that ran it crashed."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from pytest_gpumem.git import Revision
-    from pytest_gpumem.metrics import Tolerance
+    from pytest_gpumem.metrics import Metric, Tolerance
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.timing.intervals import Interval
 
@@ -282,5 +282,13 @@ def changes_of(
         if name in old.metrics or name in new.metrics:
             then, now = (one.metrics.get(name, metric.where_absent) for one in (old, new))
             one = judged.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
-            changes.append(Change(name, then, now, one.outcome, one.allowed, one.reason))
+            lacking = _lacking(metric, then, now)
+            changes.append(Change(name, then, now, one.outcome, one.allowed, lacking or one.reason))
     return tuple(changes), verdict.reason
+
+
+def _lacking(metric: Metric, then: float | None, now: float | None) -> str | None:
+    """Return which side lacks a metric that would be judged, as a clause; ``None`` where none does. Times have their own."""
+    if metric.tolerance is None or metric.unit not in WHOLE or (then is None) == (now is None):
+        return None
+    return f"not compared: the {'old' if then is None else 'new'} side has none"

@@ -93,7 +93,7 @@ def remarks(report: Compared) -> list[str]:
         *(f"devices: {old} and {new}, of which one is emulated" for old, new in pairs),
         *(f"stale: {row.title}: {row.reason}" for row in report.rows if row.reason),
         *(
-            f"{change.outcome.words}: {row.title}: {METRICS[change.metric].title}: {change.reason}"
+            f"{change.word or 'note'}: {row.title}: {METRICS[change.metric].title}: {change.reason}"
             for row in report.rows
             for change in row.shown_changes
             if change.reason

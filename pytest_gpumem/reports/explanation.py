@@ -8,23 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.gate.difference import difference as difference_of
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table, plain_lines
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import counted, format_bytes, format_bytes_change
 from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Explanation
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, total
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, total
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from pytest_gpumem.gate.difference import Difference
+    from pytest_gpumem.gate.difference import Difference, Moved
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.metrics import Unit
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Row
-    from pytest_gpumem.values.operator_counts import Tally
+    from pytest_gpumem.values.operator_counts import Place, Tally
 
 MOST_ROWS = 5
 
@@ -149,14 +150,14 @@ def count_tables(
 ) -> list[PartTable]:
     """Return the operators by which each count among ``metrics`` is more, or of which it is made if the baseline lacks them."""
     tables = []
-    for name in MADE_OF_OPERATORS:
+    for name in sorted(MADE_OF_OPERATORS, key=lambda name: METRICS[name].precedence):
         title = METRICS[name].title
         changes = verdict.count_changes.get(name)
         made_of = verdict.measurement.by_operator.get(name, ())
         if name not in metrics or not (made_of if changes is None else changes):
             continue
         if changes is not None:
-            tables.append(_count_table(f"more {title}", name, changes, units, most))
+            tables.append(_count_table(f"more {title}", name, changes, units, most, tells_lines=_tells_lines(made_of)))
             continue
         note = f"the baseline does not say what its {title} were; it will when it is next accepted"
         tables.append(
@@ -166,7 +167,14 @@ def count_tables(
 
 
 def _count_table(
-    title: str, metric: str, tallies: Collection[Tally], units: UnitSystem, most: int, note: str = ""
+    title: str,
+    metric: str,
+    tallies: Collection[Tally],
+    units: UnitSystem,
+    most: int,
+    note: str = "",
+    *,
+    tells_lines: bool = False,
 ) -> PartTable:
     largest_first = sorted(tallies, key=lambda one: -one.amount)[:most]
     largest = max((abs(one.amount) for one in largest_first), default=1)
@@ -176,7 +184,7 @@ def _count_table(
         Part(
             one.operator,
             (text_of(metric, one.amount, units),),
-            (one.place.module or ("(no module)" if one.place.where else ""), one.place.where),
+            _place_of(one.place, tells_lines=tells_lines),
             share=abs(one.amount) / largest,
             bar="shrank" if one.amount < 0 else "grew",
         )
@@ -191,6 +199,16 @@ def _count_table(
         note,
         of_blocks=False,
     )
+
+
+def _tells_lines(tallies: Collection[Tally]) -> bool:
+    return any(one.place != NOWHERE for one in tallies)
+
+
+def _place_of(place: Place, *, tells_lines: bool) -> tuple[str, str]:
+    """The module and the line of calls; what is not at a line that is known is at one of the others."""
+    module = place.module or ("(no module)" if place.where else "")
+    return module, place.where or ("(other lines)" if tells_lines else "")
 
 
 def grown_counts(verdict: Verdict) -> list[str]:
@@ -210,7 +228,7 @@ def _places_of(row: Row) -> tuple[str, ...]:
     """The module, the line, the operator and the tensors of blocks; of the smaller rows nothing is known."""
     if row.operator == REST:
         return "", "", "", ""
-    return row.module or ("(no module)" if row.where else ""), row.where, row.operator, row.what
+    return row.path or ("(no module)" if row.where else ""), row.where, row.operator, row.what
 
 
 def part_layout(table: PartTable, indent: int = 0) -> Table:
@@ -261,14 +279,35 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
 def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     growth, explanation = verdict.growth, verdict.measurement.explanation
     notes = () if explanation is None else explanation.peak.notes
+    moved = None if growth is None else growth.moved
+    if moved is not None:
+        notes = (_moved_note(moved, units), *notes)
     if growth is not None and growth.growth > 0:
-        return [Explained(growth_table(growth, units, title=f"what grew{explained_on(verdict)}"), notes=notes)]
+        where = f" in {moved.compared}" if moved is not None else ""
+        return [Explained(growth_table(growth, units, title=f"what grew{where}{explained_on(verdict)}"), notes=notes)]
     if explanation is None:
         return []
+    if moved is not None and moved.before in explanation.other_phases:
+        only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)
+        title = f"in {moved.after}, not in {moved.before}{explained_on(verdict)}"
+        return [Explained(composition_table(title, only_here, units), notes=notes)]
     if verdict.origin is not None and growth is None and not notes:
         notes = (_NO_COMPOSITION,)
     title = f"what is there at the peak{explained_on(verdict)}"
     return [Explained(composition_table(title, explanation.peak, units), notes=notes)]
+
+
+def _moved_note(moved: Moved, units: UnitSystem) -> str:
+    now = "" if moved.peak_before is None else f", where it is {format_bytes(moved.peak_before, units)} now"
+    compared = "" if moved.compared == moved.after else f"; the baseline does not keep what was there in {moved.after}"
+    return f"the peak is in {moved.after}; it was in {moved.before}{now}{compared}"
+
+
+def _not_in(other: Composition, composition: Composition) -> Composition:
+    """Return the rows of a composition that another one has not."""
+    changes = difference_of(other, composition).changes
+    rows = tuple(one.after for one in changes if one.before is None and one.after is not None)
+    return Composition(sum(row.nbytes for row in rows), rows)
 
 
 def explained_on(verdict: Verdict) -> str:

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict, worst
+from pytest_gpumem.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.explanation import explanation_blocks, failing_metrics
 from pytest_gpumem.reports.layout import Screen, columns, without_empty
@@ -14,12 +14,17 @@ from pytest_gpumem.reports.values import allowance, difference, on_device, peaks
 from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
+from pytest_gpumem.values.unknown_reads import decided_a_branch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Unit
+
+
+_MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
+_MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] measure"
 
 
 def failure_text(
@@ -39,10 +44,11 @@ def failure_text(
         unmeasured = legible(verdict.unmeasured)
         if missing is None:
             return f"Not measured (required by --gpumem-strict): {unmeasured}"
+        mend = _MARK_AGAIN if verdict.unmeasured == NOT_MARKED else _MEASURE_AGAIN
         return (
             f"Not measured any more: {unmeasured}\n\n"
             f"  baseline: {legible(', '.join(verdict.missing))}, which nothing was compared with\n"
-            "  mend:     let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
+            f"  mend:     {mend}" + (f"\n  accept:   {accept}" if accept else "")
         )
     if missing is not None and not verdict.verdicts:
         what = legible(f"Measurement missing: {missing}")
@@ -84,18 +90,24 @@ def accept_command(
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
+def prune_command(path: str, options: Sequence[str]) -> str:
+    """Return the command that removes the baselines of those tests in the file at ``path`` that are not measured."""
+    return " ".join(map(_quoted, ["gpumem", "prune", path, *options]))
+
+
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
     """Return the table of what was measured before a test failed by itself."""
     rows = [
-        (measurement.name, METRICS[name].title, shown(name, value, units))
+        (METRICS[name].title, measurement.name, shown(name, value, units))
         for measurement in measurements
         for name, value in measurement.metrics.items()
     ]
-    return "\n".join(columns(("measurement", "metric", "now"), rows, left=(0, 1)))
+    return "\n".join(columns(("metric", "measurement", "now"), rows, left=(0, 1)))
 
 
 def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool, memory: str) -> str:
-    name = f"{verdict.measurement.name}: " if several else ""
+    # Our word first: what begins a line may be a command to what shows it.
+    name = f"In {verdict.measurement.name}: " if several else ""
     lines = [f"{name}{_headline(verdict, failing, units, memory)}"]
     failed_by = [name for unit in WHOLE for name in failing_metrics(verdict, failing, unit)]
     for block in (_metric_table(verdict, failing, units), *explanation_blocks(verdict, failed_by, units)):
@@ -117,10 +129,9 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
 
 def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, memory: str) -> str:
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in failing)
-    # A step that keeps more each time has a higher peak because of that.
     first = min(
         (metric for metric in verdict.metrics if metric.outcome is outcome),
-        key=lambda metric: metric.metric != "growth",
+        key=lambda metric: METRICS[metric.metric].precedence,
         default=None,
     )
     if first is not None and outcome is Outcome.OVER_BUDGET:
@@ -134,6 +145,9 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
         # Another workload is the first reason for whatever grew with it.
         workload = f"; another workload: {verdict.reason}" if verdict.reason else ""
         return f"{_subject(first, memory, what)} {against}, allowed {allowance(first, units)}{workload}"
+    decided = decided_a_branch(verdict.measurement.notes)
+    if first is None and decided is not None:
+        return f"Not certain (required by --gpumem-strict): {decided}"
     reason = verdict.reason or "it has no budget, and --gpumem-baseline was not given"
     return f"Not compared (required by --gpumem-strict): {outcome.words}, {reason}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 _HARMLESS = frozenset({"Zs"})
 """Categories that Python calls unprintable and that may be written: blanks."""
+_COMMAND = re.compile(r"^(\s*):(?=:[\w-]+(?:\s.*)?::)")
+"""What GitHub's runner takes for a command, at the beginning of a line; ``##[...]`` it does anywhere (``ActionCommand.cs``)."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
 _BEGINNING = 1 / 3
 """The share of the beginning in a shortened text: the end of a test's id has more information."""
@@ -27,11 +30,17 @@ class Screen:
     def legible(self, text: str) -> str:
         """Return ``text`` as this stream can show it, in one line.
 
-        What would move the cursor, recolour or reorder (control characters, newlines, right-to-left marks) or cannot be
-        seen is escaped as in Python. What the stream cannot encode is replaced by its ASCII equivalent, or else escaped.
+        What would move the cursor, recolour or reorder (control characters, newlines, right-to-left marks), cannot be seen,
+        or would be a command in a CI's log is escaped as in Python. What the stream cannot encode is replaced by its ASCII
+        equivalent, or else escaped.
         """
         if not text.isprintable():
             text = "".join(map(_harmless, text))
+        text = _COMMAND.sub(lambda found: f"{found[1]}\\x3a", text).replace("##[", "#\\x23[")
+        return self.encodable(text)
+
+    def encodable(self, text: str) -> str:
+        """Return ``text`` with what the stream cannot encode replaced by its ASCII equivalent, or else escaped."""
         if text.isascii() or self._encodes(text):
             return text
         return "".join(

@@ -159,7 +159,7 @@ def _figures(row: Row, units: UnitSystem) -> str:
         one = measured.verdict
         if len(row.measured) > 1:
             found.append(f"**{plain(one.measurement.name)}**")
-        found.append(_metrics(one, units))
+        found.append(_metrics(measured, units))
         found += _explained(one, units)
         notes = [*(metric.reason for metric in one.metrics if metric.reason), *one.measurement.notes]
         by_device = peaks_by_device(one.measurement, units)
@@ -192,19 +192,22 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8"))
 
 
-def _metrics(verdict: Verdict, units: UnitSystem) -> str:
+def _metrics(measured: Measured, units: UnitSystem) -> str:
     """Return the table of a measurement's metrics."""
-    rows = [[*map(plain, astuple(texts_of(one, units))[:-1]), _outcome(one)] for one in verdict.metrics]
+    rows = [
+        [
+            *map(plain, astuple(texts_of(one, units))[:-1]),
+            "" if one.outcome is Outcome.RECORDED else _loud(measured, one.outcome),
+        ]
+        for one in measured.verdict.metrics
+    ]
     header, rows = without_empty(_METRICS, rows, (0, 2, 6))
     return table(header, rows, (0, len(header) - 1))
 
 
-def _outcome(metric: MetricVerdict) -> str:
-    return "" if metric.outcome is Outcome.RECORDED else _loud(metric.outcome)
-
-
-def _loud(outcome: Outcome) -> str:
-    return f"**{outcome.words}**" if outcome in FAILING else outcome.words
+def _loud(measured: Measured, outcome: Outcome) -> str:
+    words = measured.words_of(outcome)
+    return f"**{words}**" if outcome in FAILING - measured.accepted else words
 
 
 def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
@@ -248,7 +251,7 @@ def _part_table(of: PartTable) -> str:
 def _changed_table(measured: Iterable[Measured], units: UnitSystem) -> str:
     """Return the table of the metrics that changed; empty where none did."""
     rows = [
-        [code_in_table(each.title), *map(plain, astuple(texts_of(one, units))[:4]), _loud(one.outcome)]
+        [code_in_table(each.title), *map(plain, astuple(texts_of(one, units))[:4]), _loud(each, one.outcome)]
         for each in measured
         for one in each.verdict.metrics
         if one.outcome in CHANGED
@@ -267,7 +270,7 @@ def _all_tests(tests: Sequence[Row], units: UnitSystem) -> str:
     for row in tests:
         for one in row.measured:
             cells = [cell for name in used for cell in _value_and_change(one.verdict.of(name), units)]
-            lines.append([code_in_table(one.title), *cells, _loud(one.verdict.outcome)])
+            lines.append([code_in_table(one.title), *cells, _loud(one, one.verdict.outcome)])
         if row.result is not None and not row.measured:
             test = row.result.verdict
             why = "held by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)

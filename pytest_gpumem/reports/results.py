@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.verdict import FailedIn, Outcome, TestVerdict
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.plain import from_plain
@@ -16,8 +17,16 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from pytest_gpumem.values.option_words import UpdateMode
+
 PROPERTY = "gpumem"
 """The ``user_properties`` entry in which a test's verdict travels, as JSON."""
+
+
+_FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
+"""Outcomes of what has no baseline here."""
+ACCEPTED = "accepted"
+"""How a test ended whose change became the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,14 @@ class TestResult:
     failed: bool = False
     failed_in: FailedIn | None = None
     """Where it failed first; ``None`` where it did not."""
+
+    def is_recorded_by(self, update: UpdateMode | None) -> bool:
+        """Whether a session with this update writes what was measured as its first baselines."""
+        return self.passed and self.verdict.outcome in ACCEPTS[update] & _FIRST
+
+    def is_accepted_by(self, update: UpdateMode | None) -> bool:
+        """Whether a session with this update replaces the baseline by what it was compared with."""
+        return self.passed and self.verdict.outcome in ACCEPTS[update] - _FIRST
 
 
 @dataclass
@@ -127,19 +144,31 @@ def _where(report: pytest.TestReport) -> FailedIn:
     return report.when if report.when in ("setup", "call", "teardown") else "worker"
 
 
-def accounting(results: Iterable[TestResult], not_run: int = 0) -> str:
+def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMode | None = None) -> str:
     """The line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 2 improved, 1 foreign (A100)"``.
 
     ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
     among them. The others were not compared with a baseline, and say why in one word. ``not_run`` are those that were
-    selected and gave no report (Ctrl-C, a crash, ``--maxfail``).
+    selected and gave no report (Ctrl-C, a crash, ``--maxfail``). Those that a session with ``update`` writes for the first time
+    are ``recorded, new``, and what it replaces is ``accepted``.
     """
     everything = list(results)
+    recorded = sum(result.is_recorded_by(update) for result in everything)
+    everything = [result for result in everything if not result.is_recorded_by(update)]
     gated = sum(result.verdict.gated for result in everything)
     counts = Counter(
-        "failed" if result.verdict.failed_by_itself else result.verdict.outcome.words for result in everything
+        "failed"
+        if result.verdict.failed_by_itself
+        else ACCEPTED
+        if result.is_accepted_by(update)
+        else result.verdict.outcome.words
+        for result in everything
     )
-    parts = [f"{gated} gated"]
+    parts = [f"{gated} gated"] if gated or not recorded else []
+    if counts[ACCEPTED]:
+        parts.append(f"{counts[ACCEPTED]} {ACCEPTED}")
+    if recorded:
+        parts.append(f"{recorded} recorded, new")
     for outcome in (Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.MISSING, Outcome.IMPROVED, Outcome.UNCERTAIN):
         if counts[outcome.words]:
             parts.append(f"{counts[outcome.words]} {outcome.words}")

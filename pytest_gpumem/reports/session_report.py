@@ -78,7 +78,7 @@ class SessionReport:
     @property
     def accounting(self) -> str:
         """The line that accounts for every measured test."""
-        return accounting(self.results, len(self.not_run))
+        return accounting(self.results, len(self.not_run), self.terms.update)
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -93,7 +93,8 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
         if len(columns) == 2 and any(changes):
             add(Column("change", weight=_CHANGE), changes)
     for row, one in zip(rows, measured, strict=True):
-        row.append(Span(one.verdict.outcome.words, STYLES[one.verdict.outcome]))
+        outcome = one.verdict.outcome
+        row.append(Span(one.words_of(outcome), "good" if outcome in one.accepted else STYLES[outcome]))
     return Table((*columns, Column("verdict", left=True)), tuple(map(tuple, rows)))
 
 
@@ -167,13 +168,10 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
 
 
 def notes(measured: Iterable[Measured]) -> list[str]:
-    """Return the notes of measurements, each once, with the first measurement that has it and how many others do.
-
-    Those of a step that had not settled are with the verdict that rests on it.
-    """
+    """Return the notes of measurements, each once, with the first measurement that has it and how many others do."""
     having: dict[str, list[str]] = {}
     for one in measured:
-        for note in one.verdict.measurement.notes if one.verdict.measurement.settled else ():
+        for note in one.verdict.measurement.notes:
             having.setdefault(note, []).append(one.title)
     return [f"note: {_first_of(titles)}: {note}" for note, titles in having.items()]
 

@@ -150,7 +150,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         explain_all: Show compositions of peaks at 0, too (``--gpumem-explain=always``).
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
-    measured = measured_in(report.results)
+    measured = measured_in(report.results, report.terms.update)
     chosen = measured if everything else [] if quiet else to_be_shown(measured, gating=report.terms.baseline)
     pieces: list[Piece] = []
     if chosen:
@@ -231,7 +231,8 @@ def _ending(report: SessionReport) -> list[Line]:
 
 def _style_of(report: SessionReport) -> Style | None:
     """Return the style of the line that counts: of its worst outcome, and good only where something was gated."""
-    styles = {STYLES[result.verdict.outcome] for result in report.results}
+    results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
+    styles = {STYLES[result.verdict.outcome] for result in results}
     # The line does not count tests that are not measured.
     if "bad" in styles or not replace(report, others_failed=0).passed:
         return "bad"

@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.gate.verdict import FAILING, WHY_FAILED, Outcome
+from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.verdict import COMPARED, FAILING, WHY_FAILED, Outcome
+from pytest_gpumem.reports.results import ACCEPTED
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ _MARKS = {
     Outcome.RECORDED.words: "·",
     Outcome.OK.words: "✓",
     Outcome.IMPROVED.words: "↓",
+    ACCEPTED: "»",
     Outcome.NEW.words: "+",
     Outcome.FOREIGN.words: "⇄",
     Outcome.STALE.words: "≠",
@@ -66,6 +69,7 @@ class Status:
         return self.words.replace(" ", "-")
 
 
+_COMPARED = COMPARED | {Outcome.STALE}
 _NOT_JUDGED = "what was measured is not what failed it"
 
 
@@ -77,6 +81,12 @@ class Measured:
     verdict: Verdict
     device: str | None = None
     """Where shards measured the test on several devices, this one's."""
+    accepted: frozenset[Outcome] = frozenset()
+    """The outcomes of what became the baseline."""
+
+    def words_of(self, outcome: Outcome) -> str:
+        """Return the outcome of this measurement, or of a metric of it, as text."""
+        return ACCEPTED if outcome in self.accepted else outcome.words
 
     @property
     def title(self) -> str:
@@ -124,11 +134,11 @@ def rows_of(report: SessionReport) -> tuple[Row, ...]:
     )
 
 
-def measured_in(results: Iterable[TestResult]) -> list[Measured]:
-    """Return the measurements of all tests."""
+def measured_in(results: Iterable[TestResult], update: UpdateMode | None = None) -> list[Measured]:
+    """Return the measurements of all tests of a session with this update."""
     everything = list(results)
     several = _on_several_devices(everything)
-    return [one for result in everything for one in _measured(result.verdict, several)]
+    return [one for result in everything for one in _measured(result, several, update)]
 
 
 def why_failed(result: TestResult) -> str:
@@ -165,11 +175,18 @@ def _row(result: TestResult, several: frozenset[str], update: UpdateMode | None)
     return Row(
         verdict.file,
         verdict.test,
-        Status(BY_ITSELF if verdict.failed_by_itself else verdict.outcome.words, fails=result.failed),
+        Status(
+            BY_ITSELF
+            if verdict.failed_by_itself
+            else ACCEPTED
+            if result.is_accepted_by(update)
+            else verdict.outcome.words,
+            fails=result.failed,
+        ),
         why_failed(result) if result.failed else "",
         verdict.accept or "",
         tuple(_notes(result, update)),
-        tuple(_measured(verdict, several)),
+        tuple(_measured(result, several, update)),
         result,
     )
 
@@ -182,7 +199,7 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
         yield verdict.missing_text
     if result.failed and verdict.failure is None and not verdict.unmeasured:
         yield _NOT_JUDGED
-    elif not result.failed and verdict.outcome in FAILING:
+    elif not result.failed and verdict.outcome in FAILING and not result.is_accepted_by(update):
         if verdict.failure is None and update is not None:
             yield f"it did not fail for this: --gpumem-update={update} compares only to know what to write"
         else:
@@ -191,9 +208,11 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
         yield f"it asserted {counted(verdict.relations, 'relation')}, which held"
 
 
-def _measured(test: TestVerdict, several: frozenset[str]) -> Iterable[Measured]:
+def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Iterable[Measured]:
+    test, accepts = result.verdict, result.is_accepted_by(update)
     for one in () if test.unmeasured else test.verdicts:
-        yield Measured(test, one, one.measurement.environment.device if test.nodeid in several else None)
+        device = one.measurement.environment.device if test.nodeid in several else None
+        yield Measured(test, one, device, ACCEPTS[update] & _COMPARED if accepts else frozenset())
 
 
 def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:

@@ -10,12 +10,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pytest_gpumem.units import counted, format_bytes, nearest
+from pytest_gpumem.values.layers import Layers, Numbers, apart, by_amount, is_of, members, named, products
 from pytest_gpumem.values.module_calls import Calls, outermost
 from pytest_gpumem.values.plain import Form, from_plain, to_plain
 from pytest_gpumem.values.timeline import OverTime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 CATEGORIES = (
     "parameter",
@@ -67,7 +68,10 @@ class Row:
     category: str
     nbytes: int
     module: str = ""
-    """The path of the module with layer numbers folded (``blocks.*.attn``), the model's class for itself; empty for none."""
+    """The path of the module with layer numbers folded (``blocks.*.attn``), the model's class for itself; empty for none.
+
+    It may be given with those of its layers: ``blocks.{0,2}.attn``.
+    """
     site: str = ""
     """File and line of the innermost frame that is the user's own code (``model.py:88``); empty where there is none."""
     library: str = ""
@@ -77,6 +81,19 @@ class Row:
     tensor: str = ""
     """Dtype and shape: ``float32[8, 12, 1024, 1024]``; empty where no tensor was seen in it."""
     count: int = 1
+    layers: Layers = ()
+    """The layers of the module that it is of, ``((0, 2),)``, where it is not the same in all of them."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            module, layers = apart(self.module)
+            object.__setattr__(self, "module", module)
+            object.__setattr__(self, "layers", layers)
+
+    @property
+    def path(self) -> str:
+        """The path of the module with the layers that it is of: ``blocks.{0,2}.attn``, or ``blocks.*.attn`` for all."""
+        return named(self.module, self.layers)
 
     @property
     def dtype(self) -> str:
@@ -100,7 +117,7 @@ class Row:
 
     def text(self) -> str:
         """One line, for the store; `row_from_text` is the inverse."""
-        parts = (self.category, self.module, self.operator, self.site, self.library, self.what, str(self.nbytes))
+        parts = (self.category, self.path, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
 
 
@@ -149,6 +166,8 @@ class Composition:
     """The calls of each module, by folded path: how many of them ran with grad mode off."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
     """The calls that made a part of the graph: through how many of them backward did not go."""
+    phase: str = ""
+    """The step's phase that the moment is in: ``backward``; empty where it is not known."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_order)))
@@ -175,14 +194,12 @@ class Composition:
         """
         if category not in CATEGORIES:
             raise ValueError(f"{category!r} is no category; {nearest(category, list(CATEGORIES))}")
-        return sum(row.nbytes for row in self.rows if row.category == category and _within(row.module, module))
+        return sum(row.nbytes for row in self.rows if row.category == category and _within(row, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
         """Return the dtypes of the tensors in modules that match a pattern (``"*.attn"``) and in what is within them."""
         return frozenset(
-            row.dtype
-            for row in self.rows
-            if row.dtype and category in (None, row.category) and _within(row.module, module)
+            row.dtype for row in self.rows if row.dtype and category in (None, row.category) and _within(row, module)
         )
 
     def kept(self) -> Composition:
@@ -223,6 +240,37 @@ def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(replace(key, nbytes=nbytes, count=count) for key, (nbytes, count) in found.items())
 
 
+def each_layer(row: Row) -> dict[Numbers, Row]:
+    """Return a row for each layer that is named, by its numbers; nothing where none is, or they cannot be alike."""
+    of = members(row.layers) or set()
+    if not of or row.nbytes % len(of) or row.count % len(of):
+        return {}
+    one = replace(row, nbytes=row.nbytes // len(of), count=row.count // len(of))
+    return {numbers: replace(one, layers=tuple((number,) for number in numbers)) for numbers in of}
+
+
+def joined(rows: Iterable[Row], there: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
+    """Return rows of single layers with those joined that are alike but for their layer, as few as that takes.
+
+    Args:
+        rows: The rows.
+        there: The layers that there are of each module.
+    """
+    found: dict[Row, dict[Numbers, tuple[int, ...]]] = {}
+    whole = []
+    for row in rows:
+        layers_of_row = each_layer(row)
+        for numbers, one in layers_of_row.items():
+            found.setdefault(replace(row, nbytes=0, count=0, layers=()), {})[numbers] = one.nbytes, one.count
+        whole += [] if layers_of_row else [row]
+    for key, each in found.items():
+        for alike, (nbytes, count) in by_amount(each):
+            for layers in products(alike, there.get(key.module, ())):
+                some = [numbers_of_one for numbers_of_one in alike if is_of(numbers_of_one, layers)]
+                whole.append(replace(key, nbytes=nbytes * len(some), count=count * len(some), layers=layers))
+    return merged(whole)
+
+
 def item_bits(dtype: str) -> int:
     """Return the bits of an element of a dtype: 32 of ``float32``, 8 of ``bool`` and ``float8_e5m2``; 0 where unknown."""
     found = _DIGITS.search(dtype)
@@ -233,10 +281,12 @@ def _order(row: Row) -> tuple[int, str]:
     return -row.nbytes, row.text()
 
 
-def _within(path: str, pattern: str) -> bool:
-    """Return whether a module's path, or that of a module that it is in, matches the pattern."""
-    parts = path.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+def _within(row: Row, pattern: str) -> bool:
+    """Return whether a row's module, with layers folded or named, or one that it is in matches the pattern."""
+    parts = [path.split(".") for path in {row.module, row.path}]
+    return any(
+        fnmatch.fnmatchcase(".".join(some[:count]), pattern) for some in parts for count in range(1, len(some) + 1)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +309,19 @@ class Explanation:
     """What keeps the tensors in ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
     gpu: str | None = None
     """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
+    other_phases: Mapping[str, Composition] = field(default_factory=dict)
+    """What is live at the peak of each other phase."""
 
     def kept(self) -> Explanation:
-        """Return it with the largest rows only, for the way out of this process."""
-        return replace(self, peak=self.peak.kept(), retained=self.retained.kept(), garbage=self.garbage.kept())
+        """Return it with the largest rows only, and of other phases those whose peaks are half of the step's or more.
+
+        For the way out of this process, and for a baseline: the step's peak may move to such a phase.
+        """
+        near = {phase: one.kept() for phase, one in self.other_phases.items() if 2 * one.total >= self.peak.total}
+        return replace(
+            self,
+            peak=self.peak.kept(),
+            retained=self.retained.kept(),
+            garbage=self.garbage.kept(),
+            other_phases=near,
+        )

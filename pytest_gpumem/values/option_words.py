@@ -12,6 +12,8 @@ EMULATED = "emulated:"
 """How the words of emulated GPUs begin."""
 NO_CUDNN = "none"
 """Stands for the release of cuDNN, among the details of an environment, where convolutions ran and none planned them."""
+LOWER_BOUND = "lower bound"
+"""Stands for what recurrent layers take, among the details of an environment, where they ran on an emulated GPU."""
 EMULATED_SLUG = "emulated-"
 
 

@@ -135,7 +135,22 @@ COMPOSITIONS = st.none() | st.builds(
     st.dictionaries(NAMES, st.integers(1, 99), max_size=2),
     no_grad=st.dictionaries(NAMES, SHARES, max_size=2),
     no_backward=st.dictionaries(NAMES, SHARES, max_size=2),
+    phase=NAMES,
 )
+PHASES = st.dictionaries(
+    st.sampled_from(["forward", "backward", "optimizer"]), st.lists(ROWS, min_size=1, max_size=3), max_size=2
+)
+
+
+def with_phases(entry: Baseline, phases: dict[str, list[Row]]) -> Baseline:
+    """An entry that keeps what was live at the peaks of these phases."""
+    if entry.composition is None:
+        return entry
+    peaks = {
+        phase: replace(entry.composition, total=sum(row.nbytes for row in rows), rows=tuple(rows), phase=phase)
+        for phase, rows in phases.items()
+    }
+    return replace(entry, other_phases=peaks)
 
 
 def entry_with(entry: Baseline, composition: Composition | None) -> Baseline:
@@ -162,9 +177,12 @@ def made_of(entry: Baseline, by_operator: dict[str, list[Tally]]) -> Baseline:
 FILES_ENTRIES = st.dictionaries(
     st.builds(Key, st.just(FILE), IDS, IDS),
     st.builds(
-        lambda entry, composition, tallies: made_of(entry_with(entry, composition), tallies),
+        lambda entry, composition, phases, tallies: made_of(
+            with_phases(entry_with(entry, composition), phases), tallies
+        ),
         st.builds(Baseline, WORKLOADS, ENVIRONMENTS, METRIC_VALUES, TEXTS, st.none() | TEXTS, reason=st.none() | TEXTS),
         COMPOSITIONS,
+        PHASES,
         st.dictionaries(st.sampled_from(MADE_OF_OPERATORS), TALLIES, max_size=3),
     ),
     min_size=1,
@@ -200,6 +218,7 @@ def test_a_file_is_made_to_be_read_in_a_diff():
 SPLIT = replace(
     CALL,
     metrics={"peak_allocated": 640, "retained": 9},
+    workspaces=0,
     by_device={"cuda:0": {"peak_allocated": 512, "retained": 9}, "cuda:1": {"peak_allocated": 640, "retained": 0}},
 )
 SPLIT_TEXT = """\
@@ -209,6 +228,7 @@ recorded = "2026-11-02"
 step = "call"
 peak_allocated = 640
 retained = 9
+workspaces = 0
 
 [tests.test_split."call on cuda:0"]
 environment = "torch-2.11.0-23af2a"
@@ -243,6 +263,45 @@ def test_the_bytes_of_a_gpu_without_the_entry_that_they_belong_to_are_told():
     first = text.index("[tests.test_split.call]")
     with pytest.raises(FormatError, match=r"tests\.test_split\.call on cuda:0\.step is 'on cuda:0': .* is not there"):
         parse(text[:first] + text[text.index('[tests.test_split."call on cuda:0') :], FILE)
+
+
+DIFFERING = replace(
+    SPLIT,
+    step_peaks=(512, 640, 600),
+    step_peaks_by_device={"cuda:1": (500, 640, 600)},
+)
+
+
+def test_the_peaks_of_steps_that_differ_stand_below_the_metrics():
+    entries = {**ENTRIES, Key(FILE, "test_split", "call"): DIFFERING}
+    text = render(entries)
+    assert "workspaces = 0\nstep_peaks = [\n    512,\n    640,\n    600,\n]\n" in text
+    assert parse(text, FILE) == entries
+
+
+def test_a_composition_of_another_step_has_its_own_peak():
+    rows = Composition(600, (Row("activation", 500, count=1), Row("other", 100, count=1)))
+    entries = {**ENTRIES, Key(FILE, "test_split", "call"): replace(DIFFERING, composition=rows)}
+    assert "composition_peak = 600\n" in render(entries)
+    assert parse(render(entries), FILE) == entries
+    with pytest.raises(FormatError, match=r"rows hold 600 bytes, more than composition_peak \(599\)"):
+        parse(render(entries).replace("composition_peak = 600", "composition_peak = 599"), FILE)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "said"),
+    [
+        ("[]", r"step_peaks is \[\], expected an array of whole numbers"),
+        ("7", "step_peaks is 7, expected an array of whole numbers"),
+        ("[1.5]", "step_peaks is 1.5, expected int"),
+        ("[1, 2]", "between 1 and 2 bytes, and the highest of them, peak_allocated, is 640"),
+        ("[-1, 640]", "between -1 and 640 bytes"),
+    ],
+)
+def test_peaks_of_steps_that_are_none_are_told(peaks, said):
+    entries = {**ENTRIES, Key(FILE, "test_split", "call"): replace(SPLIT, by_device={}, step_peaks=(640,))}
+    with pytest.raises(FormatError, match=said):
+        parse(render(entries).replace("step_peaks = [\n    640,\n]", f"step_peaks = {peaks}"), FILE)
 
 
 def test_a_reason_stands_behind_the_commit_in_one_line():
@@ -575,6 +634,23 @@ COMPOSED_TEXT = TEXT.replace("throughput = 649.9\n", f"throughput = 649.9\n{COMP
 def test_a_composition_is_a_line_for_each_row_the_largest_first():
     assert render(COMPOSED_ENTRIES) == COMPOSED_TEXT
     assert parse(COMPOSED_TEXT, FILE) == COMPOSED_ENTRIES
+
+
+def test_what_was_live_at_the_peaks_of_other_phases_is_a_line_for_each_row_with_its_phase():
+    peak = replace(COMPOSED.composition, phase="backward")
+    forward = replace(peak, total=498, rows=(Row("parameter", 498, "wte"),), phase="forward")
+    entries = {
+        Key(FILE, "test_a", "train_step"): replace(COMPOSED, composition=peak, other_phases={"forward": forward})
+    }
+    text = render(entries)
+    assert (
+        'phase = "backward"\nother_phases = [\n    "forward | parameter | wte |  |  |  | 1 x block | 498",\n]\n' in text
+    )
+    assert parse(text, FILE) == entries
+    line = '"forward | parameter | wte |  |  |  | 1 x block | 498"'
+    for wrong, told in (('"forward | wte"', "has 1 parts"), (line.replace("498", "x"), "'x' is no number")):
+        with pytest.raises(FormatError, match=rf"test_a\.train_step\.other_phases: forward \| .*{told}"):
+            parse(text.replace(line, wrong), FILE)
 
 
 def test_what_is_not_recomputed_and_what_runs_with_grad_takes_no_line():

@@ -15,6 +15,7 @@ from pytest_gpumem.explain.compose import (
     composition_of_garbage,
     composition_of_peak,
     composition_of_retained,
+    compositions_of_phases,
 )
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.trace import Label
@@ -365,7 +366,40 @@ def test_without_leftovers_what_was_there_is_somebody_elses():
     stream.alloc(9, 40)
     stream.free(9)
     composition = composition_of_peak(timeline_of(stream.trace(), 0), 0)
-    assert composition == Composition(40, (Row("temporary", 40),))
+    assert composition == Composition(40, (Row("temporary", 40),), phase="forward")
+
+
+def test_each_other_phase_has_the_composition_of_its_peak():
+    stream = Stream()
+    for phase, sizes in (("forward", (30, 10)), ("backward", (20, 90)), ("optimizer", (7,))):
+        with stream.mark("phase", phase):
+            for address, size in enumerate(sizes, 10):
+                stream.alloc(address, size)
+            for address, _ in enumerate(sizes, 10):
+                stream.free(address)
+    timeline = timeline_of(stream.trace())
+    assert composition_of_peak(timeline, 5).phase == "backward"
+    others = compositions_of_phases(timeline, 5)
+    assert {phase: (one.phase, one.total) for phase, one in others.items()} == {
+        "forward": ("forward", 45),
+        "optimizer": ("optimizer", 12),
+    }
+
+
+def test_code_without_phases_has_those_of_autograd_and_the_optimizer():
+    stream = Stream()
+    with stream.mark("phase", "step"):
+        stream.alloc(1, 30)
+        with stream.node("MulBackward0", 1):
+            stream.alloc(2, 30)
+        with stream.mark("optimizer", "AdamW"):
+            stream.alloc(3, 30)
+    timeline = timeline_of(stream.trace())
+    assert composition_of_peak(timeline, 0).phase == "optimizer"
+    assert {phase: one.total for phase, one in compositions_of_phases(timeline, 0).items()} == {
+        "forward": 30,
+        "backward": 60,
+    }
 
 
 def test_retained_is_what_the_step_made_and_left_behind():
@@ -378,6 +412,20 @@ def test_retained_is_what_the_step_made_and_left_behind():
         pass
     row = Row("activation", 20, "fc", "model.py:1")
     assert composition_of_retained(stream.timeline()) == Composition(20, (row,))
+
+
+@pytest.mark.parametrize("old", [None, "gradient"])
+@pytest.mark.parametrize("new", [None, "gradient"])
+def test_what_takes_the_place_of_an_older_block_is_not_retained_whoever_is_known_to_own_either(old, new):
+    stream = Stream(before={1: 256, 2: 400}, own={1})
+    stream.snapshot(*([Label(1, old, "fc")] if old else []))
+    stream.free(1)
+    stream.alloc(3, 256)
+    stream.alloc(4, 400)
+    stream.snapshot(*([Label(3, new, "fc")] if new else []))
+    # The older 400 bytes are what earlier steps kept, which leaves no room for the 256.
+    for own in (256, 656):
+        assert composition_of_retained(timeline_of(stream.trace(), own)).total == 400
 
 
 def test_garbage_is_what_only_the_collector_freed():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import Change, Difference, difference
+from pytest_gpumem.gate.difference import Change, Difference, Moved, difference, difference_of_peaks
 from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Row, merged
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
@@ -50,6 +50,79 @@ PARAMETER = row("h.*.mlp", "", shape=(256, 64), category="parameter", site="mode
 
 def first(before: Composition, after: Composition) -> Change:
     return difference(before, after).changes[0]
+
+
+# A peak that moved to another phase
+
+LOGITS = row("head", "mm", shape=(64, 1000), count=1)
+CAST = row("loss", "to", shape=(64, 1000), category="temporary", count=1, site="loss.py:36")
+COPIED = row("loss", "contiguous", shape=(63, 1000), category="temporary", count=1, site="loss.py:38")
+GRADIENT = row("loss", "NllLossBackward0", shape=(100, 1000), category="temporary", count=1, site="loss.py:26")
+
+
+def at(phase: str, *rows: Row) -> Composition:
+    return replace(made_of(PARAMETER, *rows), phase=phase)
+
+
+def test_a_peak_that_moved_is_compared_with_what_was_there_in_its_phase_then():
+    was, is_now = at("backward", LOGITS, GRADIENT), at("forward", LOGITS, CAST, COPIED)
+    then, there = at("forward", LOGITS, CAST), at("backward", LOGITS, GRADIENT)
+    told = difference_of_peaks(was, is_now, {"forward": then}, {"backward": there})
+    assert told.changes == (Change(None, COPIED),)
+    assert (told.before, told.after) == (then.total, is_now.total)
+    assert told.moved == Moved("backward", "forward", "forward", there.total)
+
+
+def test_a_peak_that_moved_is_else_compared_at_its_old_phase_now():
+    was, is_now = at("backward", LOGITS, GRADIENT), at("forward", LOGITS, CAST, COPIED)
+    wider = row("head", "mm", shape=(64, 2000), count=1)
+    told = difference_of_peaks(was, is_now, {}, {"backward": at("backward", wider, GRADIENT)})
+    assert [(one.before, one.after) for one in told.changes] == [(LOGITS, wider)]
+    assert told.moved == Moved("backward", "forward", "backward", PARAMETER.nbytes + wider.nbytes + GRADIENT.nbytes)
+
+
+@pytest.mark.parametrize(("before", "after"), [("forward", "forward"), ("", "forward"), ("forward", "")])
+def test_a_peak_in_the_same_phase_or_in_one_that_is_not_known_is_compared_as_it_is(before, after):
+    was, is_now = at(before, LOGITS), at(after, LOGITS, COPIED)
+    phases = {"forward": at("forward", CAST), "backward": at("backward", CAST)}
+    assert difference_of_peaks(was, is_now, phases, phases) == difference(was, is_now)
+
+
+# Layers
+
+
+def test_a_layer_that_differs_is_told_by_its_number_and_the_others_are_not():
+    small, wide = row("h.*.mlp", "addmm", shape=(8, 64), count=1), row("h.3.mlp", "addmm", shape=(8, 256), count=1)
+    four = replace(small, count=4, nbytes=4 * small.nbytes)
+    three = replace(small, count=3, nbytes=3 * small.nbytes, layers=((0, 1, 2),))
+    (change,) = difference(made_of(four), made_of(three, wide)).changes
+    assert change.row.path == "h.3.mlp"
+    assert (change.nbytes, change.reason) == (wide.nbytes - small.nbytes, "was float32[8, 64], now float32[8, 256]")
+    # Two now, where one was before.
+    two, wider = (
+        replace(one, count=2, nbytes=2 * one.nbytes, layers=((2 * n, 2 * n + 1),))
+        for n, one in enumerate((small, wide))
+    )
+    (change,) = difference(made_of(three, wide), made_of(two, wider)).changes
+    assert (change.before, change.after) == (replace(small, layers=((2,),)), replace(wide, layers=((2,),)))
+
+
+def test_a_layer_that_saves_more_of_the_same_is_told():
+    once = row("h.*", count=4)
+    other, twice = (
+        replace(once, count=n, nbytes=n * once.nbytes // 4, layers=layers)
+        for n, layers in ((3, ((0, 1, 2),)), (2, ((3,),)))
+    )
+    (change,) = difference(made_of(once), made_of(other, twice)).changes
+    assert (change.row.path, change.reason) == ("h.3", "1 -> 2 tensors")
+
+
+def test_a_baseline_from_before_layers_were_named_is_equal():
+    named = (
+        replace(row("h.*", count=3), layers=((0, 1, 2),)),
+        replace(row("h.*", shape=(9, 9), count=1), layers=((3,),)),
+    )
+    assert difference(made_of(*(replace(one, layers=()) for one in named)), made_of(*named)).changes == ()
 
 
 # Refactorings

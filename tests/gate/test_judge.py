@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline, baseline_of
 from pytest_gpumem.gate.difference import difference
-from pytest_gpumem.gate.judge import failing_outcomes, judge
+from pytest_gpumem.gate.judge import MOSTLY_WORKSPACES, failing_outcomes, judge, tolerances_of_emulated
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.reports.failure import failure_text
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_ratio
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.values.unknown_reads import UnknownReads
 
 unhurried = settings(deadline=None)
 GB = 10**9
@@ -198,7 +201,36 @@ def test_a_change_beyond_the_tolerance_has_a_direction_and_one_within_has_none(v
 def test_a_metric_that_the_baseline_lacks_is_new_and_the_rest_is_compared():
     verdict = judge(measured(peak_allocated=GB, retained=0), Budget(), stored(peak_allocated=GB), DEFAULT_TOLERANCES)
     assert verdict.of("peak_allocated").outcome is Outcome.OK
-    assert verdict.of("retained") == MetricVerdict("retained", Outcome.NEW, 0, reason="the baseline has no such metric")
+    reason = "not compared: the baseline (2026-11-02, torch 2.11.0) has no retained; --gpumem-update=new adds it"
+    assert verdict.of("retained") == MetricVerdict("retained", Outcome.NEW, 0, reason=reason)
+
+
+def test_a_metric_that_the_baseline_lacks_and_that_may_not_stand_beside_its_others_says_what_replaces_it():
+    earlier = stored(on(torch="2.10.0"), peak_allocated=GB)
+    verdict = judge(measured(peak_allocated=GB, syncs=1), Budget(), earlier, DEFAULT_TOLERANCES)
+    assert verdict.of("syncs").reason == (
+        "not compared: the baseline (2026-11-02, torch 2.10.0) has no syncs; "
+        "--gpumem-update=all replaces it, as it was recorded in another environment"
+    )
+
+
+def test_what_the_baseline_has_and_the_measurement_lacks_is_noted():
+    earlier = stored(peak_allocated=GB, flops=5, launches=3, step_time=0.1, peak_forward=GB)
+    verdict = judge(measured(peak_allocated=2 * GB), Budget(), earlier, DEFAULT_TOLERANCES)
+    assert verdict.measurement.notes == (
+        "not compared: FLOPs, which the baseline has, could not be measured",
+        "not compared: kernel launches, which the baseline has, could not be measured",
+    )
+    assert judge(measured(peak_allocated=GB), Budget(), None, DEFAULT_TOLERANCES).measurement.notes == ()
+
+
+def test_what_is_not_compared_between_an_emulated_gpu_and_a_real_one_is_noted():
+    now = measured(peak_allocated=GB, launches=3)
+    verdict = judge(now, Budget(), stored(peak_allocated=GB, launches=5), tolerances_of_emulated(DEFAULT_TOLERANCES))
+    assert verdict.of("launches").outcome is Outcome.RECORDED
+    assert verdict.measurement.notes == (
+        "not compared: kernel launches of an emulated GPU, which mean nothing for a real one's",
+    )
 
 
 # Budget and baseline together
@@ -336,7 +368,7 @@ def test_growth_that_was_accepted_is_ok_and_more_of_it_is_not():
 
 
 def test_some_scalars_a_step_are_no_reason_for_a_peak_that_does_not_settle():
-    now = replace(measured(settled=False, notes=("it moved",), peak_allocated=1.2 * GB, growth=4), lowest_peak=GB)
+    now = measured(settled=False, notes=("it moved",), peak_allocated=1.2 * GB, growth=4)
     assert outcome_of(now, baseline=stored(peak_allocated=GB)) is Outcome.UNCERTAIN
 
 
@@ -461,10 +493,70 @@ def test_a_peak_that_did_not_settle_is_uncertain_when_it_grew():
     assert metric.reason == f"the step's peak did not settle: {note}"
 
 
-@pytest.mark.parametrize(("lowest", "outcome"), [(1.005 * GB, Outcome.UNCERTAIN), (1.005 * GB + 1, Outcome.REGRESSED)])
-def test_of_peaks_that_did_not_settle_the_smallest_is_held_against_the_tolerance(lowest, outcome):
-    now = replace(measured(settled=False, notes=("it moved",), peak_allocated=1.2 * GB), lowest_peak=lowest)
-    assert outcome_of(now, baseline=stored(peak_allocated=GB)) is outcome
+def of_steps(*peaks: int, first: tuple[int, ...] = ()) -> Measurement:
+    """A measurement whose steps had these peaks in GB, after some first ones that build state."""
+    allocated = tuple(int(peak * GB) for peak in (*first, *peaks))
+    alike = len({*peaks}) == 1
+    return replace(
+        measured(settled=alike, peak_allocated=int(max(peaks) * GB)),
+        step_peaks=StepPeaks(allocated, left_out=len(first)),
+    )
+
+
+def stored_steps(*peaks: float) -> Baseline:
+    return replace(
+        stored(peak_allocated=int(max(peaks) * GB)),
+        step_peaks=tuple(int(peak * GB) for peak in peaks) if len({*peaks}) > 1 else (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "outcome"),
+    [
+        pytest.param((1, 1, 1), (1, 1.1, 1), Outcome.REGRESSED, id="a spike that is new"),
+        pytest.param((1, 1.1, 1), (1.1, 1, 1.1), Outcome.OK, id="a spike at another step"),
+        pytest.param((1, 3, 2), (1.1, 3.3, 2.2), Outcome.REGRESSED, id="each step needs more, in the same order"),
+        pytest.param((1, 3, 2), (1, 3.3, 2), Outcome.REGRESSED, id="the highest step needs more, in the same order"),
+        pytest.param((1, 3, 2), (3.3, 1, 2), Outcome.UNCERTAIN, id="in another order"),
+        pytest.param((1, 3, 2), (5.1, 1, 2), Outcome.REGRESSED, id="by more than the steps differed"),
+        pytest.param((2, 3, 2), (3.1, 3.2, 3.1), Outcome.REGRESSED, id="the lowest is above the highest of before"),
+        pytest.param((1, 3, 2), (3.3, 3.2, 2), Outcome.REGRESSED, id="each needs more, and another is the highest"),
+        pytest.param((1, 3, 2), (2, 1, 2.5), Outcome.OK, id="less in another order"),
+        pytest.param((1, 3, 2), (1, 2.5, 2), Outcome.IMPROVED, id="less in the same order"),
+        pytest.param((1, 3, 2), (1, 1, 1), Outcome.IMPROVED, id="steps that are alike now"),
+        pytest.param((1, 3, 2), (1, 3, 2, 3.3), Outcome.UNCERTAIN, id="a higher one in more steps than before"),
+        pytest.param((1, 3, 2), (1, 3.3), Outcome.REGRESSED, id="a higher one in fewer steps than before"),
+        pytest.param((1, 3, 2), (1, 3, 2), Outcome.OK, id="the same"),
+    ],
+)
+def test_of_steps_that_differ_the_highest_is_judged_where_it_is_no_chance(then, now, outcome):
+    assert outcome_of(of_steps(*now), baseline=stored_steps(*then)) is outcome
+
+
+def test_how_steps_differ_is_told_with_the_verdict():
+    verdict = judge(of_steps(1, 3.3, 2), Budget(), stored_steps(1, 3, 2), DEFAULT_TOLERANCES)
+    assert verdict.of("peak_allocated").reason == (
+        "peaks differ from step to step: between 1.00 GB and 3.30 GB in 3 steps, median 2.00 GB; "
+        "in the baseline between 1.00 GB and 3.00 GB in 3 steps, median 2.00 GB"
+    )
+    spike = judge(of_steps(1, 3, 1), Budget(), stored_steps(1, 1), DEFAULT_TOLERANCES)
+    assert spike.of("peak_allocated").reason.endswith(" in 3 steps, median 1.00 GB; in the baseline alike")
+    chance = judge(of_steps(3.3, 1, 2), Budget(), stored_steps(1, 3, 2), DEFAULT_TOLERANCES)
+    assert chance.of("peak_allocated").reason.endswith(
+        ": by chance, unless a fixed seed makes each step the same in each run"
+    )
+
+
+@pytest.mark.parametrize("metric", ["peak_allocated", "peak_reserved"])
+def test_a_budget_holds_the_first_steps_too(metric):
+    measurement = of_steps(1, 1, 1, first=(1, 4))
+    peaks = replace(measurement.step_peaks, reserved=measurement.step_peaks.allocated)
+    measurement = replace(measurement, metrics={"peak_allocated": GB, metric: GB}, step_peaks=peaks)
+    earlier = stored(**measurement.metrics)
+    found = judge(measurement, Budget({metric: 2 * GB}), earlier, DEFAULT_TOLERANCES).of(metric)
+    assert (found.outcome, found.value) == (Outcome.OVER_BUDGET, 4 * GB)
+    within = judge(measurement, Budget({metric: 4 * GB}), earlier, DEFAULT_TOLERANCES).of(metric)
+    assert (within.outcome, within.value) == (Outcome.OK, GB)
 
 
 def test_a_leak_is_a_leak_also_when_the_peak_did_not_settle():
@@ -509,12 +601,21 @@ def test_a_count_that_grew_under_another_release_of_torch_is_uncertain_by_howeve
     assert verdict.of(count).reason == f"torch was 2.13.0, now 2.14.0, which moves {title} by itself"
 
 
-def test_a_count_of_a_step_that_did_not_settle_is_uncertain_when_it_grew():
-    measurement = measured(settled=False, notes=("it moved",), peak_allocated=GB, operators=5)
-    assert (
-        outcome_of(measurement, baseline=stored(peak_allocated=GB, operators=4), metric="operators")
-        is Outcome.UNCERTAIN
-    )
+def test_a_count_of_a_step_whose_peak_did_not_settle_is_judged():
+    measurement = measured(settled=False, notes=("it moved",), peak_allocated=1.2 * GB, operators=5)
+    verdict = judge(measurement, Budget(), stored(peak_allocated=GB, operators=4), DEFAULT_TOLERANCES)
+    outcomes = {one.metric: one.outcome for one in verdict.metrics}
+    assert outcomes == {"peak_allocated": Outcome.UNCERTAIN, "operators": Outcome.REGRESSED}
+
+
+@pytest.mark.parametrize(("lowest", "outcome"), [(4, Outcome.UNCERTAIN), (5, Outcome.REGRESSED)])
+def test_of_a_count_that_varied_the_smallest_is_held_against_the_baseline(lowest, outcome):
+    now = replace(measured(peak_allocated=1.2 * GB, operators=1042), lowest_counts={"operators": lowest})
+    verdict = judge(now, Budget(), stored(peak_allocated=GB, operators=4), DEFAULT_TOLERANCES)
+    assert verdict.of("operators").outcome is outcome
+    assert verdict.of("peak_allocated").outcome is Outcome.REGRESSED
+    if outcome is Outcome.UNCERTAIN:
+        assert verdict.of("operators").reason == "operators between 4 and 1,042 from step to step"
 
 
 def test_a_budget_knows_no_doubt():
@@ -619,6 +720,20 @@ def test_strictly_a_test_fails_on_everything_but_ok_and_improved(outcome, compar
 
 def test_strictly_a_metric_that_is_only_recorded_beside_a_gated_one_is_fine():
     verdict = verdict_with(Outcome.OK, Outcome.RECORDED)
+    assert failing_outcomes(verdict, strict=True, compares=True, accepts=NOTHING) == NOTHING
+
+
+def test_strictly_a_test_fails_in_which_an_uncomputed_value_decided_a_branch():
+    sure = verdict_with(Outcome.OK)
+    measurement = replace(sure.verdicts[0].measurement, notes=UnknownReads({"train.py:88": 1}).notes())
+    verdict = replace(sure, verdicts=(replace(sure.verdicts[0], measurement=measurement),))
+    assert failing_outcomes(verdict, strict=True, compares=True, accepts=NOTHING) == {Outcome.UNCERTAIN}
+    assert failing_outcomes(verdict, strict=False, compares=True, accepts=NOTHING) == NOTHING
+    assert failure_text(verdict, frozenset({Outcome.UNCERTAIN}), "si").startswith(
+        "Not certain (required by --gpumem-strict): an uncomputed value decided a branch at train.py:88\n"
+    )
+    logged = replace(measurement, notes=UnknownReads(other={"train.py:88": 1}).notes())
+    verdict = replace(sure, verdicts=(replace(sure.verdicts[0], measurement=logged),))
     assert failing_outcomes(verdict, strict=True, compares=True, accepts=NOTHING) == NOTHING
 
 
@@ -733,17 +848,19 @@ def test_without_bytes_of_single_gpus_the_largest_of_the_baseline_counts():
     assert (worse.outcome, worse.gpu) == (Outcome.REGRESSED, None)
 
 
-@pytest.mark.parametrize(("lowest", "outcome"), [(2.01 * GB, Outcome.UNCERTAIN), (2.01 * GB + 1, Outcome.REGRESSED)])
+@pytest.mark.parametrize(("lowest", "outcome"), [(2 * GB, Outcome.UNCERTAIN), (2.2 * GB, Outcome.REGRESSED)])
 @pytest.mark.parametrize("smaller", [True, False])
-def test_the_smallest_peak_of_each_gpu_is_held_against_the_tolerance_where_peaks_did_not_settle(
-    lowest, outcome, smaller
-):
+def test_the_steps_of_each_gpu_are_held_against_its_own_of_before(lowest, outcome, smaller):
     here = 3 * GB if smaller else 2 * GB
-    now = on_gpus(g0=here, g1=int(2.5 * GB))
-    # On each GPU another step may have had the smallest peak, so that no step had both.
-    lowest_by_device = {"cuda:0": here, "cuda:1": lowest}
-    now = replace(now, settled=False, notes=("it moved",), lowest_peak=int(2.5 * GB), lowest_by_device=lowest_by_device)
-    found = on_gpus_verdict(now, stored_on(g0=here, g1=2 * GB))
+    most = int(2.5 * GB)
+    now = replace(
+        on_gpus(g0=here, g1=most),
+        settled=False,
+        # On each GPU another step may have the highest peak, so that no step has both.
+        step_peaks_by_device={"cuda:0": StepPeaks((here, here)), "cuda:1": StepPeaks((most, int(lowest)))},
+    )
+    earlier = replace(stored_on(g0=here, g1=2.1 * GB), step_peaks_by_device={"cuda:1": (int(1.5 * GB), int(2.1 * GB))})
+    found = on_gpus_verdict(now, earlier)
     assert (found.outcome, found.gpu) == (outcome, "cuda:1")
 
 
@@ -761,3 +878,104 @@ def test_a_composition_is_compared_with_that_of_the_same_gpu_only():
     for gpu, compared in (("cuda:0", True), ("cuda:1", False)):
         explained = replace(now, explanation=Explanation(rows, gpu=gpu))
         assert (judge(explained, Budget(), earlier, DEFAULT_TOLERANCES).growth is not None) is compared
+
+
+# Workspaces
+
+MB = 10**6
+OLDER = {"torch": "2.13.0", "allocator": "default"}
+NEWER = {"torch": "2.15.0", "allocator": "default"}
+
+
+def judged_over_releases(now: tuple[int, int], then: tuple[int, int], torch=(NEWER, OLDER)) -> Verdict:
+    """The verdict on a peak and its workspaces now, against those of a baseline, under two releases of torch."""
+    here, there = (replace(H100, details=details) for details in torch)
+    measurement = replace(measured(here, peak_allocated=now[0]), workspaces=now[1])
+    baseline = replace(stored(there, peak_allocated=then[0]), workspaces=then[1])
+    return judge(measurement, Budget(), baseline, DEFAULT_TOLERANCES)
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "outcome", "beside"),
+    [
+        pytest.param(
+            (267 * MB, 67 * MB), (234 * MB, 34 * MB), Outcome.REGRESSED, "is as it was", id="the release's growth"
+        ),
+        pytest.param(
+            (277 * MB, 67 * MB), (234 * MB, 34 * MB), Outcome.REGRESSED, "went from 200.00 MB to 210.00 MB", id="both"
+        ),
+        pytest.param(
+            (234 * MB, 34 * MB), (267 * MB, 67 * MB), Outcome.IMPROVED, "is as it was", id="the release's saving"
+        ),
+        pytest.param(
+            (254 * MB, 34 * MB),
+            (267 * MB, 67 * MB),
+            Outcome.IMPROVED,
+            "went from 200.00 MB to 220.00 MB",
+            id="hidden growth",
+        ),
+        pytest.param((267 * MB, 67 * MB), (200 * MB, 0), Outcome.REGRESSED, "is as it was", id="none before"),
+    ],
+)
+def test_a_note_says_which_part_of_a_change_is_of_another_release_of_torch(now, then, outcome, beside):
+    verdict = judged_over_releases(now, then)
+    assert verdict.outcome is outcome
+    (note,) = verdict.measurement.notes
+    assert "with torch 2.15.0, and were" in note
+    assert note.endswith(f"that part of its change is the release's own; what is beside them {beside}")
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "torch"),
+    [
+        pytest.param((267 * MB, 67 * MB), (267 * MB, 67 * MB), (NEWER, OLDER), id="the same workspaces"),
+        pytest.param((267 * MB, 67 * MB), (234 * MB, 34 * MB), (NEWER, NEWER), id="the same release"),
+        pytest.param((267 * MB, 67 * MB), (234 * MB, None), (NEWER, OLDER), id="not known"),
+    ],
+)
+def test_of_workspaces_that_no_release_changed_no_note_is_made(now, then, torch):
+    assert judged_over_releases(now, then, torch).measurement.notes == ()
+
+
+def test_a_tolerance_is_of_what_exceeds_the_workspaces_of_either_side():
+    (peak,) = judged_over_releases((80 * MB, 34 * MB), (80 * MB, 67 * MB)).metrics
+    assert peak.allowed == pytest.approx(0.005 * 13 * MB)
+
+
+@pytest.mark.parametrize(("workspaces", "notes"), [(67 * MB, (MOSTLY_WORKSPACES,)), (50 * MB, ())])
+def test_a_measurement_that_is_mostly_workspaces_says_so(workspaces, notes):
+    measurement = replace(measured(peak_allocated=100 * MB), workspaces=workspaces)
+    assert judge(measurement, Budget(), None, DEFAULT_TOLERANCES).measurement.notes == notes
+
+
+# Reserved bytes
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("unused", "grown", "outcome"),
+    [
+        pytest.param((0, 0), 2 * MIB, Outcome.OK, id="one segment"),
+        pytest.param((0, 0), 2 * MIB + 1, Outcome.REGRESSED, id="a load of 50 MB that takes more"),
+        pytest.param((7 * MIB, 7 * MIB), 3 * MIB, Outcome.REGRESSED, id="the same room"),
+        pytest.param((7 * MIB, 0), 22 * MIB, Outcome.OK, id="room now"),
+        pytest.param((0, 7 * MIB), 22 * MIB, Outcome.OK, id="room then"),
+        pytest.param((0, 7 * MIB), 22 * MIB + 1, Outcome.REGRESSED, id="more than the room explains"),
+        pytest.param((0, 200 * MIB), 40 * MIB, Outcome.OK, id="two segments"),
+        pytest.param((0, 200 * MIB), 40 * MIB + 1, Outcome.REGRESSED, id="more than two segments"),
+        pytest.param((0, None), 40 * MIB, Outcome.OK, id="not known"),
+    ],
+)
+def test_reserved_bytes_may_vary_by_the_room_that_a_step_found(unused, grown, outcome):
+    now, then = unused
+    base = 50 * MB
+    measurement = replace(measured(peak_allocated=base, peak_reserved=base + grown), unused_before=now)
+    baseline = replace(stored(peak_allocated=base, peak_reserved=base), unused_before=then)
+    assert outcome_of(measurement, baseline=baseline, metric="peak_reserved") is outcome
+
+
+def test_a_large_step_may_reserve_two_percent_more():
+    measurement = measured(peak_allocated=GB, peak_reserved=GB + 20 * MB)
+    baseline = replace(stored(peak_allocated=GB, peak_reserved=GB), unused_before=0)
+    assert outcome_of(measurement, baseline=baseline, metric="peak_reserved") is Outcome.OK

@@ -16,6 +16,7 @@ from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.values.composition import CATEGORIES, Composition, Explanation, Row
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.times import Round, Sample, Times
 
 unhurried = settings(deadline=None)
@@ -154,6 +155,7 @@ SAMPLES = st.builds(Sample, *OF_ROUNDS) | st.builds(Sample, *OF_ROUNDS, invalid=
 TIMES = st.builds(
     Times, st.lists(SAMPLES, min_size=1, max_size=2).map(tuple), st.dictionaries(TEXTS, SECONDS, max_size=2)
 )
+PEAKS = st.lists(st.integers(0, 2**60), max_size=3).map(tuple)
 MEASUREMENTS = st.builds(
     Measurement,
     name=TEXTS,
@@ -161,6 +163,8 @@ MEASUREMENTS = st.builds(
     environment=st.builds(Environment, TEXTS, TEXTS, st.dictionaries(TEXTS, TEXTS | st.integers(), max_size=3)),
     metrics=st.dictionaries(st.sampled_from(list(METRICS)), NUMBERS, max_size=4),
     settled=st.booleans(),
+    step_peaks=st.builds(StepPeaks, PEAKS, PEAKS, st.integers(0, 9)),
+    step_peaks_by_device=st.dictionaries(TEXTS, st.builds(StepPeaks, PEAKS), max_size=2),
     notes=st.lists(TEXTS, max_size=2).map(tuple),
     recomputed=st.none() | st.integers(0),
     explanation=st.none() | EXPLANATIONS,

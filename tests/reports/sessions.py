@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.difference import Change, Difference
+from pytest_gpumem.gate.difference import Change, Difference, Moved
 from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
@@ -16,6 +16,7 @@ from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.operator_counts import Place, Tally, from_texts, to_texts
 from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.timeline import OverTime, Phase
 from pytest_gpumem.values.times import Round, Sample, Times
 
@@ -78,7 +79,9 @@ def explained(text: str) -> Explanation:
         (Phase("forward", 0, 10), Phase(text, 10, 20)),
     )
     composition = Composition(9 * GB, rows, {text: 2}, (text,), *[{"(all)": Calls(1, 3), text: Calls(1, 2)}] * 2)
-    return Explanation(composition, composition, composition, (text,), 1, over_time, (text,), text)
+    composition = replace(composition, phase=text)
+    phases = {text: composition}
+    return Explanation(composition, composition, composition, (text,), 1, over_time, (text,), text, phases)
 
 
 def made_of(text: str) -> tuple[Tally, ...]:
@@ -90,7 +93,8 @@ def everything(text: str) -> SessionReport:
     """A session that has everything there is to say, with ``text`` wherever a text may stand."""
     explanation = explained(text)
     old, new = explanation.peak.rows[1], explanation.peak.rows[0]
-    growth = Difference(8 * GB, 9 * GB, (Change(None, new, text), Change(old, None, text), Change(old, old)))
+    changes = (Change(None, new, text), Change(old, None, text), Change(old, old))
+    growth = Difference(8 * GB, 9 * GB, changes, Moved(text, text, text, 7 * GB))
     times = Times(
         (Sample((Round(0.1, 1e9, text, 1.5), Round(0.2)), 3, text, Slowed(1.2, 1.1)), Sample((Round(0.3),))),
         {"forward": 0.1, text: 0.2},
@@ -109,7 +113,9 @@ def everything(text: str) -> SessionReport:
         work={"samples": 8, text: 2.5},
         by_operator={"operators": made_of(text)},
         by_device={text: {"peak_allocated": 9 * GB}, f"{text}2": {"peak_allocated": 8 * GB, "retained": 1}},
-        lowest_by_device={text: 8 * GB},
+        step_peaks=StepPeaks((8 * GB, 9 * GB), (9 * GB,), 1),
+        step_peaks_by_device={text: StepPeaks((8 * GB,))},
+        lowest_counts={"syncs": 3},
     )
     metrics = (
         peak(Outcome.REGRESSED, reason=text, gpu=text),

@@ -9,9 +9,11 @@ import pytest
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
-from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row, changes_of
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.reports.layout import Screen, text_of
+from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 
@@ -60,6 +62,29 @@ def test_a_test_of_which_nothing_is_timed_and_nothing_changed_is_shown_with_its_
 def test_what_grew_from_nothing_is_shown_in_its_unit():
     _, line, *_ = table(report(row("test_a", Change("flops", 0, 2 * 10**9, Outcome.REGRESSED, 0.0))), "si")
     assert "0 FLOP  2.00 GFLOP  +2.00 GFLOP" in line
+
+
+def test_a_metric_that_one_side_lacks_is_told_in_every_format():
+    def side(**metrics: int) -> Measurement:
+        return Measurement("call", Workload("call"), Environment("toy", "toy", {"torch": "2.13.0"}), metrics)
+
+    old, new = side(peak_allocated=5, launches=7, peak_forward=5), side(peak_allocated=5, flops=3)
+    changes, _ = changes_of(old, new, DEFAULT_TOLERANCES)
+    compared = report(row("test_a", *changes), pairs=None)
+    told = [
+        "new: test_it.py::test_a: FLOPs: not compared: the old side has none",
+        "note: test_it.py::test_a: kernel launches: not compared: the new side has none",
+    ]
+    assert [line for line in table(compared, "si") if "not compared" in line] == told
+    marked = markdown(compared, "si").replace("\\", "").splitlines()
+    assert [line for line in marked if "not compared" in line] == [f"- {one}" for one in told]
+    reasons = {one["metric"]: one["reason"] for one in json.loads(to_json(compared))["tests"][0]["metrics"]}
+    assert reasons == {
+        "peak_allocated": None,
+        "peak_forward": None,
+        "flops": "not compared: the old side has none",
+        "launches": "not compared: the new side has none",
+    }
 
 
 def test_what_is_slower_stands_out_where_there_are_colours():

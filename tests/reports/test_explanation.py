@@ -25,6 +25,7 @@ from pytest_gpumem.reports.explanation import (
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.values.operator_counts import Place, Tally
 
 unhurried = settings(deadline=None)
 MB, GB = 10**6, 10**9
@@ -99,6 +100,26 @@ def test_a_row_that_was_not_there_has_no_baseline_and_columns_that_nobody_needs_
         """
         what grew    baseline      now    change  module       line        operator  tensors
         temporaries         -  1.00 GB  +1.00 GB  (no module)  train.py:3  mul       1 x float32[8]
+        """
+    )
+
+
+def test_calls_that_may_be_at_any_of_the_places_that_a_baseline_did_not_keep_are_of_other_lines():
+    kept = Tally("mm", 8, Place("head", "model.py:10"))
+    now = (
+        kept,
+        *(Tally("mm", 6, Place("h.*", f"model.py:{line}")) for line in (20, 21)),
+        Tally("mul", 1, Place("", "t.py:3")),
+    )
+    workload = Workload("call")
+    entry = Baseline(workload, CPU, {"operators": 14}, "2026-11-02", by_operator={"operators": (kept, Tally("mm", 6))})
+    measurement = Measurement("call", workload, CPU, {"operators": 21}, by_operator={"operators": now})
+    (told,) = explanation_blocks(judge(measurement, Budget(), entry, DEFAULT_TOLERANCES), ["operators"], "si")
+    assert told == literal(
+        """
+        more operators  change  module       line
+        mm                  +6  h.*          (other lines)
+        mul                 +1  (no module)  t.py:3
         """
     )
 

@@ -25,6 +25,7 @@ from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import Rate
 from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally
 from pytest_gpumem.values.times import Round, Sample, Times
 
 unhurried = settings(deadline=None)
@@ -360,14 +361,14 @@ def test_of_several_measurements_only_the_guilty_are_told_and_by_name():
     over = measured("generate", peak_allocated=3 * GB), Budget({"peak_allocated": 2 * GB}), None
     assert text_of(fine, bad, over) == literal(
         """
-        checkpointed: GPU memory regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %
+        In checkpointed: GPU memory regressed: peak 2.00 GB, baseline 1.00 GB: +1.00 GB (+100.0 %), allowed +0.5 %
 
           metric          baseline      now    change  allowed
           peak allocated   1.00 GB  2.00 GB  +100.0 %   +0.5 %  regressed
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
-        generate: GPU memory over budget: peak 3.00 GB, budget 2.00 GB: +1.00 GB (+50.0 %)
+        In generate: GPU memory over budget: peak 3.00 GB, budget 2.00 GB: +1.00 GB (+50.0 %)
 
           metric              now   budget
           peak allocated  3.00 GB  2.00 GB  over budget
@@ -397,6 +398,28 @@ def test_a_note_of_the_measurement_is_told_once():
 def test_more_work_is_told_by_how_much_there_is_of_it(metric, then, now, headline):
     heavier, lighter = measured(peak_allocated=GB, **{metric: now}), stored(peak_allocated=GB, **{metric: then})
     assert text_of((heavier, Budget(), lighter)).splitlines()[0] == f"Work regressed: {headline}"
+
+
+@pytest.mark.parametrize(
+    ("grown", "headline"),
+    [
+        (("launches", "operators", "flops", "syncs"), "Work regressed: syncs"),
+        (("launches", "operators", "flops"), "Work regressed: FLOPs"),
+        (("launches", "operators"), "Work regressed: operators"),
+        (("launches",), "Work regressed: kernel launches"),
+        (("syncs", "growth", "peak_allocated"), "GPU memory regressed: growth per step"),
+        (("syncs", "peak_allocated"), "GPU memory regressed: peak"),
+    ],
+)
+def test_of_several_metrics_that_grew_the_nearest_to_the_cause_heads_the_failure_and_its_lines(grown, headline):
+    then = {"peak_allocated": GB, "growth": 0, "flops": 5, "operators": 5, "syncs": 5, "launches": 5}
+    now = {name: value + GB if name in grown else value for name, value in then.items()}
+    made_of = {name: (Tally("mm", now[name]),) for name in MADE_OF_OPERATORS}
+    lines = text_of((replace(measured(**now), by_operator=made_of), Budget(), stored(**then))).splitlines()
+    assert lines[0].startswith(f"{headline} ")
+    titles = [line.split()[1] for line in lines if line.startswith("  all ")]
+    assert titles == [title for title in ("syncs", "FLOPs", "operators", "kernel") if title in " ".join(titles)]
+    assert len(titles) == len({*grown} & {*MADE_OF_OPERATORS})
 
 
 # Speed
@@ -539,10 +562,10 @@ def test_what_was_measured_before_a_test_failed_by_itself():
     )
     assert section == literal(
         """
-        measurement   metric                now
-        plain         peak allocated    5.00 GB
-        plain         retained              0 B
-        plain         step time       100.00 ms
-        checkpointed  peak allocated    1.02 kB
+        metric          measurement         now
+        peak allocated  plain           5.00 GB
+        retained        plain               0 B
+        step time       plain         100.00 ms
+        peak allocated  checkpointed    1.02 kB
         """
     )

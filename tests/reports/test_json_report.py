@@ -229,7 +229,19 @@ def objects(schema):
             yield from objects(one)
 
 
-ADDED_SINCE = {"accept", "failed_in", "by_device", "lowest_by_device", "gpu"}
+ADDED_SINCE = {
+    "accept",
+    "failed_in",
+    "by_device",
+    "step_peaks",
+    "step_peaks_by_device",
+    "lowest_counts",
+    "unused_before",
+    "gpu",
+    "phase",
+    "other_phases",
+    "moved",
+}
 """Keys that the first reports did not have: these are read, too."""
 
 
@@ -238,8 +250,13 @@ def test_a_report_without_what_was_added_since_is_read():
     for one in older["results"]:
         del one["failed_in"], one["verdict"]["accept"]
         for verdict in one["verdict"]["verdicts"]:
-            del verdict["measurement"]["by_device"], verdict["measurement"]["lowest_by_device"]
-            del verdict["measurement"]["explanation"]["gpu"]
+            del verdict["measurement"]["by_device"]
+            del verdict["measurement"]["step_peaks"], verdict["measurement"]["step_peaks_by_device"]
+            del verdict["measurement"]["lowest_counts"]
+            explanation = verdict["measurement"]["explanation"]
+            del explanation["gpu"], explanation["other_phases"], verdict["growth"]["moved"]
+            for composition in (explanation["peak"], explanation["retained"], explanation["garbage"]):
+                del composition["phase"]
             for metric in verdict["metrics"]:
                 del metric["gpu"]
     assert from_json(json.dumps(older), "a.json").results

@@ -214,12 +214,13 @@ def test_why_times_were_not_compared_is_told_once_for_all_tests():
     assert reasons(one.verdict for one in rows) == ["new: time is not compared: the baseline has no times (3 times)"]
 
 
-def test_a_note_is_told_with_its_test_unless_the_step_had_not_settled():
+def test_a_note_is_told_with_its_test():
     said = result(verdict_on({"peak_allocated": GB}, None, notes=("not counted",)))
-    unsettled = result(
-        verdict_on({"peak_allocated": GB}, None, notes=("the peak still moved",), settled=False), test="test_b"
-    )
-    assert notes(measured_in([said, unsettled])) == ["note: a.py::test_a: not counted"]
+    differ = result(verdict_on({"peak_allocated": GB}, None, notes=("peaks differ",), settled=False), test="test_b")
+    assert notes(measured_in([said, differ])) == [
+        "note: a.py::test_a: not counted",
+        "note: a.py::test_b: peaks differ",
+    ]
 
 
 def test_a_note_of_many_measurements_is_told_once():

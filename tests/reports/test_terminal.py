@@ -84,7 +84,7 @@ def test_recording_baselines_shows_what_was_recorded_and_where_it_went():
         "new: there is no baseline for NVIDIA H100 80GB HBM3 yet",
         "",
         "gpumem store: 1 baseline written (new), 0 left as they were",
-        "gpumem: 0 gated, 1 new",
+        "gpumem: 1 recorded, new",
     ]
 
 

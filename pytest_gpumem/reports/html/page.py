@@ -193,7 +193,7 @@ def _row(row: Row, units: UnitSystem) -> TestRow:
         device="" if worst is None else worst.measurement.environment.device,
         part=worst.measurement.name if worst is not None and len(verdicts) > 1 else "",
         cells=_cells(worst, units),
-        panels=tuple(panel_of(one, units) for one in verdicts),
+        panels=tuple(panel_of(one.verdict, units, one.accepted) for one in row.measured),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.gate.verdict import FAILING
@@ -17,6 +17,7 @@ from pytest_gpumem.reports.explanation import (
     retained_title,
 )
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
+from pytest_gpumem.reports.results import ACCEPTED
 from pytest_gpumem.reports.values import MetricTexts, peaks_by_device, texts_of
 from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.units import format_bytes, format_bytes_change
@@ -24,7 +25,7 @@ from pytest_gpumem.units import format_bytes, format_bytes_change
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
+    from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, Verdict
     from pytest_gpumem.reports.explanation import PartTable
     from pytest_gpumem.units import UnitSystem
 
@@ -77,8 +78,8 @@ class Panel:
     notes: tuple[str, ...]
 
 
-def panel_of(verdict: Verdict, units: UnitSystem) -> Panel:
-    """Return what a page shows of a measurement."""
+def panel_of(verdict: Verdict, units: UnitSystem, accepted: frozenset[Outcome] = frozenset()) -> Panel:
+    """Return what a page shows of a measurement; ``accepted`` are the outcomes of what became its baseline."""
     measurement, explanation, growth = verdict.measurement, verdict.measurement.explanation, verdict.growth
     over_time = None if explanation is None else explanation.over_time
     changes = count_tables(verdict, grown_counts(verdict), units, MOST_ROWS)
@@ -89,7 +90,12 @@ def panel_of(verdict: Verdict, units: UnitSystem) -> Panel:
         measurement.name,
         tuple(_workload(verdict)),
         tuple(
-            MetricRow(texts_of(one, units), one.outcome in FAILING, bar_of(one), one.reason or "")
+            MetricRow(
+                replace(texts_of(one, units), **({"words": ACCEPTED} if one.outcome in accepted else {})),
+                one.outcome in FAILING - accepted,
+                bar_of(one),
+                one.reason or "",
+            )
             for one in verdict.metrics
         ),
         "" if verdict.origin is None else origin_line(verdict.origin, reason=True),
@@ -170,7 +176,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield verdict.reason
     yield from measurement.notes
     if not measurement.settled:
-        yield "the step had not settled: two consecutive steps did not give the same peak"
+        yield "the step had not settled: its steps did not give the same peak"
     if measurement.recomputed:
         yield f"{measurement.recomputed} module calls were repeated in backward"
     if explanation is not None:
