@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
@@ -21,11 +21,15 @@ from pytest_gpumem.steps.training import prepared_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import TracebackType
 
     import torch
 
     from pytest_gpumem.session.test_run import TestRun
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+
+
+_T = TypeVar("_T")
 
 
 class Region:
@@ -43,6 +47,28 @@ class Region:
         if self._measurement is None:
             raise MeasuringError("the region has not ended yet: read its measurement after the with block")
         return self._measurement
+
+
+class WithBlock(AbstractContextManager[_T]):
+    """What ``gpumem.steps()`` and ``gpumem.track()`` return: for a ``with`` statement, and nothing else."""
+
+    def __init__(self, method: str, within: AbstractContextManager[_T]) -> None:
+        self._method = method
+        self._within = within
+
+    def __enter__(self) -> _T:
+        return self._within.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._within.__exit__(kind, error, traceback)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        call = f"gpumem.{self._method}()"
+        raise AttributeError(
+            f"{name} is of what {call} gives to a with block: `with {call} as it:`, and then it.{name}"
+        )
 
 
 class Gpumem:
@@ -83,27 +109,30 @@ class Gpumem:
         (its closure, arguments bound to it, its object) belongs to the step; everything else that is live does not.
         """
         run = self._run
-        with prepared_function(run.context, fn, items) as prepared:
+        with run.alone("measure", name), prepared_function(run.context, fn, items) as prepared:
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
         del prepared  # what it held is gone when others see the measurement
         return run.keep(judged)
 
-    @contextmanager
-    def track(self, name: str | None = None) -> Iterator[Region]:
+    def track(self, name: str | None = None) -> AbstractContextManager[Region]:
         """Measure the body of a ``with`` block, which runs once::
 
             with gpumem.track("generate") as region:
                 model.generate(prompt)
             assert region.measurement.peak_allocated < 2e9
 
-        What the test and its fixtures hold when the region begins belongs to it. Runs cold: no time is taken.
+        What the test and its fixtures hold when the region begins belongs to it. Runs cold: no time is taken. Regions may be
+        nested in regions, and in nothing else that is measured.
         """
+        return WithBlock("track", self._tracked(name))
+
+    @contextmanager
+    def _tracked(self, name: str | None) -> Iterator[Region]:
         region = Region()
-        with self._run.tracked() as figures:
+        with self._run.alone("track", name), self._run.tracked() as figures:
             yield region
         region.end(self._run.keep_figures(Workload("region"), figures(), name))
 
-    @contextmanager
     def steps(
         self,
         steps: int = STEPS,
@@ -111,7 +140,7 @@ class Gpumem:
         items: float | None = None,
         name: str | None = None,
         explain: bool | None = None,
-    ) -> Iterator[Steps]:
+    ) -> AbstractContextManager[Steps]:
         """Measure the steps of a training loop that runs within, as it is, and end it when they have been measured::
 
             with gpumem.steps() as training:
@@ -126,9 +155,12 @@ class Gpumem:
 
         Raises `MeasuringError` where the loop ends before there are four steps, or no optimizer steps.
         """
-        measured = Steps(self._run, steps, name, items, explain=explain)
-        with measured.within():
-            yield measured
+        return WithBlock("steps", self._measured(Steps(self._run, steps, name, items, explain=explain), name))
+
+    @contextmanager
+    def _measured(self, steps: Steps, name: str | None) -> Iterator[Steps]:
+        with self._run.alone("steps", name), steps.within():
+            yield steps
 
     def train_step(
         self,
@@ -160,6 +192,7 @@ class Gpumem:
         """
         run, parsed = self._run, as_config(config)
         with (
+            run.alone("train_step", name),
             self._or_refused(),
             prepared_train_step(
                 run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer, items=items
@@ -186,6 +219,7 @@ class Gpumem:
         """
         run, parsed = self._run, as_config(config)
         with (
+            run.alone("infer_step", name),
             self._or_refused(),
             prepared_infer_step(run.context, model_or_factory, batch, config=parsed, items=items) as prepared,
         ):
@@ -211,6 +245,7 @@ class Gpumem:
         """
         run, parsed = self._run, as_config(config)
         with (
+            run.alone("estimate", name),
             self._or_refused(),
             prepared_train_step(
                 run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer
@@ -243,7 +278,7 @@ class Gpumem:
         Raises ``AssertionError`` that names the first parameter that differs, with its error.
         """
         config_a, config_b = _both(config_a), _both(config_b)
-        with self._or_refused():
+        with self._run.alone("assert_same_gradients"), self._or_refused():
             assert_same_gradients(
                 self._run.device, model_factory, batch, (config_a, config_b), rtol=rtol, atol=atol, loss=loss
             )
@@ -257,7 +292,8 @@ class Gpumem:
         Raises ``AssertionError`` with the bytes that a step keeps, and the tensors that are kept. Give more ``steps`` where a
         cache fills more slowly.
         """
-        assert_no_growth(self._run.device, step, steps)
+        with self._run.alone("assert_no_growth"):
+            assert_no_growth(self._run.device, step, steps)
         self._run.relations += 1
 
     @contextmanager

@@ -37,7 +37,7 @@ def pytest_gpumem_environment(config: pytest.Config, device: Device) -> Mapping[
 
 
 def pytest_gpumem_measurement(item: pytest.Item, measurement: Measurement) -> None:
-    """See every measurement when it has been taken, before it is judged, in the process that ran the test::
+    """See every measurement when it has been taken and judged, before its test ends, in the process that runs the test::
 
     def pytest_gpumem_measurement(item, measurement):
         log.info("%s: %d bytes", item.nodeid, measurement.peak_allocated)

@@ -16,6 +16,7 @@ from pytest_gpumem.values.composition import (
 )
 from pytest_gpumem.values.operator_counts import KeptTallies
 from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.times import Times
 
 if TYPE_CHECKING:
@@ -33,6 +34,28 @@ class MissingMetric(AttributeError):
 
 class MeasuringError(RuntimeError):
     """A step could not be measured, so that no figure of it may be believed."""
+
+
+MOST_OF_A_NAME = 200
+"""Characters of the name of a measurement."""
+
+
+def check_name(name: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what cannot be the name of a measurement."""
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: the name of a measurement is a text; write name={str(name)!r}")
+    if not name or name.isspace():
+        raise ValueError(f"name={name!r} is empty; leave it out, and the measurement is called after its step")
+    if len(name) > MOST_OF_A_NAME:
+        raise ValueError(
+            f"name={name[:20]!r}... has {len(name)} characters; the name of a measurement has at most {MOST_OF_A_NAME}"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"name={name!r}: its character {error.start + 1} is a lone surrogate, which no file can hold; write another name"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +131,10 @@ class Measurement(MetricAttributes):
     environment: Environment
     metrics: Mapping[str, float]
     settled: bool = True
-    """Whether two consecutive steps gave the same peak before this one was measured."""
+    """Whether two steps in a row gave the same peak, and so did all that were looked at after them."""
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
-    """Training steps under a config: module calls that were repeated in backward; ``None`` where it was not counted."""
+    """Module calls that were repeated in backward, of `train_step`; ``None`` of any other step, where nobody counts them."""
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
     """What the peak, and what was retained, is made of, where that was recorded; of that the largest rows are written."""
     times: Times | None = None
@@ -120,22 +143,24 @@ class Measurement(MetricAttributes):
         default_factory=dict
     )
     """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
-    lowest_peak: int | None = None
-    """The smallest `peak_allocated` of the later half of the steps, in bytes, where they did not settle.
-
-    Of several GPUs the largest of ``lowest_by_device``.
-    """
+    step_peaks: StepPeaks = field(default_factory=StepPeaks)
+    """The peaks of all steps that were looked at; of several GPUs, in each step the largest."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
     """What ``operators``, ``flops``, ``syncs`` and ``launches`` are made of: operators, at lines where those are known."""
     workspaces: int = 0
-    """Bytes of the peaks that the backend's libraries keep for themselves (cuBLAS, on CUDA), whatever the code's size is."""
+    """Bytes of `peak_allocated` that the backend's libraries take for themselves (cuBLAS, on CUDA), whatever the code's size
+    is: how much lower it would be without them. Those of one product count where the peak is in it."""
+    unused_before: int = 0
+    """Bytes that the allocator had reserved without use when the step began: by so much `peak_reserved` may vary by chance."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """In a process that sees several GPUs: the metrics in bytes of each on which the step held any, by ``"cuda:1"``.
 
     Of each metric, ``metrics`` has the largest value among them.
     """
-    lowest_by_device: Mapping[str, int] = field(default_factory=dict)
-    """In a process that sees several GPUs: what ``lowest_peak`` is on each, where the steps did not settle."""
+    step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict)
+    """In a process that sees several GPUs: the peaks of the steps on each of ``by_device``."""
+    lowest_counts: Mapping[str, int] = field(default_factory=dict)
+    """The smallest value of each count that was not the same in each step that was counted; ``metrics`` has the largest."""
 
     def __post_init__(self) -> None:
         ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
@@ -147,7 +172,9 @@ class Measurement(MetricAttributes):
             for device, here in sorted(self.by_device.items())
         }
         object.__setattr__(self, "by_device", MappingProxyType(by_device))
-        object.__setattr__(self, "lowest_by_device", MappingProxyType(dict(sorted(self.lowest_by_device.items()))))
+        object.__setattr__(self, "lowest_counts", MappingProxyType(dict(sorted(self.lowest_counts.items()))))
+        on_each = dict(sorted(self.step_peaks_by_device.items()))
+        object.__setattr__(self, "step_peaks_by_device", MappingProxyType(on_each))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_plain, (Measurement, to_plain(self))

@@ -45,6 +45,8 @@ class Metric:
     """What heads its column, where neither its name nor its title does."""
     weight: int | None = 0
     """Columns of less weight give way first where there is no room for all; ``None`` for one that never does."""
+    precedence: int = 0
+    """Of several metrics by which a measurement fails, the one with the least heads the failure: the nearest to the cause."""
     budget: str | None = None
     """The marker's argument that limits it, which takes a size."""
     larger_is_better: bool = False
@@ -120,7 +122,7 @@ _SCALARS = Tolerance(relative=0.0, absolute=1024)
 # The whole interval has to lie beyond it, so that 10 % is found where runs of the same code vary by up to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
 # The allocator reserves in segments of up to 20 MiB, and whether a step finds room in a segment that somebody else's
-# bytes keep open is chance: two such segments are noise.
+# bytes keep open is chance: two such segments are noise at most, and less where there was less room (`gate/judge.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
 
 # The same code calls the same operators, until a release of torch takes one apart in another way.
@@ -176,7 +178,10 @@ class MetricAttributes:
     )
     """The most bytes that the allocator took from the GPU, less those held for others at the start (CUDA only)."""
 
-    growth = WholeMetric("growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, where_absent=0)
+    # A step that keeps more each time has a higher peak because of that.
+    growth = WholeMetric(
+        "growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, precedence=-1, where_absent=0
+    )
     """Bytes that every further step keeps: a leak. 0 of a step that repeats."""
 
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")
@@ -186,7 +191,14 @@ class MetricAttributes:
     """Bytes that only Python's cyclic collector freed afterwards."""
 
     flops = WholeMetric(
-        "FLOPs", "count", _COUNTED, shown="if changed", weight=1, made_of_operators=True, depends_on=("torch",)
+        "FLOPs",
+        "count",
+        _COUNTED,
+        shown="if changed",
+        weight=1,
+        precedence=2,
+        made_of_operators=True,
+        depends_on=("torch",),
     )
     """Floating-point operations of a step: matrix products, convolutions and attention, a multiply-add being two.
 
@@ -194,12 +206,26 @@ class MetricAttributes:
     """
 
     operators = WholeMetric(
-        "operators", "count", _COUNTED, shown="if changed", weight=1, made_of_operators=True, depends_on=("torch",)
+        "operators",
+        "count",
+        _COUNTED,
+        shown="if changed",
+        weight=1,
+        precedence=3,
+        made_of_operators=True,
+        depends_on=("torch",),
     )
     """Calls of operators that compute or copy in a step: neither views nor allocations. Not those of compiled steps."""
 
     syncs = WholeMetric(
-        "syncs", "count", _COUNTED, shown="if changed", weight=1, made_of_operators=True, depends_on=("torch",)
+        "syncs",
+        "count",
+        _COUNTED,
+        shown="if changed",
+        weight=1,
+        precedence=1,
+        made_of_operators=True,
+        depends_on=("torch",),
     )
     """How often a step makes the host wait for a GPU: values that are read, and copies that block.
 
@@ -212,6 +238,7 @@ class MetricAttributes:
         _COUNTED,
         shown="if changed",
         weight=1,
+        precedence=4,
         optional=True,  # whether they can be counted is a matter of the driver's permissions
         made_of_operators=True,
         depends_on=("torch", "cuda", "driver"),
@@ -219,7 +246,7 @@ class MetricAttributes:
     )
     """CUDA kernels that a step launches (CUDA only)."""
 
-    step_time = RealMetric("step time", "seconds", _SPEED, weight=6, repeats=False)
+    step_time = RealMetric("step time", "seconds", _SPEED, weight=6, precedence=5, repeats=False)
     """Median seconds of a step; `Measurement.times` has the rounds and their percentiles."""
 
     forward_time = RealMetric("forward time", "seconds", shown="in details", repeats=False)
@@ -231,7 +258,7 @@ class MetricAttributes:
     optimizer_time = RealMetric("optimizer time", "seconds", shown="in details", repeats=False)
     """Median seconds of the optimizer's step, with clipping and ``zero_grad``."""
 
-    throughput = RealMetric("throughput", "items/s", larger_is_better=True, repeats=False)
+    throughput = RealMetric("throughput", "items/s", precedence=5, larger_is_better=True, repeats=False)
     """Items per second at `step_time`."""
 
 

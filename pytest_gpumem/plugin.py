@@ -63,16 +63,21 @@ def is_emulated(config: pytest.Config) -> bool:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, int | None]:
     # Around the whole process: the exit status is what comes out of here, whatever hooks and tests have made of it.
+    passed = False
     try:
         status = yield
-        return status if status is None else _final_status(config, status)
+        if status is not None:
+            status = _final_status(config, status)
+        passed = not status
+        return status
     except SystemExit as end:
         if end.code in (0, None):
             end.code = _final_status(config, 0)
+        passed = end.code == 0
         raise
     finally:
         if SESSION in config.stash:
-            config.stash[SESSION].leave()
+            config.stash[SESSION].leave(passed=passed)
 
 
 def _final_status(config: pytest.Config, status: int) -> int:

@@ -23,8 +23,10 @@ SIZES = {name: base**power for base, names in SYSTEMS.values() for power, name i
 _SIZES_BY_LOWER = {name.lower(): size for name, size in SIZES.items()}
 _COUNTS = ("", "k", "M", "G", "T")
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
-_RATE = re.compile(r"\s*(?P<number>\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*(?P<of>[A-Za-z]+)\s*/\s*s\s*")
-_QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<unit>[^\d\s].*?)?\s*")
+_RATE = re.compile(
+    r"\s*(?P<number>[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*(?P<of>[A-Za-z]+)\s*/\s*s\s*"
+)
+_QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*(?P<unit>[^\d\s].*?)?\s*")
 
 
 def nearest(word: str, valid: list[str]) -> str:

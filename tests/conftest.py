@@ -65,7 +65,7 @@ LONGEST = (
 )
 """Files that take longest, the longest first: one that a worker begins last is what the others would wait for.
 
-Those of `make emulated` come last, as all of them are skipped without the CUDA build of torch.
+Those of `make emulated` come last, as all of them are skipped where no GPU is emulated.
 """
 
 

@@ -157,8 +157,12 @@ def test_a_second_session_replaces_the_files_of_the_first(project):
 
 @pytest.fixture
 def blocked(project: Project) -> Project:
-    """A project in which ``kept`` cannot be a folder."""
-    (project.path / "kept").write_text("a file", encoding="utf-8")
+    """A project in which ``kept`` cannot be a folder any more when tests run."""
+    project.write(
+        "from pathlib import Path\n\n\ndef pytest_collection_finish():\n    Path('kept').write_text('a file')\n\n\n"
+        "def pytest_unconfigure():\n    Path('kept').unlink()\n",
+        "conftest.py",
+    )
     return project
 
 

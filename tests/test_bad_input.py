@@ -49,6 +49,11 @@ def test_a_wrong_marker_names_the_test_and_the_nearest_word(project, workers, ar
         ("max_growth=0.02", "max_growth: 0.02 is not a percentage"),
         ("max_gb=1, max_memory='1 GB'", "max_gb and max_memory say the same thing"),
         ("device='gpu'", "device 'gpu': no such device; did you mean 'cuda'?"),
+        ("max_retained=None", "max_retained is None, which is no limit; leave it out where there is none"),
+        ("device=None", "device is None, which is no limit"),
+        ("max_memory='٦ GB'", "max_memory: '٦ GB' is not a size; write it like '6.5 GB'"),
+        ("max_growth='٢ %'", "max_growth: '٢ %' is not a percentage"),
+        ("min_throughput='٢ steps/s'", "min_throughput: '٢ steps/s' is not a rate"),
     ],
 )
 def test_a_wrong_marker_argument_is_explained(project, arguments, said):
@@ -79,6 +84,8 @@ def test_a_wrong_marker_is_told_also_when_its_test_is_deselected(project):
         ("[[tool.gpumem.budget]]\nmax_gb = 1", "budget 1 needs tests"),
         ("[[tool.gpumem.budget]]\ntests = 'x'", "sets no limit"),
         ("[[tool.gpumem.budget]]\ntests = 'x'\nmax_gb = -1", "max_gb: -1 is negative"),
+        ("rank_timeout = '٣'", "rank_timeout is '٣', expected a duration above zero"),
+        ("time_budget = '٣ s'", "time_budget: '٣ s' is not a duration"),
     ],
 )
 @pytest.mark.parametrize("workers", [[], ["-n1"]])
@@ -171,6 +178,49 @@ def test_an_artifacts_folder_without_a_name_is_refused(project):
     assert "artifacts" in usage_error(project.run("--gpumem-artifacts="))
 
 
+@pytest.mark.parametrize(
+    "option", ["--gpumem-artifacts=afile", "--gpumem-artifacts=afile/within", "--gpumem-store=afile"]
+)
+def test_a_file_in_place_of_a_folder_is_refused(project, option):
+    project.write(RIGHT)
+    (project.path / "afile").write_text("", encoding="utf-8")
+    assert f"{project.path / 'afile'} is a file, expected a folder" in usage_error(
+        project.run("--gpumem-update=new", option)
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["prune", "--nope"], ["prune", "nowhere.py"], ["run", "a.py", "--steps", "٩"], ["merge", "--nope"]]
+)
+def test_what_a_command_does_not_understand_is_wrong_usage(project, command):
+    (project.path / "a.py").touch()
+    result = project.gpumem(*command)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+NAMES = ("::error file=test_it.py::broken out", "  ::warning::broken out", "a ##[error]broken out", "::group::x")
+
+
+def test_the_name_of_a_measurement_is_no_command_of_a_log(project):
+    source = "def test_it(gpumem):\n    import os\n    size = 9_000_000 if 'LARGE' in os.environ else 1_000_000\n"
+    source += "".join(f"    gpumem.measure(lambda: torch.ones(size), name={name!r})\n" for name in NAMES)
+    project.write(f"{source}    assert 'FAILS' not in os.environ\n")
+    with pytest.MonkeyPatch.context() as patch:
+        outputs = [project.run("--gpumem-update=new", "-v")]
+        patch.setenv("LARGE", "1")
+        outputs.append(project.run("--gpumem-baseline", "-vv", "--gpumem-explain=always"))
+        patch.setenv("FAILS", "1")
+        outputs.append(project.run("--gpumem-baseline"))
+    outputs[1].assert_outcomes(failed=1)
+    for one in outputs:
+        begun = [line for line in one.outlines if line.lstrip().startswith(("::", "##", *NAMES))]
+        assert begun == []
+        assert not any("##[" in line for line in one.outlines if "name=" not in line)
+    commands = [project.gpumem(*words).stdout for words in (["show"], ["show", "test_it.py::test_it"])]
+    assert [line for text in commands for line in text.splitlines() if line.lstrip().startswith("::")] == []
+
+
 def test_the_baseline_flag_takes_no_value(project):
     project.write(RIGHT)
     project.run("--gpumem-update=new")
@@ -198,6 +248,32 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
             "the model is on meta*gpumem.device",
         ),
         ("[gpumem.measure(lambda: 0, name='a') for _ in '12']", "already has a measurement called 'a'"),
+        (
+            "gpumem.measure(lambda: torch.ones(9), name=5)",
+            "TypeError: name=5: the name of a measurement is a text*name='5'",
+        ),
+        ("gpumem.measure(lambda: torch.ones(9), name='')", "name='' is empty; leave it out"),
+        ("gpumem.measure(lambda: torch.ones(9), name='a' * 5000)", "has 5000 characters; * has at most 200"),
+        ("gpumem.measure(lambda: torch.ones(9), name='a\\ud800')", "its character 2 is a lone surrogate*"),
+        ("gpumem.track(5).__enter__()", "TypeError: name=5: the name of a measurement is a text"),
+        (
+            "gpumem.steps().callback()",
+            "callback is of what gpumem.steps() gives to a with block: `with gpumem.steps() as it:`*",
+        ),
+        ("gpumem.track('a').measurement", "measurement is of what gpumem.track() gives to a with block*"),
+        (
+            "gpumem.train_step(torch.nn.Linear, torch.ones(9), config='shard=fsdp,world=99999999999')",
+            "shard=fsdp: 99999999999 ranks are more than the 131072 of which one can be measured",
+        ),
+        (
+            "gpumem.train_step(lambda: torch.nn.Linear(4, 4), torch.ones(9), config='shard=tp:999999')",
+            "ranks are more than the 131072 of which one can be measured",
+        ),
+        (
+            "gpumem.train_step(torch.nn.Linear, torch.ones(9), config='accumulate=٢')",
+            "expected a whole number, 1 or more",
+        ),
+        ("gpumem.train_step(torch.nn.Linear, torch.ones(9), config='clip=٢')", "clip=*expected a number"),
         ("gpumem.measure(lambda: torch.ones(9)).peak_reserved", "has no peak_reserved; it has peak_allocated*"),
     ],
 )
@@ -206,3 +282,19 @@ def test_a_step_that_cannot_be_made_is_explained(project, call, said):
     result = project.run()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"E *{said}*"])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("option", ["--gpumem-baseline", "--gpumem-update=new"])
+def test_a_test_file_outside_of_the_root_directory_is_named_with_what_mends_it(project, option, workers):
+    project.write(RIGHT, "outside/test_it.py")
+    project.write("", "root/conftest.py")
+    words = ["outside/test_it.py", "--rootdir=root"]
+    message = usage_error(project.run(*words, option, *workers, separate=bool(workers)))
+    outside, root = project.path / "outside/test_it.py", project.path / "root"
+    assert f"the test file {outside} is outside of the root directory {root}" in message
+    assert f"add --rootdir={project.path}, and --gpumem-store=FOLDER" in message
+    project.run(*words).assert_outcomes(passed=1)
+    mended = project.run("outside/test_it.py", f"--rootdir={project.path}", "--gpumem-update=new")
+    mended.assert_outcomes(passed=1)
+    assert list(project.stored()) == ["cpu-x86_64/outside/test_it.py.toml"]

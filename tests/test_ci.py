@@ -14,11 +14,14 @@ import pytest
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
+from pytest_gpumem.emulation.torch_build import OLDEST
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from tests.workflows import ACTION, ROOT, Runner, read_yaml
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PINNED = re.search(r'"torch==([^"]+)"', (ROOT / "example_project" / "pyproject.toml").read_text())[1]
+"""The release of torch that the example's baselines are of."""
 
 
 def valid(schema: str, *files: Path) -> None:
@@ -427,6 +430,54 @@ def test_ci_waits_for_what_is_fetched_and_tests_nothing_without_it(tmp_path, fai
     ran = {"browser": fetched[:2], ".venv-emulated/.installed": fetched, "lint": ["lint"]}
     assert (tmp_path / "log").read_text().split() == ran.get(failing, [*fetched, "test", "emulated"])
     assert ("browser says" in done.stdout) == (failing in fetched[1:])
+
+
+def made(*words: str) -> str:
+    """The commands that make would run for targets that are not there."""
+    environment = {"PATH": os.environ["PATH"]}
+    command = [shutil.which("make"), "--directory", ROOT, "--dry-run", "--always-make", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("target", ["test", "emulated"])
+@pytest.mark.parametrize(
+    ("release", "suffix"), [(None, ""), (PINNED, ""), ("2.15.0", "-2.15.0"), ("nightly", "-nightly")]
+)
+def test_each_release_of_torch_has_an_environment_of_its_own_for_which_it_is_installed(target, release, suffix):
+    commands = made(target, *([] if release is None else [f"TORCH={release}"]))
+    folder = {"test": ".venv", "emulated": ".venv-emulated"}[target] + suffix
+    assert {*re.findall(r"\.venv[^/\s]*", commands)} == {folder}
+    (suite,) = re.findall(rf"{folder}/bin/python -m pytest -n auto.*", commands)
+    assert suite.endswith('-m "not thorough" ')
+    installed = commands.partition(suite)[0]
+    if release == "nightly":
+        index = {"test": "cpu", "emulated": r"cu\d+"}[target]
+        assert re.search(
+            rf"--pre torch --index-url https://download\.pytorch\.org/whl/nightly/{index}$", installed, re.MULTILINE
+        )
+        assert "torch=" not in commands
+    else:
+        sign = {"test": "==", "emulated": "==="}[target]
+        assert {*re.findall(r"torch(=+[^ \n]+)", commands)} == {sign + (release or PINNED)}
+    assert "triton" not in commands, "torch requires it in its release"
+
+
+def test_ci_tests_the_release_of_the_examples_baselines_the_newest_the_oldest_and_the_nightly_which_alone_may_fail():
+    jobs = read_yaml((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    oldest = re.search(r'"torch>=([^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert oldest == ".".join(map(str, OLDEST))
+    for name in ("test", "emulated"):
+        matrix = jobs[name]["strategy"]["matrix"]
+        releases = [*matrix["torch"], *(one["torch"] for one in matrix.get("include", []))]
+        assert [*releases[:3], "nightly"] == releases
+        pinned, newest, floor = releases[:3]
+        assert (pinned, floor) == (PINNED, f"{oldest}.0")
+        assert tuple(map(int, newest.split("."))) > tuple(map(int, pinned.split(".")))
+        assert jobs[name]["continue-on-error"] == "${{ matrix.torch == 'nightly' }}"
+        assert jobs[name]["env"]["TORCH"] == "${{ matrix.torch }}"
+        assert any(step.get("run", "").startswith(f"make {name} ") for step in jobs[name]["steps"])
+    assert [name for name, job in jobs.items() if "continue-on-error" in job] == ["test", "emulated"]
 
 
 BROWSER = {

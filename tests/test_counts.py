@@ -43,7 +43,7 @@ AS_IT_WAS = {
 PLANTED = {
     "a value is read": (
         {"before_loss": "output.item()"},
-        r"Work regressed: operators \d+, baseline \d+: \+1 \(\+\d\.\d %\), allowed \+0\.0 %",
+        r"Work regressed: syncs 1, baseline 0: \+1, allowed \+0",
         {"operators", "syncs"},
     ),
     "a tensor is printed": (
@@ -63,7 +63,7 @@ PLANTED = {
     ),
     "made on the host": (
         {"bias": "torch.ones(16).to(x.device)"},
-        r"Work regressed: operators \d+, baseline \d+: \+1 \(\+\d\.\d %\), allowed \+0\.0 %",
+        r"Work regressed: syncs 1, baseline 0: \+1, allowed \+0",
         {"operators", "syncs"},
     ),
 }

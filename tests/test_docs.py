@@ -141,6 +141,33 @@ def test_the_reference_has_every_option_and_its_key():
     assert keys == {option: f"`{key}`" if key in _KEYS else "-" for option, key in written.items()}
 
 
+@pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "docs/ci.md", "CONTRIBUTING.md"])
+def test_the_contents_of_a_page_are_its_sections(page):
+    text = FENCE.sub("", read(page))
+    links = re.findall(r"\]\(#([^)]+)\)", text.partition("\n## ")[0])
+    sections = [
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
+    ]
+    assert [link for link in links if link in sections] == sections
+
+
+def test_tables_of_measurements_in_the_docs_have_columns_that_are_printed():
+    printed = {
+        metric.short or name.replace("_", " ") for name, metric in METRICS.items() if metric.shown != "in details"
+    }
+    headers = [
+        re.split(r"  +", line.strip())
+        for block in blocks("text")
+        for line in block.text.splitlines()
+        if re.match(r"test {3,}", line) and line.endswith("verdict")
+    ]
+    measurements = [header for header in headers if "metric" not in header]
+    assert len(measurements) >= 2
+    for header in measurements:
+        assert {*header} <= {"test", "peak", "change", "verdict", *printed}
+
+
 def test_no_page_speaks_of_an_option_that_does_not_exist():
     said = {option for page in PAGES for option in re.findall(r"--gpumem-[a-z]+(?:-[a-z]+)*", read(page))}
     assert said <= set(options())
@@ -191,7 +218,8 @@ def tolerance(text: str) -> Tolerance | None:
         return None
     if text == "none at all":
         return Tolerance(0.0)
-    relative, *absolute = text.removesuffix(", [and more](#step-time)").split(", at least ")
+    plain = text.replace("[up to 40 MiB](#what-reserved-bytes-may-vary-by)", "40 MiB")
+    relative, *absolute = plain.removesuffix(", [and more](#step-time)").split(", at least ")
     return Tolerance(parse_ratio(relative), *map(parse_size, absolute))
 
 

@@ -251,3 +251,45 @@ def test_a_session_whose_report_passed_ends_green(grown):
 def test_without_a_gate_nobody_meddles_with_the_exit_status(grown):
     grown.write("def test_ends():\n    pytest.exit('enough', returncode=0)\n\n\n" + LARGE)
     assert grown.run().ret == 0
+
+
+LEAVES = "import os\n\n\ndef test_leaves():\n    os._exit(0)\n"
+
+
+def test_os_exit_in_a_test_ends_a_gate_red_with_what_was_gated_and_a_report(project):
+    project.write(SMALL, "test_a.py")
+    project.write(SMALL, "test_c.py")
+    project.run("--gpumem-update=new")
+    project.write(LEAVES, "test_b.py")
+    result = gated(project, separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "gpumem: 1 gated, 1 did not finish",
+            "gpumem: os._exit(0) in test_b.py::test_leaves (call) ended the process before the session's end, and *",
+        ]
+    )
+    assert (reported(project)["passed"], reported(project)["not_run"]) == (False, [["test_c.py", "test_step"]])
+
+
+@pytest.mark.parametrize(("source", "status"), [(SMALL, 0), (LARGE, 1)], ids=["clean", "grown"])
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        "def pytest_unconfigure(config):\n    os._exit(0)\n",
+        "import atexit\n\natexit.register(lambda: os._exit(0))\n",
+    ],
+    ids=["unconfigure", "atexit"],
+)
+def test_os_exit_after_the_tests_ends_with_what_the_report_says(grown, source, status, leaves):
+    grown.write(source)
+    conftest(grown, f"import os\n\n\n{leaves}")
+    assert gated(grown, separate=True).ret == status
+
+
+def test_children_of_a_gated_test_leave_as_they_like(grown):
+    grown.write(
+        f"{SMALL}\n\ndef test_child():\n    import os\n    child = os.fork()\n    if not child:\n        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    assert gated(grown, separate=True).ret == 0

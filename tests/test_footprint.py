@@ -41,7 +41,7 @@ def test_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
 def test_the_marker_is_registered(project):
     project.write("@pytest.mark.gpumem(device='cpu')\ndef test_it(): ...\n")
     project.run("--strict-markers").assert_outcomes(passed=1)
-    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.gpumem(max_gb=None, *"])
+    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.gpumem(max_gb=..., *"])
 
 
 def test_a_measured_test_keeps_the_number_of_threads_and_the_state_of_the_collector(project):

@@ -268,7 +268,7 @@ def test_a_rerun_replaces_what_was_measured_before(project):
         "    TRIES.append(1)\n    torch.ones(1_000_000 if len(TRIES) == 1 else 1000)\n"
     )
     result = project.run("--gpumem-update=new")
-    result.stdout.fnmatch_lines(["gpumem store: 1 baseline written*", "gpumem: 1 gated*", "*1 passed, 1 rerun*"])
+    result.stdout.fnmatch_lines(["gpumem store: 1 baseline written*", "gpumem: 1 recorded, new", "*1 passed, 1 rerun*"])
 
 
 def test_a_renamed_measurement_is_unused_and_goes_with_update_all(project):
@@ -337,3 +337,30 @@ def test_no_time_runs_steps_without_timing_them(project):
         "def test_it(gpumem):\n    assert 'step_time' not in gpumem.measure(lambda: torch.ones(1000), items=1).metrics\n"
     )
     project.run("--gpumem-no-time").assert_outcomes(passed=1)
+
+
+def test_a_session_that_records_says_so_whatever_other_devices_have(project):
+    project.write("".join(f"@pytest.mark.gpumem(max_gb=1)\ndef test_{n}():\n    torch.ones(10)\n\n\n" for n in "abc"))
+    project.run("--gpumem-update=new")
+    (file,) = project.store.rglob("*.toml")
+    other = project.store / "nvidia-a100" / file.name
+    other.parent.mkdir()
+    text = file.read_text(encoding="utf-8").replace("cpu-x86_64", "nvidia-a100").replace("CPU (x86_64)", "NVIDIA A100")
+    other.write_text(text, encoding="utf-8")
+    file.unlink()
+    result = project.run("--gpumem-update=new")
+    result.stdout.fnmatch_lines(["gpumem store: 3 baselines written (new), *", "gpumem: 3 recorded, new"])
+    result.stdout.no_fnmatch_line("*foreign*")
+    project.run("--gpumem-baseline").stdout.fnmatch_lines(["gpumem: 3 gated"])
+
+
+@pytest.mark.parametrize("options", [[], ["--gpumem-baseline", "--gpumem-strict"]], ids=["update", "gate"])
+def test_growth_that_an_update_accepts_is_told_as_accepted(project, options):
+    project.write(SIMPLE.format(count=1_000_000))
+    project.run("--gpumem-update=new")
+    project.write(SIMPLE.format(count=2_000_000))
+    result = project.run("--gpumem-update=all", "--gpumem-report=report.md", *options)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["test_it.py::*  accepted", "gpumem: 1 gated, 1 accepted"])
+    result.stdout.no_fnmatch_line("*regressed*")
+    assert "regressed" not in (project.path / "report.md").read_text(encoding="utf-8")

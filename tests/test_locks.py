@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.locking import log_of, overlaps
+from tests.locking import log_of, overlaps, start, wait_for
 
 LOGGED = """
 import os
@@ -156,3 +156,23 @@ def test_a_session_within_a_test_that_is_alone_waits_for_nobody(logged):
     # As in this very suite, whose tests run sessions in their own process, and may be measured themselves.
     write(logged, INNER)
     logged.run(timed=True).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
+def test_a_test_that_waits_for_its_device_says_so_at_once_past_the_capture(logged, workers, warm_python):
+    warm_python()  # loads torch, while nobody waits
+    conftest = LOGGED.replace(
+        "made = []", "from pytest_gpumem.devices import device_lock\n\ndevice_lock.SECONDS_UNTIL_TOLD = 0.1\nmade = []"
+    )
+    (logged.path / "conftest.py").write_text(conftest)
+    logged.write("def test_it(gpumem):\n    gpumem.infer_step(lambda: torch.nn.Linear(4, 4), torch.ones(1, 4))\n")
+    holder = start(
+        "with lock.shared(), lock.exclusive():\n    note('alone')\n    time.sleep(5)\n", logged.path, "holder"
+    )
+    wait_for("alone holder", logged.path)
+    result = logged.run(*workers, separate=True, timed=True)
+    assert holder.wait(30) == 0
+    result.assert_outcomes(passed=1)
+    result.stderr.fnmatch_lines(
+        [f"gpumem: waiting for the GPU, which is held by process {holder.pid}*: timed steps are alone *"]
+    )

@@ -123,7 +123,7 @@ def test_doctests_and_tests_of_unittest_that_a_conftest_marks_run(project):
     conftest(project, MARKING["plain"])
     result = project.run("--doctest-modules", "-v", "--gpumem-update=all", "--gpumem-explain=always")
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["gpumem: 2 gated, 2 new"])
+    result.stdout.fnmatch_lines(["gpumem: 2 recorded, new"])
 
 
 # Too late

@@ -16,7 +16,7 @@ from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.session.judging import Judging
-from pytest_gpumem.steps.runner import Figures
+from pytest_gpumem.steps.runner import FURTHER_STEPS, Figures
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -27,11 +27,11 @@ def test_it(gpumem):
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     gpumem.train_step(model, torch.ones(8, 16), config="fp32", loss=lambda output, _: output.sum())
 """
-MOST_FILES = 45
+MOST_FILES = 48
 """A third of them are features of a step, a file each, and the device; three tell a rank from a process without others."""
 LONGEST_CHAIN = 12
 """Frames of the package that call one another without any other code in between: down to the reading of the device."""
-DEEPEST = 19
+DEEPEST = 20
 """Frames of the package in all, with those that torch calls back while operators are counted."""
 
 
@@ -134,7 +134,8 @@ def test_a_step_is_judged_once(recorded, route, explain):
 def test_bytes_are_made_of_readings_once_for_each_step_that_is_compared_and_once_for_the_measurement(recorded, route):
     route = route()
     assert recorded.run("--gpumem-baseline").ret == 0
-    assert route.times(Figures.memory_metrics) == 3
+    # The first two are compared, and each of those further ones with the one before it.
+    assert route.times(Figures.memory_metrics) == 2 * (1 + FURTHER_STEPS) + 1
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])

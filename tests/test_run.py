@@ -169,3 +169,101 @@ def test_wrong_usage_is_an_error(script, project, words, said):
 def test_torch_is_not_loaded_before_a_gpu_can_be_emulated():
     code = "import sys, pytest_gpumem.cli.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+ENDS = """
+import os, sys
+import torch
+
+word = sys.argv[1]
+
+
+def train():
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(10**6):
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 5:
+            end()
+
+
+def end():
+    if word == "os._exit":
+        os._exit(0)
+    if word == "thread":
+        import threading
+        threading.Thread(target=os._exit, args=(0,)).start()
+        threading.Event().wait()
+    if word == "exec":
+        os.execlp("true", "true")
+    if word == "child" and os.fork() == 0:
+        sys.exit(0)
+    if word == "multiprocessing":
+        import multiprocessing
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    if word == "no such program":
+        try:
+            os.execv("/nowhere", ["nothing"])
+        except FileNotFoundError:
+            pass
+    if word == "argv":
+        sys.argv.clear()
+    if word == "atexit":
+        import atexit
+        atexit.register(os._exit, 0)
+        raise KeyError
+
+
+try:
+    train()
+finally:
+    if word == "finally":
+        os._exit(0)
+"""
+
+
+@pytest.fixture
+def ending(project):
+    (project.path / "train.py").write_text(ENDS, encoding="utf-8")
+
+    def run(word, *options):
+        return project.gpumem("run", "train.py", "--gpumem-device=cpu", "--gpumem-no-time", *options, "--", word)
+
+    return run
+
+
+@pytest.mark.parametrize("options", [[], ["--gpumem-baseline"], ["--gpumem-strict"]], ids=["plain", "gate", "strict"])
+def test_a_script_that_ends_its_process_within_the_window_is_red_and_told(ending, project, options):
+    assert ending("clean", "--gpumem-update=new").returncode == 0
+    assert options == ["--gpumem-strict"] or ending("clean", *options).returncode == 0
+    result = ending("os._exit", *options, "--gpumem-report=report.json")
+    assert result.returncode == 1
+    assert "gpumem: 0 gated, 1 did not finish" in result.stdout
+    assert "gpumem: os._exit(0) in train.py::run (call) ended the process before the session's end" in result.stdout
+    assert json.loads((project.path / "report.json").read_text(encoding="utf-8"))["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("thread", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
+        ("finally", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
+        ("exec", "os.execv would replace this process by another program, which nothing measures"),
+        ("atexit", "KeyError"),
+    ],
+)
+def test_no_other_way_to_end_the_process_of_a_script_makes_it_green(ending, word, said):
+    result = ending(word)
+    assert result.returncode == 1
+    assert said in result.stdout
+
+
+@pytest.mark.parametrize("word", ["child", "multiprocessing", "argv", "no such program"])
+def test_a_script_may_fork_children_that_end_and_do_with_sys_argv_as_it_likes(ending, word):
+    result = ending(word)
+    assert (result.returncode, result.stdout.count("gpumem: 0 gated, 1 recorded")) == (0, 1), result.stdout

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODEL = """
+import contextlib
 import os
 
 import pytest
@@ -39,12 +40,16 @@ def layers(width=64, count=4):
 
 
 CONFTEST = """
+import os
+
 import pytest
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.name == "test_marked_by_the_conftest":
+            item.add_marker(pytest.mark.gpumem)
+        if item.name == "test_marked_until_then" and "PLANTED" not in os.environ:
             item.add_marker(pytest.mark.gpumem)
 """
 SETTINGS = """
@@ -63,6 +68,20 @@ class Scenario:
     told: tuple[str, ...]
 
 
+LOOP = """
+@pytest.mark.gpumem(max_memory="30 MB")
+def test_it(gpumem):
+    model, held = layers(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    with gpumem.steps():
+        for n, length in enumerate(LENGTHS):
+            x = torch.ones(length, 64)
+            if PLANTED and LEAKS:
+                held.append(torch.ones(100_000))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
 SCENARIOS = (
     Scenario(
         "a leak",
@@ -139,6 +158,25 @@ def test_it(gpumem):
         ("Memory regressed: peak *",),
     ),
     Scenario(
+        "twenty times the work of a step whose peak does not settle",
+        """
+def test_it(gpumem):
+    kept, x = [], torch.ones(64, 64)
+
+    def step():
+        kept.append(torch.ones(125))
+        for _ in range(20 if PLANTED else 1):
+            torch.mm(x, x)
+
+    gpumem.measure(step)
+""",
+        (
+            "Work regressed: FLOPs 10.49 MFLOP, baseline 524.29 kFLOP: +9.96 MFLOP (+1900.0 %), allowed +0.0 %",
+            "*more FLOPs * change * line*",
+            "*mm * +9.96 MFLOP * test_*.py:*",
+        ),
+    ),
+    Scenario(
         "a layer made four times as wide",
         """
 def test_it(gpumem):
@@ -194,6 +232,42 @@ def test_it(gpumem):
     gpumem.infer_step(layers, torch.ones(32, 64))
 """,
         ("Not measured any more: it has the gpumem fixture but measured nothing with it", "*baseline: infer_step, *"),
+    ),
+    Scenario(
+        "a marker that went",
+        """
+def test_it(n=1_000_000):
+    torch.ones(n)
+
+
+if not PLANTED:
+    test_it = pytest.mark.gpumem(test_it)
+""",
+        (
+            "Not measured any more: it has neither the marker *",
+            "*baseline: call, *",
+            "*accept:   gpumem prune test_*.py *",
+        ),
+    ),
+    Scenario(
+        "a fixture that a test does not ask for any more",
+        """
+if PLANTED:
+    def test_it():
+        layers()(torch.ones(32, 64))
+else:
+    def test_it(gpumem):
+        gpumem.infer_step(layers, torch.ones(32, 64), name="eval")
+""",
+        ("Not measured any more: it has neither the marker *", "*baseline: eval, *"),
+    ),
+    Scenario(
+        "a marker that a conftest does not give any more",
+        """
+def test_marked_until_then():
+    torch.ones(1_000_000)
+""",
+        ("Not measured any more: it has neither the marker *",),
     ),
     Scenario(
         "a measurement that was renamed",
@@ -287,6 +361,119 @@ def test_it():
 """,
         ("Not measured any more: call held no tensor on cpu*",),
     ),
+    Scenario(
+        "a spike in every second call",
+        """
+def test_it(gpumem):
+    calls = []
+
+    def step():
+        calls.append(1)
+        torch.ones(1_300_000 if PLANTED and len(calls) % 2 == 0 else 1_000_000)
+
+    gpumem.measure(step)
+""",
+        (
+            "Memory regressed: peak 5.20 MB, baseline 4.00 MB: +1.20 MB (+30.0 %), *",
+            "  what grew *",
+            "*note: peak allocated: peaks differ from step to step: between 4.00 MB and 5.20 MB in 9 steps, *; in the baseline alike",
+        ),
+    ),
+    Scenario(
+        "a spike in every fourth training step",
+        """
+def test_it(gpumem):
+    calls = []
+
+    def spiking(output, batch):
+        calls.append(1)
+        extra = torch.ones(500_000) if PLANTED and len(calls) % 4 == 0 else None
+        return output.square().mean()
+
+    gpumem.train_step(layers, torch.ones(512, 64), loss=spiking)
+""",
+        ("Memory regressed: peak *", "*test_*.py:* ones * 1 x float32?500000?*"),
+    ),
+    Scenario(
+        "a first step that is over its budget",
+        """
+@pytest.mark.gpumem(max_memory="30 MB")
+def test_it(gpumem):
+    calls = []
+
+    def step():
+        calls.append(1)
+        torch.ones(11_250_000 if PLANTED and len(calls) == 2 else 1_000_000)
+
+    gpumem.measure(step)
+""",
+        (
+            "Memory over budget: peak 45.00 MB, budget 30.00 MB: +15.00 MB (+50.0 %)",
+            "*note: step 2 of 8 needed 45.00 MB: *",
+        ),
+    ),
+    Scenario(
+        "a loop that needs more in its third step than its budget",
+        LOOP.replace("LEAKS", "False").replace(
+            "LENGTHS", "[400 + 10 * (n * 7 % 19) + (19_000 if PLANTED and n == 2 else 0) for n in range(99)]"
+        ),
+        (
+            "Memory over budget: peak 4?.?? MB, budget 30.00 MB: *",
+            "  note: peaks differ from step to step: between *",
+            "  note: this is a step that needed * has not come again in 20 more; to see what grew, let batches come again *",
+        ),
+    ),
+    Scenario(
+        "a loop of which one step in ten needs more",
+        LOOP.replace("LEAKS", "False").replace(
+            "LENGTHS", "[800 if PLANTED and n % 10 == 4 else 400 for n in range(99)]"
+        ),
+        ("Memory regressed: peak *", "*; in the baseline alike", "*activations *4 x float32?800, 64? *"),
+    ),
+    Scenario(
+        "a loop with batches of different sizes, each of which needs more",
+        LOOP.replace("LEAKS", "False")
+        .replace("LENGTHS", "[400 + 200 * (n * n % 5 + n % 3) for n in range(99)]")
+        .replace("model(x).", "(model(x) + (model(x).exp() if PLANTED else 0))."),
+        ("Memory regressed: peak *", "*; in the baseline between *", "*test_*.py:* exp *1 x float32?1600, 64?*"),
+    ),
+    Scenario(
+        "a leak in every tenth step of a loop",
+        LOOP.replace("LENGTHS", "[400] * 99").replace("LEAKS", "n % 10 == 4"),
+        (
+            "Memory regressed: growth per step 33.33 kB, baseline 0 B: *",
+            "*kept by each step *",
+            "*activations *400.00 kB * ones * 1 x float32?100000?",
+        ),
+    ),
+    Scenario(
+        "a measurement within another",
+        """
+def test_it(gpumem):
+    def step():
+        torch.ones(1_000_000)
+        if PLANTED:
+            gpumem.measure(lambda: torch.ones(7_000_000))
+
+    gpumem.measure(step)
+""",
+        (),
+    ),
+    Scenario(
+        "steps within steps, in a loop that catches each exception",
+        """
+def test_it(gpumem):
+    def train(each):
+        with gpumem.steps() as steps:
+            while not steps.step_ended():
+                torch.ones(1_000_000)
+                with contextlib.suppress(Exception):
+                    each()
+
+    train(lambda: train(list) if PLANTED else None)
+""",
+        (),
+    ),
 )
 
 
@@ -362,7 +549,7 @@ def folder(request, tmp_path_factory, warm_python) -> Folder:
 
 @pytest.fixture(scope="module")
 def runs(folder) -> Runs:
-    untimed = ("--gpumem-no-time", "--ignore=timed")
+    untimed = ("--gpumem-no-time", "--ignore=timed", "--ignore=ending")
     assert folder.run("--gpumem-update=new", *untimed) == 0
     clean = folder.run("--gpumem-baseline", "--gpumem-report=clean.json", *untimed)
     planted = folder.run("--gpumem-baseline", "--gpumem-report=planted.json", *untimed, PLANTED="1")
@@ -398,6 +585,20 @@ def test_what_is_planted_is_red_and_told(runs, scenario):
     lines = (result["verdict"]["failure"] or "").splitlines()
     for expected in scenario.told:
         assert fnmatch.filter(lines, expected), f"{expected!r} is not in\n{result['verdict']['failure']}"
+
+
+def test_a_test_that_ends_its_process_with_status_0_is_red_and_its_clean_twin_green(folder):
+    (folder.path / "ending").mkdir(exist_ok=True)
+    source = """
+def test_it(gpumem):
+    gpumem.infer_step(layers, torch.ones(32, 64))
+    if PLANTED:
+        os._exit(0)
+"""
+    (folder.path / "ending/test_ends.py").write_text(MODEL + source, encoding="utf-8")
+    assert folder.run("ending", "--gpumem-update=all", "--gpumem-no-time") == 0
+    assert folder.run("ending", "--gpumem-baseline", "--gpumem-no-time") == 0
+    assert folder.run("ending", "--gpumem-baseline", "--gpumem-no-time", PLANTED="1") == 1
 
 
 # One test is one worker's, whichever that is.

@@ -226,3 +226,49 @@ def test_a_budget_of_a_metric_that_this_device_lacks_is_told(project, where):
         ]
     )
     project.run("--gpumem-strict").assert_outcomes(failed=1)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_pruned(project, workers, monkeypatch):
+    project.settings('[tool.gpumem]\nbaseline = true\nmeasure = ["test_it.py"]\n')
+    project.write(
+        "@pytest.mark.parametrize('n', [1000, 2000])\ndef test_it(n):\n    torch.ones(n)\n\n\n"
+        "@pytest.mark.skipif('GONE' in __import__('os').environ, reason='')\ndef test_skipped():\n    torch.ones(10)\n"
+    )
+    project.run("--gpumem-update=new").assert_outcomes(passed=3)
+    project.settings("[tool.gpumem]\nbaseline = true\n")
+    monkeypatch.setenv("GONE", "1")
+    result = project.run(*workers, separate=bool(workers))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=2, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            "Not measured any more: it has neither the marker gpumem nor the fixture any more, *",
+            "  accept:   gpumem prune test_it.py --gpumem-device=cpu",
+            "gpumem: nothing was gated: 2 tests unmeasured, it has neither *",
+            "gpumem: 0 gated, 2 missing",
+        ]
+    )
+    assert project.gpumem("prune", "test_it.py", "--gpumem-device=cpu").returncode == 0
+    assert project.stored() == {}
+    assert project.run().ret == 0
+
+
+def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_another_device_is_not_missing(project):
+    marked = "@pytest.mark.gpumem\ndef test_{}():\n    torch.ones(10)\n\n\n"
+    project.write("".join(map(marked.format, ("measured", "deselected", "expected"))))
+    project.write(marked.format("it"), "test_elsewhere.py")
+    project.run("--gpumem-update=new").assert_outcomes(passed=4)
+    (file,) = project.store.rglob("test_elsewhere.py.toml")
+    (project.store / "nvidia-h100").mkdir()
+    text = file.read_text(encoding="utf-8").replace("cpu-x86_64", "nvidia-h100")
+    (project.store / "nvidia-h100" / file.name).write_text(text, encoding="utf-8")
+    file.unlink()
+    project.write(
+        marked.format("measured")
+        + "def test_deselected(): ...\n\n\n@pytest.mark.xfail\ndef test_expected():\n    assert False\n"
+    )
+    project.write("def test_it(): ...\n", "test_elsewhere.py")
+    result = project.run("--gpumem-baseline", "--deselect=test_it.py::test_deselected", "--gpumem-strict")
+    assert result.ret == 0
+    result.assert_outcomes(passed=2, xfailed=1, deselected=1)

@@ -66,25 +66,17 @@ def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | N
 
     _needs_no_arguments(factory, _name(factory))
 
-    def make() -> tuple[Any, ...]:
-        try:
-            made = built_on(device, factory, f"{_name(factory)}()")
-        except NotAStep as error:
-            raise SubjectError(str(error)) from error
-        if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
-            what = (
-                f"({', '.join(type(part).__name__ for part in made)})"
-                if isinstance(made, tuple)
-                else type(made).__name__
-            )
-            raise SubjectError(f"expected (model, batch) or (model, batch, loss) of {_name(factory)}(), got {what}")
-        return made
-
-    model, batch, *loss = make()
+    made = built_on(device, factory)
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        what = (
+            f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
+        )
+        raise SubjectError(f"expected (model, batch) or (model, batch, loss) of {_name(factory)}(), got {what}")
+    model, batch, *loss = made
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
     containers = _containers(model, blocks)
-    return Subject(lambda: make()[0], on_device(batch, device), loss[0] if loss else None, containers)
+    return Subject(lambda: factory()[0], on_device(batch, device), loss[0] if loss else None, containers)
 
 
 def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:

@@ -12,7 +12,7 @@ from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_revisions import Ended, Plan, Progress, compare_revisions
 from pytest_gpumem.ab.processes import noted_signals
 from pytest_gpumem.ab.runs import refused
-from pytest_gpumem.cli.streams import InputError, parsed, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed, screen, write_lines
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.units import counted, parse_ratio
@@ -59,7 +59,7 @@ def _file_option(name: str, text: str) -> Callable[[Callable[..., None]], Callab
 )
 @click.option(
     "--rounds",
-    type=click.IntRange(min=4),
+    type=WholeNumber(min=4),
     default=8,
     show_default=True,
     help="Run each revision so many times at most; fewer when every test is decided.",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pytest_gpumem.cli.streams import InputError, parsed
+from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed
 from pytest_gpumem.github.comment import (
     Api,
     GitHubError,
@@ -47,7 +47,7 @@ def _name(text: str) -> str:
 
 @click.command()
 @click.argument("report", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--pull-request", type=click.IntRange(min=1), help="Its number; that of the workflow's event by default.")
+@click.option("--pull-request", type=WholeNumber(min=1), help="Its number; that of the workflow's event by default.")
 @click.option(
     "--repository",
     metavar="OWNER/NAME",

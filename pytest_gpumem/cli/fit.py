@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, screen, write_lines
+from pytest_gpumem.cli.streams import INTERRUPTED, InputError, WholeNumber, input_errors, screen, write_lines
 from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
 from pytest_gpumem.emulation.torch_build import EmulationError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--steps",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     help="End the program when one of its optimizers has made N steps and begins another.",
 )

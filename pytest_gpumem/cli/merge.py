@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.baselines.selecting import unused_line
-from pytest_gpumem.cli.streams import InputError, files_of, input_errors, read_report, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, WholeNumber, files_of, input_errors, read_report, screen, write_lines
 from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes, write_report
 from pytest_gpumem.reports.github import report_to_github
+from pytest_gpumem.reports.layout import Span
 from pytest_gpumem.reports.merging import MergeError, in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.terminal import failure_lines, terminal_text
 from pytest_gpumem.units import counted
@@ -49,7 +50,7 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
 @click.option(
     "--shards",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     help="Insist on so many shards: one whose report got lost is told, and not left out.",
 )
 @click.option("-v", "--verbose", count=True, help="Show every test; twice: also phases and compositions.")
@@ -88,7 +89,8 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
             write_report(path, whole)
         except OSError as error:
             raise InputError(f"{path}: the report cannot be written: {error}") from None
-    write_lines(report_to_github(whole, Path.cwd(), os.environ))
+    # Commands of the runner, which sanitizing would undo.
+    write_lines((Span(screen().encodable(line)),) for line in report_to_github(whole, Path.cwd(), os.environ))
     sys.exit(0 if whole.passed else 1)
 
 

@@ -11,7 +11,7 @@ from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.selecting import of_absent_devices, unused
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.cli.project import QUIET
-from pytest_gpumem.cli.streams import write_lines
+from pytest_gpumem.cli.streams import InputError, write_lines
 from pytest_gpumem.session.options import SESSION
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
 def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
-    """Remove baselines of tests that are gone.
+    """Remove baselines of tests that are gone or not measured any more.
 
     Collects the tests as pytest would with PYTEST_ARGS (paths and options such as --gpumem-store), without running them.
     Only a test file that was collected whole, or that is gone, can lose baselines. Those of devices that this machine does
@@ -40,6 +40,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     # Nothing is gated here, which would make the collection red.
     arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
     status = pytest.main(["--collect-only", "-qq", "--no-header", *QUIET, *arguments], plugins=[collected])
+    if status == pytest.ExitCode.USAGE_ERROR:
+        raise InputError("pytest could not be started so (see above); nothing was removed")
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:
         raise click.ClickException("the tests could not be collected (see above); nothing was removed")
     session, root = collected.session, collected.session.root

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from pytest_gpumem.cli.project import QUIET
-from pytest_gpumem.cli.streams import INTERRUPTED
+from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
 from pytest_gpumem.script.session import Script, ScriptSession
 from pytest_gpumem.session.options import OPTIONS, Command, add_options
 from pytest_gpumem.steps.looped import FEWEST_STEPS, STEPS
@@ -73,7 +73,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
 @click.option(
     "--steps",
-    type=click.IntRange(min=FEWEST_STEPS),
+    type=WholeNumber(min=FEWEST_STEPS),
     default=STEPS,
     show_default=True,
     help="How many steps memory is read from. The script is ended some steps later.",
@@ -116,7 +116,9 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     pytests = ["-s", "-rs", "-p", "no:warnings", *QUIET]
     status = int(pytest.main([str(path), *pytests, *given], plugins=[session]))
     # A test may be skipped; who runs a script wants it measured.
-    sys.exit(1 if session.skipped and status == 0 else _STATUS.get(status, status))
+    status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
+    session.status = status
+    sys.exit(status)
 
 
 def _as_typed(options: dict[str, Any]) -> list[str]:

@@ -37,6 +37,15 @@ class InputError(click.ClickException):
         super().__init__("\n".join(map(screen.legible, lines)))
 
 
+class WholeNumber(click.IntRange):
+    """A whole number in ASCII digits: Python reads those of any script."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.isascii():
+            self.fail(f"{value!r} is not a whole number.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @contextmanager
 def input_errors(*errors: type[Exception]) -> Iterator[None]:
     """Raise each of ``errors`` as an `InputError` with its message."""

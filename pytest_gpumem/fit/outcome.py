@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
 _ADVICE = re.compile(r" If reserved but unallocated memory is large.*| See documentation for.*", re.DOTALL)
+_NO_KERNEL_IMAGE = "no kernel image is available"
+"""In CUDA's error where a program has no kernels for a GPU, its own or torch's."""
 _MOST_LINES = 20
 
 
@@ -28,6 +30,8 @@ class Outcome(Enum):
     OUT_OF_MEMORY = "out of memory"
     TOO_MUCH_TOGETHER = "out of memory together"
     """Each process alone had room, but not those that used a device at the same time."""
+    NO_KERNELS = "no kernels for it"
+    """The installed torch has none for this GPU, real or not."""
     FAILED = "failed by itself"
     UNUSED = "no GPU memory used"
 
@@ -72,7 +76,9 @@ class Found:
     without_statistics: bool = False
     """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
     lacking: str | None = None
-    """Why what was taken may be too low, as a clause, where the workspaces of convolutions are not in it."""
+    """Why what was taken may be too low, as a clause, where what cuDNN takes on a GPU is not in it."""
+    no_kernels: str | None = None
+    """Why none of torch's kernels runs, as a clause."""
     killed: int = 0
     """Processes that used CUDA and were killed before they wrote their usage."""
 
@@ -111,9 +117,12 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
     )
     times = sum(one.times_out_of_memory for one in run.processes)
     raised = _RAISED.search(run.output)
+    no_kernels = next((one.no_kernels for one in run.processes if one.no_kernels), None)
     failed = run.status != 0
     if failed and (times or raised):
         outcome = Outcome.OUT_OF_MEMORY
+    elif failed and no_kernels and _NO_KERNEL_IMAGE in run.output:
+        outcome = Outcome.NO_KERNELS
     elif failed:
         outcome = Outcome.FAILED
     elif times:
@@ -134,11 +143,12 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
         times_out_of_memory=times,
         ran_out=next((one.ran_out for one in run.processes if one.ran_out is not None), None),
         message=_ADVICE.sub("", raised["message"]).strip() if raised else "",
-        last_lines=tuple(lines[-_MOST_LINES:]) if failed and not raised else (),
+        last_lines=tuple(lines[-_MOST_LINES:]) if failed and not raised and outcome is not Outcome.NO_KERNELS else (),
         expandable=any(one.expandable for one in run.processes),
         unknown=next((one.unknown for one in run.processes if one.unknown), None),
         without_statistics=any(one.without_statistics for one in run.processes),
         lacking=next((one.lacking for one in run.processes if one.lacking), None),
+        no_kernels=no_kernels,
         killed=sum(one.ended is None for one in run.processes),
     )
 

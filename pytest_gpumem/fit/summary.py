@@ -79,6 +79,8 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
             lines.append(f"{name}: {one.outcome.value}, {_first_time(one, cwd)}")
         elif one.outcome in (Outcome.OUT_OF_MEMORY, Outcome.FAILED):
             lines.append(f"{name}: {progress(one, cwd)}")
+        elif one.outcome is Outcome.NO_KERNELS:
+            lines.append(f"{name}: {one.no_kernels}, as on a real one; a build for another CUDA may have them")
         if one.outcome is Outcome.OUT_OF_MEMORY and one.message:
             lines.append(f"  {one.message}")
         lines += [f"  {line}" for line in one.last_lines]
@@ -97,6 +99,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
         "expanded": [fit for fit in fits if fit.fits_expanded],
         "not": [fit for fit in fits if fit.plain.outcome in (Outcome.OUT_OF_MEMORY, Outcome.TOO_MUCH_TOGETHER)],
         "went on": [fit for fit in fits if fit.plain.outcome is Outcome.WENT_ON],
+        "no kernels": [fit for fit in fits if fit.plain.outcome is Outcome.NO_KERNELS],
         "failed": [fit for fit in fits if fit.plain.outcome is Outcome.FAILED],
     }
     needs = f"needs {_span([fit.plain for fit in named['fits']])} reserved (emulated): " if named["fits"] else ""
@@ -106,6 +109,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
     if named["expanded"]:
         span = _span([fit.expanded for fit in named["expanded"] if fit.expanded is not None])
         parts.append(f"with expandable segments {span}: fits {_names(named['expanded'])}")
+    parts += [f"torch has no kernels for {_names(named['no kernels'])}"] if named["no kernels"] else []
     parts += [f"failed by itself: {_names(named['failed'])}"] if named["failed"] else []
     return needs + "; ".join(parts)
 

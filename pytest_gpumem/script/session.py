@@ -10,6 +10,7 @@ import pytest
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.script.run_script import ScriptFailed, failure_of_script, run_script
+from pytest_gpumem.session.exit_status import is_lost, refuse_silent_end
 from pytest_gpumem.session.measuring import refuse, run_of
 from pytest_gpumem.session.options import COMMAND, FIXTURE, Command
 
@@ -55,9 +56,12 @@ class ScriptSession:
         self._script = script
         self.skipped = False
         """Whether the script was not run, as its device cannot be used here."""
+        self.status: int | None = None
+        """That of this command, once it is known. What the script left for the end of the process does not change it to 0."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, Any, Any]:
+        refuse_silent_end(lambda: is_lost(config) if self.status is None else self.status != 0)
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)

@@ -144,7 +144,7 @@ class Controller:
             self._check_selected(session)
         if self._settings.update is not None:
             self._update(results)
-        self._note_convolutions(results)
+        self._note_too_low(results)
         if self._packed:
             self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
         if self._complete and session.testsfailed == 0:
@@ -183,7 +183,7 @@ class Controller:
             capture.suspend_global_capture(in_=True)
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter.ensure_newline()
+            reporter.write("\n")  # after the letters of -q, which are no line to pytest
             self.pytest_terminal_summary(reporter)
             for line in failure_lines(self._report, screen_of(reporter)):
                 reporter.write_line("".join(span.text for span in line), red=True)
@@ -294,20 +294,26 @@ class Controller:
             if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
         ]
 
-    def _note_convolutions(self, results: list[TestResult]) -> None:
-        """Note how many measurements have peaks without the workspaces that convolutions take on a GPU."""
-        environments = [one.measurement.environment for result in results for one in result.verdict.verdicts]
-        without = sum(environment.details.get("emulated_cudnn") == NO_CUDNN for environment in environments)
-        if not without:
+    def _note_too_low(self, results: list[TestResult]) -> None:
+        """Note how many measurements have peaks without what convolutions and recurrent layers take on a GPU."""
+        details = [one.measurement.environment.details for result in results for one in result.verdict.verdicts]
+        convolutions = sum(one.get("emulated_cudnn") == NO_CUDNN for one in details)
+        recurrent = sum("emulated_rnn" in one for one in details)
+        if not convolutions and not recurrent:
             return
+        from pytest_gpumem.emulation.cudnn import WHY_RECURRENT
         from pytest_gpumem.emulation.load import current_emulation
 
         emulation = current_emulation()
-        if emulation is not None:
-            self._closing.append(
-                f"convolutions: the peaks of {counted(without, 'measurement')} may be too low: "
-                f"{emulation.cudnn.lacking() or emulation.cudnn.why_zero()}"
-            )
+        if emulation is None:
+            return
+        cudnn = emulation.cudnn
+        for title, without, why in (
+            ("convolutions", convolutions, cudnn.lacking_of_convolutions() or cudnn.why_zero()),
+            ("recurrent layers", recurrent, cudnn.lacking_of_recurrent() or WHY_RECURRENT),
+        ):
+            if without:
+                self._closing.append(f"{title}: the peaks of {counted(without, 'measurement')} may be too low: {why}")
 
     def _note_unused(self, results: list[TestResult]) -> None:
         if self._selection is None or not (self._settings.baseline or self._settings.update):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.session.options import SESSION
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
     from pytest_gpumem.session.process import GpumemSession
 
 _TYPED = "--gpumem-baseline"
@@ -40,6 +48,77 @@ def final_status(config: pytest.Config, session: GpumemSession | None, status: i
         return status
     sys.stderr.write(f"gpumem: the exit status is 1: {why}\n")
     return pytest.ExitCode.TESTS_FAILED
+
+
+def refuse_silent_end(is_lost: Callable[[], bool]) -> Callable[[], None]:
+    """Let `os._exit` and `os.exec*` not end this process as if all were well; those of its forks may. Returns the undoing.
+
+    A process that `os.exec*` would replace fails instead; where there is no such program, it raises the OSError.
+
+    Args:
+        is_lost: Whether an end with 0 would be a wrong one, which it reports; then `os._exit` leaves with 1.
+    """
+    process, watched = os.getpid(), True
+
+    def _exit(status: int) -> NoReturn:
+        if watched and os.getpid() == process and not status and is_lost():
+            status = 1
+        leave(status)
+
+    def refusing(execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @wraps(execute)
+        def refuse(*arguments: Any) -> NoReturn:
+            if watched and os.getpid() == process:
+                _stat(arguments[0])
+                pytest.fail(
+                    f"os.{execute.__name__} would replace this process by another program, which nothing measures; start "
+                    "it as a child (subprocess), or gate that program itself",
+                    pytrace=False,
+                )
+            execute(*arguments)
+
+        return refuse
+
+    leave = os._exit
+    there: dict[str, Any] = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}
+    ours: dict[str, Any] = {"_exit": _exit, "execv": refusing(os.execv), "execve": refusing(os.execve)}
+    for name, function in ours.items():
+        setattr(os, name, function)
+
+    def undo() -> None:
+        nonlocal watched
+        watched = False
+        for name, function in ours.items():
+            if getattr(os, name) is function:  # and not what others have put around it
+                setattr(os, name, there[name])
+
+    return undo
+
+
+def is_lost(config: pytest.Config) -> bool:
+    """Return whether a session that ends now with 0 has no report that passed, and say so."""
+    session = config.stash.get(SESSION, None)
+    report = None if session is None else session.report
+    if report is not None and report.passed:
+        return False
+    why = "os._exit(0)"
+    test = os.environ.get("PYTEST_CURRENT_TEST")
+    why += f" in {test}" if test else ""
+    why += " ended the process" + (" before the session's end" if report is None else "")
+    why += ", and the exit status is 1"
+    if session is not None and report is None:
+        session.lost(why)
+    else:
+        sys.stderr.write(f"gpumem: {why}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return True
+
+
+def _stat(program: Any) -> None:
+    # OSError where there is no such program: nothing would be replaced.
+    if not isinstance(program, int):  # a file descriptor
+        Path(os.fsdecode(program)).stat()
 
 
 def _why_red(config: pytest.Config, session: GpumemSession | None) -> str | None:

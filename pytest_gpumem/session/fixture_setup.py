@@ -13,6 +13,7 @@ from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.session.ownership import Ownership, fixtures_used
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
+from pytest_gpumem.values.unknown_reads import NOTHING_READ, UnknownReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -23,29 +24,37 @@ if TYPE_CHECKING:
 
 
 _LOST_BY_IMPORT = pytest.StashKey[str]()
+_READ_BY_IMPORT = pytest.StashKey[UnknownReads]()
 
 
-def invalidate_tests_in(node: pytest.Collector, lost: str) -> None:
-    """Mark the tests of a file as without figures, as readings were lost while it was imported.
+def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -> None:
+    """Note with the tests of a file what happened while it was imported; they have no figures if readings were lost.
 
     Args:
         node: The module, or the folder with a conftest.
-        lost: What, as a clause, as `Device.lost` gives it.
+        lost: What was lost, as a clause, as `Device.lost` gives it.
+        reads: As `Device.take_reads` gives them.
     """
-    node.stash.setdefault(_LOST_BY_IMPORT, f"{lost} (while {node.nodeid or node.name} was collected)")
+    if lost is not None:
+        node.stash.setdefault(_LOST_BY_IMPORT, f"{lost} (while {node.nodeid or node.name} was collected)")
+    node.stash[_READ_BY_IMPORT] = node.stash.get(_READ_BY_IMPORT, NOTHING_READ) + reads
 
 
 @dataclass
-class InvalidFixtures:
-    """Shared fixtures that are set up, and in whose set-up readings were lost (`Device.lost`)."""
+class SharedFixtures:
+    """Shared fixtures that are set up: in which readings were lost (`Device.lost`), and values read (`Device.take_reads`)."""
 
     _why: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
     _within: list[str | None] = field(default_factory=lambda: [None])
     """What was lost so far: of the test first, then of each shared fixture that is being set up."""
+    _reads: dict[pytest.FixtureDef[Any], UnknownReads] = field(default_factory=dict)
+    _reads_within: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
+    """What was read so far, in the same order."""
 
     def begin(self) -> None:
         """Begin with a new test."""
         self._within[0] = None
+        self._reads_within[0] = NOTHING_READ
 
     @contextmanager
     def setting_up(
@@ -54,6 +63,8 @@ class InvalidFixtures:
         """Note what is lost while the fixture is set up: it is also lost to the fixture that asked for it."""
         before = device.lost()
         self._within.append(None)
+        self._reads_within[-1] += device.take_reads()
+        self._reads_within.append(NOTHING_READ)
         with _asked_for(request) as asked:
             try:
                 yield
@@ -65,17 +76,32 @@ class InvalidFixtures:
                 if why is not None:
                     self._why[fixturedef] = why
                 self._within[-1] = self._within[-1] or before or lost
+                reads = self._reads_within.pop() + device.take_reads()
+                self._reads[fixturedef] = sum((self._reads[one] for one in asked() if one in self._reads), reads)
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """Forget a fixture that has been torn down."""
         self._why.pop(fixturedef, None)
+        self._reads.pop(fixturedef, None)
 
     def lost(self, item: pytest.Item) -> str | None:
         """Return why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
-        used = [*fixtures_used(item, self._why), *_definitions(getattr(item, "_request", None)).values()]
-        fixtures = (self._why[fixturedef] for fixturedef in used if fixturedef in self._why)
+        fixtures = (self._why[fixturedef] for fixturedef in _used(item, self._why))
         files = (node.stash[_LOST_BY_IMPORT] for node in item.listchain() if _LOST_BY_IMPORT in node.stash)
         return next(itertools.chain(files, fixtures), self._within[0])
+
+    def reads(self, item: pytest.Item, device: Device) -> UnknownReads:
+        """Return the values that a test, its file and its fixtures have read so far."""
+        self._reads_within[0] += device.take_reads()
+        files = (node.stash[_READ_BY_IMPORT] for node in item.listchain() if _READ_BY_IMPORT in node.stash)
+        fixtures = (self._reads[fixturedef] for fixturedef in _used(item, self._reads))
+        return sum(itertools.chain(files, fixtures), self._reads_within[0])
+
+
+def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
+    """Return those that a test uses, by its arguments or asked for by name."""
+    asked = _definitions(getattr(item, "_request", None)).values()
+    return dict.fromkeys([*fixtures_used(item, among), *(one for one in asked if one in among)])
 
 
 @contextmanager
@@ -113,7 +139,7 @@ class FixtureSetup:
         self._names = {name for item in measured for name in getattr(item, "fixturenames", ())}
         self._ownerships: dict[str, Ownership] = {}
         self._heap = FrozenHeap()
-        self._invalid = InvalidFixtures()
+        self._shared = SharedFixtures()
         self._opened: Device | None = None
         """The device while a shared fixture is set up outside of any measured test."""
         self.run: TestRun | None = None
@@ -124,12 +150,16 @@ class FixtureSetup:
         ownership = self._ownership(device)
         ownership.clear_left_gradients(item)
         self._heap.begin(device)
-        self._invalid.begin()
+        self._shared.begin()
         return ownership
 
     def lost(self, item: pytest.Item) -> str | None:
         """Return why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
-        return self._invalid.lost(item)
+        return self._shared.lost(item)
+
+    def reads(self, item: pytest.Item, device: Device) -> UnknownReads:
+        """Return the uncomputed values that a test, its file and its fixtures have read so far."""
+        return self._shared.reads(item, device)
 
     def close(self) -> None:
         """Unfreeze the heap."""
@@ -173,7 +203,7 @@ class FixtureSetup:
         set_up = _as_it_is() if node is None else self._noted(device, fixturedef, node)
         if fixturedef.scope == "function":
             return (yield from set_up)
-        with self._invalid.setting_up(fixturedef, request, device):
+        with self._shared.setting_up(fixturedef, request, device):
             return (yield from set_up)
 
     def _noted(
@@ -199,7 +229,7 @@ class FixtureSetup:
         # pytest calls this more than once for a fixture, also for one that was never set up.
         if fixturedef.scope != "function" and fixturedef.cached_result is not None:
             self._heap.fixture_is_gone(fixturedef)
-            self._invalid.forget(fixturedef)
+            self._shared.forget(fixturedef)
         for ownership in self._ownerships.values():
             ownership.forget(fixturedef)
 

@@ -13,13 +13,13 @@ import pytest
 from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
-from pytest_gpumem.gate.baseline import Baseline
+from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.gate.verdict import NOT_MARKED, Outcome, TestVerdict
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.failure import accept_command, failure_text
+from pytest_gpumem.reports.failure import accept_command, failure_text, prune_command
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.session.hook_results import HookError, checked_tolerance
 from pytest_gpumem.session.marker import sets_itself
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.gate.baseline import NoBaseline
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.session.ranks import OneProcess
@@ -218,9 +217,13 @@ class Judging:
         failing = self.failing(verdict)
         if failing:
             words, rest = self.item.stash.get(COMMAND, None) or Command(
-                (*self.ranks.command, self._path_from_here(verdict))
+                (*self.ranks.command, self._path_from_here(verdict.nodeid))
             )
-            accept = accept_command(verdict, failing, words=words, options=options_given(self._config), rest=rest)
+            options = options_given(self._config)
+            if verdict.unmeasured == NOT_MARKED:
+                accept: str | None = prune_command(self._path_from_here(verdict.file), options)
+            else:
+                accept = accept_command(verdict, failing, words=words, options=options, rest=rest)
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
             return replace(verdict, failure=text, accept=accept)
         if not verdict.unmeasured and not self._settings.no_time and self.measured.has_fixture:
@@ -245,7 +248,11 @@ class Judging:
         if not self._compares:
             return None
         slug = self._settings.compared_slug(measurement.environment.slug)
-        return self._stored(lambda: self._store.find(self.measured.key(measurement.name), slug))
+        found = self._stored(lambda: self._store.find(self.measured.key(measurement.name), slug))
+        if isinstance(found, NoBaseline) and Outcome.FOREIGN in ACCEPTS[self._settings.update]:
+            # It is recorded here and now, whichever devices others are of.
+            return NoBaseline()
+        return found
 
     @property
     def _compares(self) -> bool:
@@ -281,10 +288,11 @@ class Judging:
         except HookError as error:
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
-    def _path_from_here(self, verdict: TestVerdict) -> str:
-        """Return the test's id as it can be typed in the folder in which pytest was started."""
-        path = os.path.relpath(self._config.rootpath / verdict.file, self._config.invocation_params.dir)
-        return f"{path}::{verdict.test}"
+    def _path_from_here(self, nodeid: str) -> str:
+        """Return the id of a test, or of its file, as it can be typed in the folder in which pytest was started."""
+        file, colons, test = nodeid.partition("::")
+        path = os.path.relpath(self._config.rootpath / file, self._config.invocation_params.dir)
+        return f"{path}{colons}{test}"
 
 
 def _uncounted(judged: Judged) -> list[str]:

@@ -60,7 +60,7 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
         if name not in _ARGUMENTS:
             raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(_ARGUMENTS))}")
         if value is None:
-            continue
+            raise BudgetError(f"{name} is None, which is no limit; leave it out where there is none")
         target, read = _ARGUMENTS[name]
         values = limits if target in METRICS else others
         if target in values:

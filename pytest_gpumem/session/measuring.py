@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING
+import sys
+from contextlib import nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -145,6 +147,8 @@ class Measuring:
     def _begin(self, judging: Judging) -> None:
         settings, item = self._settings, judging.item
         device = self._devices.get(judging.measured.budget.device or settings.device)
+        if device.lock is not None:
+            device.lock.tell = self._tell_now
         device.open()
         try:
             ownership = self._fixtures.begin(item, device)
@@ -157,11 +161,19 @@ class Measuring:
                 together=self._ranks.together,
             )
             policy = ExplainPolicy(self._config, settings, judging)
-            run = TestRun(judging, policy, context, ownership, self._environment(device))
+            reads = partial(self._fixtures.reads, item, device)
+            run = TestRun(judging, policy, context, ownership, self._environment(device), reads)
         except BaseException:
             device.close()
             raise
         item.stash[_RUN] = self._fixtures.run = run
+
+    def _tell_now(self, sentence: str) -> None:
+        """Write a line while a test runs, past what captures its output; in a worker of pytest-xdist, too."""
+        capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
+        with nullcontext() if capture is None else capture.global_and_fixture_disabled():
+            sys.stderr.write(f"\ngpumem: {sentence}\n")
+            sys.stderr.flush()
 
     @property
     def _writes(self) -> bool:

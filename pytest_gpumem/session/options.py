@@ -40,7 +40,7 @@ MARKER_ARGUMENTS = (
     "device",
 )
 MARKER_HELP = (
-    f"{MARKER}({', '.join(f'{name}=None' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
+    f"{MARKER}({', '.join(f'{name}=...' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
     "its steps, and fail when it is over budget or regresses"
 )
 CONFIG_MARKER_HELP = (

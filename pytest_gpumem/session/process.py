@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_gpumem.ranks.launch import LaunchError
+from pytest_gpumem.session.exit_status import is_lost, refuse_silent_end
 from pytest_gpumem.session.marker import BudgetError, remember_markers
 from pytest_gpumem.session.options import GATE_OPTIONS, is_measured
 from pytest_gpumem.session.ranks import OneProcess, RankSession, ranks_of
@@ -24,7 +26,7 @@ from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.devices.registry import DeviceFactory, Devices
@@ -68,6 +70,7 @@ class GpumemSession:
             )
         self._rank_hooks: RankHooks | None = None
         self._turns: Turns | None = None
+        self._until_left = ExitStack()
         if self._worker is not None:
             if self.settings.explicit:
                 from pytest_gpumem.devices.sharing import give_worker_its_gpu
@@ -81,6 +84,8 @@ class GpumemSession:
             config.option.maxschedchunk = 1
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
+        if self.settings.gates:
+            self._until_left.callback(refuse_silent_end(partial(is_lost, config)))
 
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
         """Return this process's part; a mistake in the launch matters once something is measured, or a gate was typed."""
@@ -115,23 +120,23 @@ class GpumemSession:
         """Deselect the tests that are not measured where only measuring means something: on an emulated GPU."""
         if not self.settings.device.startswith(EMULATED):
             return
-        others = [item for item in items if not is_measured(item)]
+        missed = self._no_longer_measured(items)
+        others = [item for item in items if not is_measured(item) and item not in missed]
         if others:
-            items[:] = [item for item in items if is_measured(item)]
+            items[:] = [item for item in items if is_measured(item) or item in missed]
             self._config.hook.pytest_deselected(items=others)
 
     def has_collected(self, node: pytest.Collector) -> None:
-        """Invalidate the tests in ``node`` if an uncomputed value was read since the last call, while it was collected."""
+        """Note with the tests in ``node`` which uncomputed values were read since the last call, while it was collected."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
         from pytest_gpumem.emulation.values import current
 
         values = current()
-        lost = None if values is None else values.take_trouble()
-        if lost is not None:
-            from pytest_gpumem.session.fixture_setup import invalidate_tests_in
+        if values is not None:
+            from pytest_gpumem.session.fixture_setup import note_import
 
-            invalidate_tests_in(node, lost)
+            note_import(node, values.reads.take_trouble(), values.reads.take_others())
 
     def header(self) -> str | None:
         """Return the line for pytest's header, if any."""
@@ -184,13 +189,15 @@ class GpumemSession:
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=self._whole_files(),
         )
+        missed = self._no_longer_measured(items)
         if not self._config.option.collectonly:
             if kept and self._wrong_launch is not None:
                 self._refuse(self._wrong_launch, items)
                 return
             # All ranks have the same options, and are to have the same tests: they take the same decision.
             if (kept or self._gate_typed) and isinstance(self._ranks, RankSession):
-                self._join(self._ranks, items, kept)
+                self._join(self._ranks, items, {**kept, **{item: one for item, (one, _) in missed.items()}})
+        self._register_no_longer_measured(missed)
         if kept and not self._register_measuring(kept, items):
             return
         if self._worker is None:
@@ -205,21 +212,45 @@ class GpumemSession:
 
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
-    def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Iterable[pytest.Item]) -> None:
+    def _no_longer_measured(self, items: list[pytest.Item]) -> Mapping[pytest.Item, tuple[Measured, tuple[str, ...]]]:
+        """Return those of the selected tests that have baselines here and are not measured, with their measurements' names."""
+        if not self.settings.baseline or self._config.option.collectonly:
+            return {}
+        from pytest_gpumem.baselines.backend import BackendError
+        from pytest_gpumem.baselines.store import StoreError
+        from pytest_gpumem.session.no_longer_measured import no_longer_measured
+
+        try:
+            return no_longer_measured(items, self.store(), self._ranks.rank, self._compared_slugs)
+        except (StoreError, BackendError) as error:
+            # The session has read the whole store at its start, so it was changed since.
+            self._refuse(str(error), items)
+            return {}
+
+    def _compared_slugs(self) -> frozenset[str]:
+        """Return the slugs of the devices whose baselines this session compares with: of its own, and those of markers.
+
+        Where none of them can be used, as on a machine without a GPU, those of all that can be.
+        """
+        named = {one.budget.device for one in self._measured.values() if one.budget.device is not None}
+        slugs = self._slugs_of({self.settings.device, *named}) or self.present_devices()
+        return frozenset(map(self.settings.compared_slug, slugs))
+
+    def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, Measured]) -> None:
         """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""
         from pytest_gpumem.ranks.board import BoardError
         from pytest_gpumem.ranks.together import RankLost
         from pytest_gpumem.session.rank_hooks import RankHooks
 
         try:
-            ranks.join(self.root, self._lost)
+            ranks.join(self.root, self.lost)
             tests, gated = [item.nodeid for item in items], [item.nodeid for item in measured]
             wrong = ranks.differing(tests, gated, sorted(self._not_collected))
         except (BoardError, RankLost) as error:
             raise pytest.UsageError(str(error)) from None
         if wrong is not None:
             raise pytest.UsageError(wrong)
-        self._rank_hooks = RankHooks(ranks, self._measured, self._tell)
+        self._rank_hooks = RankHooks(ranks, {**self._measured, **measured}, self._tell)
         self._config.pluginmanager.register(self._rank_hooks, "gpumem-ranks")
 
     def _tell(self, what: str) -> None:
@@ -227,8 +258,10 @@ class GpumemSession:
         if self._controller is not None:
             self._controller.tell(what)
 
-    def _lost(self, why: str) -> None:
-        """Report that a rank is lost: in another thread, as the main one may never come back."""
+    def lost(self, why: str) -> None:
+        """Report that the session does not come to its end: of a lost rank in another thread, as the main one may never
+        come back.
+        """
         current = None if self._rank_hooks is None else self._rank_hooks.current
         if self._controller is not None:
             clause = why.partition("\n")[0]
@@ -237,8 +270,13 @@ class GpumemSession:
         else:
             sys.stderr.write(f"gpumem: {why}\n")
 
-    def leave(self) -> None:
-        """Wait, at the end of the process, until every rank has come to its end."""
+    def leave(self, *, passed: bool) -> None:
+        """Wait, at the end of the process, until every rank has come to its end.
+
+        One that has not ``passed`` keeps its watch over `os._exit`, which functions of `atexit` may call with 0.
+        """
+        if passed:
+            self._until_left.close()
         if isinstance(self._ranks, RankSession):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -295,12 +333,15 @@ class GpumemSession:
 
     def present_devices(self) -> frozenset[str]:
         """Return the slugs of the devices that this machine has."""
+        return self._slugs_of(self._device_factories())
+
+    def _slugs_of(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the slugs of those of the devices called ``names`` that this machine has."""
         from pytest_gpumem.devices.contract import DeviceUnavailable
         from pytest_gpumem.devices.registry import Devices
 
-        factories = self._device_factories()
-        devices, present = Devices(factories), set()
-        for name in factories:
+        devices, present = Devices(self._device_factories()), set()
+        for name in names:
             with suppress(DeviceUnavailable):
                 present.add(devices.get(name).environment().slug)
         return frozenset(present)
@@ -325,6 +366,14 @@ class GpumemSession:
             self._refuse(f"--gpumem-pack: {error}", items)
             return False
         return True
+
+    def _register_no_longer_measured(self, tests: Mapping[pytest.Item, tuple[Measured, tuple[str, ...]]]) -> None:
+        if not tests:
+            return
+        from pytest_gpumem.session.no_longer_measured import NoLongerMeasured
+
+        plugin = NoLongerMeasured(self._config, self.settings, self.store(), tests, self._ranks)
+        self._config.pluginmanager.register(plugin, "gpumem-no-longer-measured")
 
     def _pack(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item], devices: Devices) -> None:
         # A rank that waited for memory would keep the others waiting for it, in another test.

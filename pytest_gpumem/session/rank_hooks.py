@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gpumem.gate.ranks import RankEnd
+from pytest_gpumem.ranks.board import BoardError
 from pytest_gpumem.ranks.together import RankLost
 from pytest_gpumem.session.judging import failure_of, record_verdict
 from pytest_gpumem.values.ranks import Rank
@@ -71,7 +73,9 @@ class RankHooks:
             self._ranks.watch.where = f"what follows {item.nodeid}"
 
     def _comes_to(self, item: pytest.Item, phase: str) -> None:
-        self._ranks.watch.where = f"{item.nodeid} ({phase})"
+        self._ranks.watch.where = where = f"{item.nodeid} ({phase})"
+        with suppress(BoardError):  # which the watch reports
+            self._ranks.together.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: Measured, phase: str) -> Generator[None, object, object]:
         """Run a phase of a measured test, and if it ends the test, by itself, do so on all ranks."""

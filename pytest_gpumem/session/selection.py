@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ class Measured:
 def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> Measured | None:
     """Return how ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
 
-    Raises `BudgetError`, with the test's id, when its marker is wrong.
+    Raises `BudgetError`, with the test's id, when its marker is wrong, or its baselines have no place in a store.
     """
     if not is_measured(item):
         return None
@@ -64,6 +65,8 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
         if not has_fixture:
             check_of_a_call(item)
         nodeid = without_group(item)
+        if settings.baseline or settings.update is not None:
+            _check_place(item, nodeid)
         budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
         if budget.device is not None and budget.device not in devices:
             raise BudgetError(
@@ -72,10 +75,22 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
     except BudgetError as error:
         raise BudgetError(f"{item.nodeid}: {error}") from None
     file, _, test = nodeid.partition("::")
-    return Measured(file, test, budget, has_fixture, cell_of(item, nodeid), _location_of(item))
+    return Measured(file, test, budget, has_fixture, cell_of(item, nodeid), location_of(item))
 
 
-def _location_of(item: pytest.Item) -> Location | None:
+def _check_place(item: pytest.Item, nodeid: str) -> None:
+    """Raise `BudgetError` for a test in a file outside of the root directory, of which its id does not have the path."""
+    if not nodeid.startswith("::"):
+        return
+    root, path = item.config.rootpath, item.path
+    above = os.path.commonpath([root, path.parent])
+    raise BudgetError(
+        f"the test file {path} is outside of the root directory {root}, and a store has places for files below it: add "
+        f"--rootdir={above}, and --gpumem-store=FOLDER if the store is elsewhere than there"
+    )
+
+
+def location_of(item: pytest.Item) -> Location | None:
     file, line, _ = item.location
     return None if line is None else Location(file.replace("\\", "/"), line + 1)
 

@@ -191,6 +191,7 @@ def settings_of(config: pytest.Config) -> Settings:
     settings = replace(settings, explicit=True, **options)
     if settings.reason is not None and settings.update is None:
         raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
+    _check_artifacts(settings)
     _check_against(settings)
     _check_pack(settings, typed="pack" in options)
     return settings
@@ -203,6 +204,15 @@ def _reason(text: str) -> str:
     if not reason:
         raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
     return reason
+
+
+def _check_artifacts(settings: Settings) -> None:
+    folder = settings.artifacts_folder
+    if folder is None:
+        return
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise SettingsError(f"--gpumem-artifacts={settings.artifacts}: {there} is a file, expected a folder")
 
 
 def _check_against(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.session.callbacks import callback_of
 from pytest_gpumem.steps.borders import Borders
 from pytest_gpumem.steps.loop import EndOfLoop, Loop
-from pytest_gpumem.steps.looped import FEWEST_STEPS, PreparedLoop
+from pytest_gpumem.steps.looped import FEWEST_STEPS, FirstStep, PreparedLoop
 from pytest_gpumem.steps.runner import Phase
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Steps:
         self._judged: Judged | None = None
         self._measurement: Measurement | None = None
         self._foreign_blocks: frozenset[int] = frozenset()
+        self._first: FirstStep | None = None
 
     @property
     def measurement(self) -> Measurement:
@@ -71,6 +72,7 @@ class Steps:
     def within(self) -> Iterator[None]:
         """Measure the steps of the loop within, and end it when they have been measured."""
         self._foreign_blocks = self._run.foreign_blocks()
+        self._first = FirstStep(self._run.device, self._run.foreign)
         try:
             with self._borders.watched():
                 yield
@@ -85,6 +87,8 @@ class Steps:
             self._keep()
             if counted is None or self._measurement is None:
                 raise
+        finally:
+            self._first.forget()
         self._loop.end()
         self._keep()
         if self._judged is None:
@@ -113,6 +117,7 @@ class Steps:
             raise EndOfLoop(self._loop)
 
     def _measure(self) -> None:
+        assert self._first is not None, "measured only within the with block"
         prepared = PreparedLoop(
             context=self._run.context,
             name="steps",
@@ -122,6 +127,7 @@ class Steps:
             held=None,
             items=self._items,
             steps=self._steps,
+            first=self._first.ended(),
             optimizers=self._borders.optimizers,
             foreign_blocks=self._foreign_blocks,
         )

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
-from pytest_gpumem.measurement import Measurement
+from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
 from pytest_gpumem.session.explaining import call_again
 from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.runner import Reading, largest_of, live_at_rest, live_everywhere
+from pytest_gpumem.steps.runner import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import instance_dict
@@ -19,7 +19,7 @@ from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frame
 from pytest_gpumem.values.ranks import name_on, rank_in, without_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import BlockIds
     from pytest_gpumem.explain.owners import TensorOwners
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.prepared import MeasuredStep, MeasuringContext, PreparedStep
     from pytest_gpumem.steps.runner import Figures
     from pytest_gpumem.values.composition import Explanation
+    from pytest_gpumem.values.unknown_reads import UnknownReads
 
 
 class TestRun:
@@ -45,6 +46,7 @@ class TestRun:
         context: MeasuringContext,
         ownership: Ownership,
         environment: Environment,
+        reads: Callable[[], UnknownReads],
     ) -> None:
         self.item = judging.item
         self.judging = judging
@@ -61,6 +63,8 @@ class TestRun:
         self._policy = policy
         self._ownership = ownership
         self._environment = environment
+        self._reads = reads
+        """Returns the uncomputed values that the test has read so far, its fixtures included."""
         self._failure: BaseException | None = None
         self._at_call: tuple[list[int], list[int]] | None = None
         """Its own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
@@ -69,6 +73,10 @@ class TestRun:
         self._known_at_call: BlockIds = frozenset()
         self._attributes: frozenset[str] = frozenset()
         """What the test's instance had when its call began."""
+        self._under_way: list[str] = []
+        """The measurements that have begun and not ended, each as its call; more than one only of nested regions."""
+        self._nested: MeasuringError | None = None
+        """What was raised within the measurement that is under way."""
 
     @property
     def measurements(self) -> list[Measurement]:
@@ -123,6 +131,33 @@ class TestRun:
         return frozenset(there - own - {address for address, _ in self.device.known() - self._known_at_call})
 
     @contextmanager
+    def alone(self, method: str, name: str | None = None) -> Iterator[None]:
+        """Measure within, and nothing else besides: ``method`` is what the test called of the fixture.
+
+        Raises `MeasuringError` within another measurement, which would run this one with each of its steps, and has what
+        measuring takes in its own figures. A region may be within a region. The outer measurement raises it, too, where what
+        it measures catches it. ``TypeError`` or ``ValueError`` for what cannot be the name of a measurement.
+        """
+        if name is not None:
+            check_name(name)
+        what = f"gpumem.{method}({'' if name is None else repr(name)})"
+        around = self._under_way[-1] if self._under_way else None
+        if around is not None and not (method == "track" and around.startswith("gpumem.track(")):
+            self._nested = MeasuringError(
+                f"{what} is called within {around}: figures would be of both, as measuring runs code several times; measure "
+                "one after the other, with each call outside of what the other one measures"
+            )
+            raise self._nested
+        self._under_way.append(what)
+        try:
+            yield
+            if around is None and self._nested is not None:
+                raise self._nested
+        finally:
+            self._under_way.pop()
+            self._nested = self._nested if self._under_way else None
+
+    @contextmanager
     def tracked(self, *, whole_call: bool = False) -> Iterator[Callable[[], Figures]]:
         """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
 
@@ -133,17 +168,17 @@ class TestRun:
         held_before, live_before = self._at_call
         device = self.device
         if not whole_call:
-            device.quiesce()
-            live_before, held_before = live_everywhere(device), self._held()
+            device.settle()
+            live_before, held_before = live_of_program(device), self._held()
         reading = Reading(device, foreign, live_before)
         ended: list[Figures] = []
         with cyclic_collector_off():
-            with device.window() as window:
+            with device.transient_workspaces() as transient, device.window() as window:
                 yield lambda: ended[0]
             reading.ended()
             held_change = [now - before for now, before in zip(self._held(), held_before, strict=True)]
             live_after = live_at_rest(device, [sum(pair) for pair in zip(live_before, held_change, strict=True)])
-        ended.append(reading.figures(window.everywhere, live_after, {}, held_change))
+        ended.append(reading.figures(window.everywhere, live_after, {}, held_change, transient))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
         """Measure a step. If memory runs out, report where it went."""
@@ -199,6 +234,7 @@ class TestRun:
             largest_of(metrics.values()),
             name,
             workspaces=figures.most_workspaces,
+            unused_before=figures.most_unused_before,
             by_device=self._by_device(metrics),
         )
         return self.keep(self.judging.judge(measurement))
@@ -213,7 +249,9 @@ class TestRun:
 
     def _measurement_of(self, step: MeasuredStep, name: str | None) -> Measurement:
         figures = step.figures
-        lowest = figures.lowest_peaks(self._here)
+        several = bool(self.device.others)
+        by_device = self._by_device(figures.metrics_by_device(self._here)) if several else {}
+        peaks_by_device = figures.step_peaks_by_device(self._here) if several else {}
         return self._new_measurement(
             step.workload,
             step.metrics(),
@@ -223,15 +261,17 @@ class TestRun:
             recomputed=step.recomputed,
             times=figures.times,
             work=step.work,
-            lowest_peak=max(lowest.values(), default=None),
+            step_peaks=figures.step_peaks,
             by_operator=figures.counted.by_operator,
+            lowest_counts=figures.counted.lowest,
             workspaces=figures.memory.most_workspaces,
-            by_device=self._by_device(figures.metrics_by_device(self._here)) if self.device.others else {},
-            lowest_by_device=lowest if self.device.others else {},
+            unused_before=figures.memory.most_unused_before,
+            by_device=by_device,
+            step_peaks_by_device={name: peaks for name, peaks in peaks_by_device.items() if name in by_device},
         )
 
     def _new_measurement(
-        self, workload: Workload, metrics: Mapping[str, float], name: str | None, **more: Any
+        self, workload: Workload, metrics: Mapping[str, float], name: str | None, notes: Sequence[str] = (), **more: Any
     ) -> Measurement:
         """Return a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
         rank = self.judging.ranks.rank
@@ -248,7 +288,8 @@ class TestRun:
         self._check_parts({*taken, name})
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
-        return Measurement(name if rank is None else name_on(rank, name), workload, environment, metrics, **more)
+        name = name if rank is None else name_on(rank, name)
+        return Measurement(name, workload, environment, metrics, notes=(*notes, *self._reads().notes()), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
         """Raise ``ValueError`` where a measurement is called as the part of another on one GPU is in the store."""

@@ -57,6 +57,15 @@ def test_out_of_memory_under_another_error_shows_that_error():
     assert (one.outcome, one.last_lines) == (Outcome.OUT_OF_MEMORY, ("RuntimeError: no batch size works",))
 
 
+def test_a_gpu_that_torch_has_no_kernels_for_is_told_as_that_and_an_extension_without_them_is_not():
+    said = "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device"
+    one = of(process(no_kernels="torch has none"), status=1, said=said)
+    assert (one.outcome, one.no_kernels, one.last_lines) == (Outcome.NO_KERNELS, "torch has none", ())
+    assert of(process(), status=1, said=said).outcome is Outcome.FAILED
+    assert of(process(no_kernels="torch has none"), status=1, said="ValueError: no data").outcome is Outcome.FAILED
+    assert of(process(no_kernels="torch has none")).outcome is Outcome.FITS
+
+
 def test_a_program_that_catches_the_error_went_on():
     one = of(process(times_out_of_memory=3, ran_out=RAN_OUT))
     assert (one.outcome, one.times_out_of_memory, one.reserved) == (Outcome.WENT_ON, 3, 400)

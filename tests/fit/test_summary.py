@@ -54,9 +54,14 @@ def test_a_conclusion_without_a_fit_says_what_came_instead():
         fit("h100", Outcome.FAILED),
         fit("a100x8", Outcome.TOO_MUCH_TOGETHER, 90 * GB),
         fit("l4", Outcome.WENT_ON, 20 * GB),
+        fit("v100", Outcome.NO_KERNELS, no_kernels="torch has none for 7.0"),
     ]
     assert conclusion(found) == (
-        "fits none (emulated); not A100 80GB x8; ran out of memory and went on: L4; failed by itself: H100 80GB"
+        "fits none (emulated); not A100 80GB x8; ran out of memory and went on: L4; torch has no kernels for V100 16GB; "
+        "failed by itself: H100 80GB"
+    )
+    assert "V100 16GB: torch has none for 7.0, as on a real one; a build for another CUDA may have them" in details(
+        found, CWD
     )
 
 

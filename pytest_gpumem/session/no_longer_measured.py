@@ -1,0 +1,95 @@
+"""Tests that have baselines here, and neither the marker nor the fixture any more: a gate fails those that ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.gate.baseline import Budget
+from pytest_gpumem.gate.verdict import NOT_MARKED
+from pytest_gpumem.session.judging import Judging, forget_failure, forget_properties, shorten_summary
+from pytest_gpumem.session.options import is_measured
+from pytest_gpumem.session.selection import Measured, location_of, without_group
+from pytest_gpumem.values.ranks import rank_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.session.ranks import OneProcess
+    from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.values.ranks import Rank
+
+Names = tuple[str, ...]
+
+
+def no_longer_measured(
+    items: Iterable[pytest.Item], store: Store, rank: Rank | None, slugs: Callable[[], Collection[str]]
+) -> dict[pytest.Item, tuple[Measured, Names]]:
+    """Return the tests among ``items`` that are not measured and have baselines here, with the names of their measurements.
+
+    Args:
+        items: The selected tests.
+        store: Of this session.
+        rank: This process's: baselines of other ranks, and of jobs of another size, are not its own.
+        slugs: Returns those of the devices that this session compares with. It may load torch, and so is only called where
+            a device has baselines of such a test.
+    """
+    others = {without_group(item): item for item in items if not is_measured(item)}
+    stored = [
+        (slug, key, nodeid)
+        for slug, key in (store.keys(files={nodeid.partition("::")[0] for nodeid in others}) if others else [])
+        if (nodeid := f"{key.file}::{key.test}") in others and rank_in(key.name) == rank
+    ]
+    here = slugs() if stored else ()
+    names: dict[str, list[str]] = {}
+    for slug, key, nodeid in stored:
+        if slug in here:
+            names.setdefault(nodeid, []).append(key.name)
+    return {others[nodeid]: (_measured(others[nodeid], nodeid), tuple(found)) for nodeid, found in names.items()}
+
+
+def _measured(item: pytest.Item, nodeid: str) -> Measured:
+    file, _, test = nodeid.partition("::")
+    return Measured(file, test, Budget(), has_fixture=False, location=location_of(item))
+
+
+class NoLongerMeasured:
+    """A plugin that is registered where such tests were selected. What it raises comes after the test's own end."""
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        settings: Settings,
+        store: Store,
+        tests: Mapping[pytest.Item, tuple[Measured, Names]],
+        ranks: OneProcess,
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = store
+        self._tests = tests
+        self._ranks = ranks
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        if item not in self._tests:
+            return (yield)
+        forget_failure(item)  # of an earlier run of the test
+        forget_properties(item)
+        result = yield
+        measured, names = self._tests[item]
+        judging = Judging(self._config, self._settings, self._store, item, measured, self._ranks)
+        judging.conclude(replace(measured.not_measured(NOT_MARKED), missing=names))
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if item in self._tests:
+            shorten_summary(item, call, report)
+        return report
