@@ -1,19 +1,22 @@
 # How a stranger tries, tests and checks this project: needs only make, and Python 3.10 or newer with pip.
 
 PYTHON ?= python3
-VENV ?= .venv
+# A release of torch, or `nightly`: if not that of the example's baselines, it has environments of its own.
+PINNED := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' example_project/pyproject.toml)
+TORCH ?= $(PINNED)
+OTHER := $(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
+NIGHTLY := $(if $(filter nightly,$(TORCH)),https://download.pytorch.org/whl/nightly)
+VENV ?= .venv$(OTHER)
 BIN := $(VENV)/bin
 TEST_READY := $(VENV)/.test-installed
 DEV_READY := $(VENV)/.dev-installed
-EMULATED_VENV ?= .venv-emulated
+EMULATED_VENV ?= .venv-emulated$(OTHER)
 EMULATED_READY := $(EMULATED_VENV)/.installed
 # The CUDA build of torch needs none of NVIDIA's libraries where these are stood in for. Three signs: no other build will do.
-EMULATED_TORCH ?= torch===2.13.0
-# The release that it requires, for torch.compile.
-EMULATED_TRITON ?= triton==3.7.1
-EMULATED_NEEDS := 'pytest>=8.2' 'pluggy>=1.5' 'tomli>=2.0' 'tomli-w>=1.0' 'filelock>=3.13' 'fsspec>=2024.2' \
-	'fastjsonschema>=2.20' 'nvidia-ml-py>=12.535' 'rich>=13.0' 'click>=8.1' 'greenlet>=3.0' typing-extensions sympy networkx jinja2 numpy \
-	'transformers>=5' 'pytest-xdist>=3.8' 'plotly>=5.24' 'torchao>=0.12'
+EMULATED_TORCH := $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cu132,torch===$(TORCH))
+# pip takes what belongs to an extra for not required: the line of docs/guide.md.
+WITHOUT_NVIDIA := sed -i -E 's/^(Requires-Dist: (cuda|nvidia)-[^;]*).*/\1; extra == "nvidia"/'
+EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8'
 # Workers have a core each: more threads of one would wait for the others'. They begin with the slowest files: tests/conftest.py.
 SUITE = -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
@@ -31,8 +34,9 @@ help:
 	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"
 	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
 	@echo "make screenshots  take the pictures of the HTML report in the docs anew (needs Chromium)"
-	@echo "make clean     remove the virtual environment, caches and builds"
+	@echo "make clean     remove the virtual environments, caches and builds"
 	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest,"
+	@echo "TORCH=2.15.0 the release of torch, or nightly: test, emulated and example with another one than $(PINNED), in an environment of its own,"
 	@echo "ARGS='-m thorough' runs what test and emulated leave out: it shows in another way what another test shows"
 
 example: example-cpu
@@ -113,24 +117,26 @@ screenshots: $(TEST_READY)
 	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py
 
 clean:
-	rm -rf $(VENV) $(EMULATED_VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* $(VENV) $(EMULATED_VENV) build dist .mypy_cache .ruff_cache .hypothesis
 	find . -type d \( -name __pycache__ -o -name .pytest_cache \) -prune -exec rm -rf {} +
 
-# Made anew whenever pyproject.toml changes. Where Python comes without ensurepip, as on Debian, its own pip fills the
+# Made anew whenever what it is made of changes. Where Python comes without ensurepip, as on Debian, its own pip fills the
 # environment; a pip older than 22.3 cannot, or cannot install a project in place, and is brought up to date.
-$(TEST_READY): pyproject.toml
+$(TEST_READY): pyproject.toml example_project/pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV) || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -c "import pip, sys; sys.exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" || \
 		$(BIN)/python -m pip install --upgrade pip
-	$(BIN)/python -m pip install --editable '.[test]'
+	$(if $(NIGHTLY),$(BIN)/python -m pip install --pre torch --index-url $(NIGHTLY)/cpu)
+	$(BIN)/python -m pip install $(if $(NIGHTLY),,torch==$(TORCH)) --editable '.[test]'
 	touch $@
 
-$(EMULATED_READY): pyproject.toml
+# torch requires Triton, in its release, for torch.compile.
+$(EMULATED_READY): pyproject.toml example_project/pyproject.toml
 	$(PYTHON) -m venv --clear $(EMULATED_VENV)
-	$(EMULATED_VENV)/bin/python -m pip install --no-deps '$(EMULATED_TORCH)' $(EMULATED_TRITON)
-	$(EMULATED_VENV)/bin/python -m pip install $(EMULATED_NEEDS)
-	$(EMULATED_VENV)/bin/python -m pip install --no-deps --editable .
+	$(EMULATED_VENV)/bin/python -m pip install --no-deps $(EMULATED_TORCH)
+	$(WITHOUT_NVIDIA) $(EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
+	$(EMULATED_VENV)/bin/python -m pip install $(EMULATED_NEEDS) --editable '.[report,torchao]'
 	touch $@
 
 $(DEV_READY): $(TEST_READY)

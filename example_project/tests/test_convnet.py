@@ -54,6 +54,5 @@ def test_evaluation(gpumem, convnet, images):
     pixels, labels = images
     convnet.eval()
     with gpumem.track("evaluate") as region, torch.inference_mode():
-        right = int((convnet(pixels).argmax(dim=1) == labels).sum())
-    assert 0 <= right <= len(labels)
+        assert convnet(pixels).argmax(dim=1).shape == labels.shape
     assert region.measurement.retained == 0
