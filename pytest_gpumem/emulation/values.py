@@ -6,33 +6,16 @@ autograd's threads inherit it. Methods by which a tensor is read are watched eve
 
 from __future__ import annotations
 
-import atexit
-import sys
-from contextlib import ExitStack, contextmanager
 from functools import wraps
-from threading import Thread, local
-from typing import TYPE_CHECKING, Any
+from threading import Thread
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pytest_gpumem.emulation.host_operators import is_exact, is_ordinary, tensors_among
+from pytest_gpumem.emulation.backward import away_in_backward
 from pytest_gpumem.emulation.host_values import HostValues
-from pytest_gpumem.emulation.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
-from pytest_gpumem.emulation.use_of_float import use_of_conversion
-from pytest_gpumem.torch_support.private_api import (
-    current_dispatch_mode,
-    engine_run_within,
-    in_backward,
-    never_compiled,
-    outside_torch_function,
-    print_by_way_of_the_host,
-    script_as,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
+from pytest_gpumem.emulation.unknown_float import UnknownFloat
+from pytest_gpumem.emulation.watched_methods import watch_methods
+from pytest_gpumem.torch_support.private_api import print_by_way_of_the_host
 
 _mode: HostValues | None = None
 
@@ -46,72 +29,16 @@ def begin() -> HostValues:
         # What is computed on the host is small, and threads that share a core wait for one another 40 times as long.
         torch.set_num_threads(1)
         UnknownFloat.reads = _mode.reads
-        _watch_reads(_mode)
+        watch_methods(_mode)
         _watch_threads(_mode)
         print_by_way_of_the_host(_mode.reads.ignored)
-        _away_in_backward(_mode)
+        away_in_backward(_mode)
     return _mode
 
 
 def current() -> HostValues | None:
     """Return the mode of this process."""
     return _mode
-
-
-def _away_in_backward(mode: HostValues) -> None:
-    """Run backward without the mode, but for modules that are computed again in it.
-
-    With any dispatch mode, torch's derivatives avoid operators in place and without one allocate less
-    (``isTensorSubclassLike`` in ATen): the mode would change the peaks that it is there for.
-    """
-
-    @contextmanager
-    def away() -> Iterator[None]:
-        if current_dispatch_mode() is not mode:  # another mode is active, such as one that counts operators
-            yield
-            return
-        mode.__exit__(None, None, None)
-        try:
-            with _back_in_modules(mode):
-                yield
-        finally:
-            mode.__enter__()
-
-    # Entered for good, and left while torch is still there.
-    entered = ExitStack()
-    entered.enter_context(engine_run_within(away))
-    atexit.register(entered.close)
-
-
-@contextmanager
-def _back_in_modules(mode: HostValues) -> Iterator[None]:
-    """Run modules that backward calls in the mode. Within a context: torch.compile warns of such hooks in forward."""
-    depth = local()
-
-    def called(module: torch.nn.Module, args: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        inside = getattr(depth, "modules", 0)
-        if inside or (in_backward() and current_dispatch_mode() is None):
-            depth.modules = inside + 1
-            if not inside:
-                mode.__enter__()
-
-    def ended(module: torch.nn.Module, args: object, result: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        inside = getattr(depth, "modules", 0)
-        if inside:
-            depth.modules = inside - 1
-            if inside == 1:
-                mode.__exit__(None, None, None)
-
-    hooks = register_module_forward_pre_hook(called), register_module_forward_hook(ended, always_call=True)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _watch_threads(mode: HostValues) -> None:
@@ -130,234 +57,3 @@ def _watch_threads(mode: HostValues) -> None:
         start(self)
 
     Thread.start = start_within  # type: ignore[method-assign]
-
-
-def _watch_reads(mode: HostValues) -> None:
-    """Note what the host reads by methods that no operator shows, or makes a float of; also where the mode is away."""
-    for name, seen in _READING.items():
-        setattr(torch.Tensor, name, _watched(mode, getattr(torch.Tensor, name), seen))
-    torch.Tensor.__format__ = _ignoring(mode, torch.Tensor.__format__)  # type: ignore[method-assign]
-    for name in ("cpu", "to", "__deepcopy__"):
-        setattr(torch.Tensor, name, _copying(mode, getattr(torch.Tensor, name)))
-    torch.Tensor.new_tensor = _making(mode, torch.Tensor.new_tensor)  # type: ignore[method-assign]
-    torch.Tensor.tensor_split = _splitting(mode, torch.Tensor.tensor_split)  # type: ignore[method-assign]
-    for name, watching in _FUNCTIONS.items():
-        watched = watching(mode, getattr(torch, name))
-        setattr(torch, name, watched)
-        script_as(watched, name)
-    comm = torch.nn.parallel.comm
-    comm.broadcast_coalesced = _broadcasting(mode, comm.broadcast_coalesced)
-    comm.reduce_add = _adding(mode, comm.reduce_add)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    plateau.step = _stepping(mode, plateau.step)  # type: ignore[method-assign]
-
-
-def _number(value: Any) -> Any:
-    """Return the number that a tensor's element is for the host."""
-    if isinstance(value, list):
-        return [_number(one) for one in value]
-    return UnknownFloat() if isinstance(value, float) else value
-
-
-def _as_number(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if is_exact(tensor):
-        mode.reads.invalid("a value is read")
-        return value
-    mode.has_left()
-    mode.reads.of_float()
-    return _number(value)
-
-
-def _as_integer(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    mode.reads.invalid("a value is read")
-    return value
-
-
-def _as_float(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if is_exact(tensor):
-        mode.reads.invalid("a value is read")
-        return value
-    mode.has_left()
-    mode.reads.of_float(use_of_conversion(_caller()))
-    return UNKNOWN
-
-
-def _as_bool(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if is_exact(tensor):
-        mode.reads.invalid("a value is read")
-        return value
-    mode.reads.of_float("branch")
-    return value
-
-
-def _as_array(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if is_exact(tensor):
-        mode.reads.invalid("NumPy or another library is given values")
-    mode.reads.of_float()
-    return value
-
-
-def _as_memory(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    return value if tensor.is_cuda else _as_array(mode, tensor, value)
-
-
-_READING: dict[str, Callable[[HostValues, torch.Tensor, Any], Any]] = {
-    "item": _as_number,
-    "tolist": _as_number,
-    "__float__": _as_float,
-    "__complex__": _as_number,
-    "__int__": _as_integer,
-    "__index__": _as_integer,
-    "__bool__": _as_bool,
-    "is_nonzero": _as_bool,
-    "numpy": _as_array,  # of the GPU's, too: `numpy(force=True)` copies
-    "__dlpack__": _as_memory,
-}
-"""Methods by which the host reads a tensor, and what is noted where that is unknown and returned in place of the value."""
-
-
-def _watched(
-    mode: HostValues, original: Callable[..., Any], seen: Callable[[HostValues, torch.Tensor, Any], Any]
-) -> Callable[..., Any]:
-    @never_compiled
-    @wraps(original)
-    def read(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        value = original(self, *args, **named)
-        with outside_torch_function():
-            return seen(mode, self, value) if _is_unknown(mode, self) else value
-
-    return read
-
-
-def _is_unknown(mode: HostValues, tensor: Any) -> bool:
-    if not is_ordinary(type(tensor)):
-        return False
-    try:
-        with outside_torch_function():  # a subclass may have code of its own for what is asked here
-            return mode.is_unknown(tensor)
-    except (RuntimeError, NotImplementedError):  # one of a transformation (`torch.func`) has no storage
-        return False
-
-
-def _ignoring(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    @never_compiled
-    @wraps(original)
-    def format_it(*args: Any) -> Any:
-        with mode.reads.ignored():
-            return original(*args)
-
-    return format_it
-
-
-def _copying(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    @never_compiled
-    @wraps(original)
-    def copy(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        result = original(self, *args, **named)
-        unseen = original.__name__ == "__deepcopy__" or current_dispatch_mode() is None
-        if unseen and result is not self and is_ordinary(type(self)) and is_ordinary(type(result)):
-            with outside_torch_function():
-                mode.note_copy(result, self)
-        return result
-
-    return copy
-
-
-def _making(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a tensor of numbers as one that notes tensors among them: it reads those unseen."""
-
-    @never_compiled
-    @wraps(original)
-    def make(*args: Any, **named: Any) -> Any:
-        listed = [one for one in args if isinstance(one, (list, tuple))]
-        with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
-            return original(*args, **named)
-
-    return make
-
-
-def _splitting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``tensor_split`` as one that notes what it reads: the indices, if they are a tensor of the host."""
-
-    @never_compiled
-    @wraps(original)
-    def split(*args: Any, **named: Any) -> Any:
-        if any(_is_unknown(mode, one) for one in (*args[1:], *named.values())):
-            mode.reads.invalid("tensor_split reads values")
-        return original(*args, **named)
-
-    return split
-
-
-def _deciding(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``is_nonzero`` as one that notes what it reads."""
-
-    @never_compiled
-    @wraps(original)
-    def decide(*args: Any, **named: Any) -> Any:
-        value = original(*args, **named)
-        tensor = next(iter((*args, *named.values())))
-        with outside_torch_function():
-            return _as_bool(mode, tensor, value) if _is_unknown(mode, tensor) else value
-
-    return decide
-
-
-_FUNCTIONS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any]]] = {
-    "tensor": _making,
-    "as_tensor": _making,
-    "tensor_split": _splitting,
-    "is_nonzero": _deciding,
-}
-"""Functions of torch that read, and what makes each one that notes it."""
-
-
-def _broadcasting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function by which `DataParallel` copies a model as one that notes its copies, which no operator shows."""
-
-    @wraps(original)
-    def broadcast(tensors: Sequence[torch.Tensor], *args: Any, **named: Any) -> Any:
-        copied = original(tensors, *args, **named)
-        for copies in copied:
-            pairs = list(zip(copies, tensors, strict=True))
-            # Several are in one storage.
-            unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.is_unknown(tensor)}
-            for copy, tensor in pairs:
-                if copy is not tensor and copy.untyped_storage().data_ptr() not in unknown:
-                    mode.note_copy(copy, tensor)
-        return copied
-
-    return broadcast
-
-
-def _adding(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that adds up tensors of several GPUs as one that notes the sum, which NCCL's stand-in makes."""
-
-    @wraps(original)
-    def add(inputs: Sequence[torch.Tensor], *args: Any, **named: Any) -> Any:
-        total = original(inputs, *args, **named)
-        if total.dtype != torch.float16:  # those are not computed
-            mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))
-        return total
-
-    return add
-
-
-def _stepping(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the scheduler's ``step`` as one that notes a metric that is not known: it compares it as a plain float."""
-
-    @wraps(original)
-    def step(self: Any, metrics: Any, *args: Any, **named: Any) -> Any:
-        if is_unknown_number(metrics) or _is_unknown(mode, metrics):
-            mode.reads.of_float("branch")
-        return original(self, metrics, *args, **named)
-
-    return step
-
-
-def _caller() -> FrameType | None:
-    """Return the frame that called the method of a tensor that is watched."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
-    while frame is not None and frame.f_code.co_filename in (__file__, never_compiled.__code__.co_filename):
-        frame = frame.f_back
-    return frame
