@@ -247,9 +247,8 @@ class HostValues(TorchDispatchMode):
         for tensor in (*made, *changed):
             if is_ordinary(type(tensor)):
                 is_new = id(tensor) not in ids
-                self._note_on_host(
-                    tensor, known or operator.name in _NO_VALUES, whole=is_new or covers_its_storage(tensor)
-                )
+                is_known = known or (is_new and operator.name in _NO_VALUES)
+                self._note_on_host(tensor, is_known, whole=is_new or covers_its_storage(tensor))
         return result
 
     def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -373,6 +372,19 @@ class HostValues(TorchDispatchMode):
             self._note(copy, known)
         elif not known:
             self._note_on_host(copy, known)
+
+    def note_unknown(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor's values were not computed."""
+        if tensor.is_cuda:
+            self._note(tensor, False)
+        else:
+            self._note_on_host(tensor, False)
+
+    def has_moved(self, where: int, storage: torch.UntypedStorage) -> None:
+        """Note that a storage of the host is no longer at the address ``where`` that it had."""
+        there = self._unknown_on_host.get(where)
+        if there is not None and not there.expired():
+            self._unknown_on_host[storage.data_ptr()] = StorageWeakRef(storage)
 
     @contextmanager
     def making(self, of_unknown: bool) -> Iterator[None]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_gpumem.emulation.host_operators import is_exact, is_ordinary, tensors_among
+from pytest_gpumem.emulation.serialized import follow_serialized
 from pytest_gpumem.emulation.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
 from pytest_gpumem.emulation.use_of_float import use_of_conversion
 from pytest_gpumem.torch_support.private_api import (
@@ -38,6 +39,7 @@ def watch_methods(mode: HostValues) -> None:
         watched = watching(mode, getattr(torch, name))
         setattr(torch, name, watched)
         script_as(watched, name)
+    follow_serialized(mode, partial(_is_unknown, mode))
     comm = torch.nn.parallel.comm
     comm.broadcast_coalesced = _broadcasting(mode, comm.broadcast_coalesced)
     comm.reduce_add = _adding(mode, comm.reduce_add)

@@ -107,6 +107,23 @@ def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return base._indices(tensor), base._values(tensor)
 
 
+def reduced_with_attribute(
+    reduced: tuple[Any, ...], kind: type[torch.Tensor], name: str, value: object
+) -> tuple[Any, ...]:
+    """Return what a tensor of a class is pickled as so that an attribute is set when it is read.
+
+    Args:
+        reduced: Its pickled form, as ``__reduce_ex__`` returns it.
+        kind: Its class.
+        name: The attribute, to which ``value`` is assigned.
+        value: What `torch.load` reads with ``weights_only``, too.
+    """
+    from torch._tensor import _rebuild_from_type_v2
+
+    rebuild, arguments = reduced
+    return _rebuild_from_type_v2, (rebuild, kind, arguments, {name: value})
+
+
 def compiled_graphs() -> int:
     """Return how many graphs torch.compile has compiled in this process, recompiled ones included."""
     if "torch._dynamo" not in sys.modules:

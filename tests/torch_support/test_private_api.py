@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from pytest_gpumem.torch_support.private_api import (
     parts_of_coo,
     peak_resets,
     recording_no_operators,
+    reduced_with_attribute,
     running_node_number,
     watched_operators,
 )
@@ -171,6 +173,19 @@ def test_finding_the_parts_of_a_sparse_tensor_copies_nothing():
     sparse = torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=False)
     first, second = parts_of_coo(sparse), parts_of_coo(sparse)
     assert [part.data_ptr() for part in first] == [part.data_ptr() for part in second]
+
+
+def test_a_pickled_tensor_has_the_attribute_that_it_is_given_when_it_is_read(monkeypatch, tmp_path):
+    reduce = torch.Tensor.__reduce_ex__
+    monkeypatch.setattr(
+        torch.Tensor,
+        "__reduce_ex__",
+        lambda self, protocol: reduced_with_attribute(reduce(self, protocol), torch.Tensor, "told", 7),
+    )
+    tensor = torch.arange(3)
+    torch.save(tensor, tmp_path / "saved.pt")
+    for read in (torch.load(tmp_path / "saved.pt", weights_only=True), pickle.loads(pickle.dumps(tensor))):
+        assert (read.told, read.tolist()) == (7, [0, 1, 2])
 
 
 def test_the_workspaces_of_cublas_are_cleared(monkeypatch):
