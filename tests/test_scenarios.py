@@ -44,6 +44,20 @@ import os
 
 import pytest
 
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import Environment
+
+
+class SecondDevice(CpuDevice):
+    name = "second"
+
+    def environment(self):
+        return Environment("second-1", "Second 1", {})
+
+
+def pytest_gpumem_devices(config):
+    return {"second": SecondDevice}
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -248,6 +262,18 @@ if not PLANTED:
             "*baseline: call, *",
             "*accept:   gpumem prune test_*.py *",
         ),
+    ),
+    Scenario(
+        "a marker that went and named another device than that of the session",
+        """
+def test_it(n=1_000_000):
+    torch.ones(n)
+
+
+if not PLANTED:
+    test_it = pytest.mark.gpumem(device="second")(test_it)
+""",
+        ("Not measured any more: it has neither the marker *", "*baseline: call, *"),
     ),
     Scenario(
         "a fixture that a test does not ask for any more",

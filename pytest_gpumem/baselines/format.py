@@ -84,7 +84,8 @@ Entries = Mapping[tuple[str, str], Baseline]
 """The entries of one file: (test, name of the measurement) -> entry."""
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
-_META: dict[str, type] = {"environment": str, "recorded": str, "commit": str, "reason": str}
+_OPTIONAL = ("commit", "reason", "named_device")
+_META = ("environment", "recorded", *_OPTIONAL)
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION_PEAK = "composition_peak"
 """The peak of the step that a composition is of, where that is not the one with the highest peak."""
@@ -189,8 +190,7 @@ def render(entries: Mapping[Key, Baseline]) -> str:
         table = {
             "environment": name,
             "recorded": entry.recorded,
-            "commit": entry.commit,
-            "reason": entry.reason,
+            **{key: getattr(entry, key) for key in _OPTIONAL},
             **workload,
             **metrics,
             **{key: getattr(entry, key) for key in _BYTES},
@@ -244,7 +244,7 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     if name not in environments:
         raise FormatError(f"{where}.environment is {name!r}, which [environments] does not have")
     recorded = _value(values, "recorded", str, where)
-    commit, reason = (_value(values, key, str, where) if key in values else None for key in ("commit", "reason"))
+    optional = {key: _value(values, key, str, where) for key in _OPTIONAL if key in values}
     workload = Workload(
         **{
             field: _value(values, field, kind, where)
@@ -278,12 +278,11 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
         environments[name],
         metrics,
         recorded,
-        commit,
-        composition,
-        runs,
-        reason,
-        by_operator,
+        composition=composition,
+        runs=runs,
+        by_operator=by_operator,
         other_phases=phases,
+        **optional,
         **nbytes,
         step_peaks=_step_peaks(step_peaks, int(metrics["peak_allocated"]), f"{where}.{_STEP_PEAKS}"),
     )

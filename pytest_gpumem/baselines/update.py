@@ -223,7 +223,8 @@ def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baselin
         if may_be_added(metric, entry.environment, earlier.environment)
     }
     by_operator = {**earlier.by_operator, **_made_of(metrics, entry.by_operator)}
-    added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator)
+    named = earlier.named_device or entry.named_device
+    added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator, named_device=named)
     if entry.runs is None or not _lacks_times(earlier, entry):
         return added
     # Entries of older versions lack the machine; that of the added times is known.

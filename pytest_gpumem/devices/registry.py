@@ -103,7 +103,7 @@ class Devices:
                 return self.get("cpu")
         if name not in self._made:
             try:
-                self._made[name] = self._factories[name]()
+                self._made[name] = self._factories[name]() if name in self._factories else "there is no such device"
             except DeviceUnavailable as unavailable:
                 self._made[name] = str(unavailable)
         made = self._made[name]

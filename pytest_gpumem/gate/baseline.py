@@ -83,6 +83,8 @@ class Baseline:
     """The peaks of the steps in order, in bytes, where they differ; ``peak_allocated`` is the highest of them."""
     step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The same of each GPU, where it used several."""
+    named_device: str | None = None
+    """The device that the test's marker named; ``None`` where it was measured on that of the session."""
 
     def __post_init__(self) -> None:
         # A count of 0 is made of nothing, whoever recorded it.
@@ -135,6 +137,8 @@ class Baseline:
             and self.by_operator.keys() <= other.by_operator.keys()
             and (other.tells_lines or not self.tells_lines)
             and bool(other.step_peaks or not self.step_peaks)
+            # Sessions on other devices look for the test by it.
+            and self.named_device == other.named_device
         )
 
 
@@ -145,7 +149,13 @@ class NoBaseline:
     elsewhere: tuple[str, ...] = ()
 
 
-def baseline_of(measurement: Measurement, recorded: str, commit: str | None, reason: str | None = None) -> Baseline:
+def baseline_of(
+    measurement: Measurement,
+    recorded: str,
+    commit: str | None,
+    reason: str | None = None,
+    named_device: str | None = None,
+) -> Baseline:
     """Return the baseline of an accepted measurement. Times keep four digits, and five as one of the runs."""
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
@@ -189,6 +199,7 @@ def baseline_of(measurement: Measurement, recorded: str, commit: str | None, rea
             for device in (by_device if len(by_device) > 1 else ())
             if (peaks := _differing(measurement.step_peaks_by_device.get(device, StepPeaks())))
         },
+        named_device=named_device,
     )
     run = None if measurement.times is None else run_of(measurement.times)
     if run is None:

@@ -177,6 +177,8 @@ class TestVerdict:
     """The names of the measurements that it has baselines of on this device, and did not take."""
     accept: str | None = None
     """The command that accepts the change for which the gate failed it; ``None`` where there is none."""
+    named_device: str | None = None
+    """The device that its marker names; ``None`` where it is measured on that of the session."""
 
     @property
     def nodeid(self) -> str:

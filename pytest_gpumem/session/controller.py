@@ -258,7 +258,11 @@ class Controller:
         for result in passed:
             for verdict in result.verdict.verdicts:
                 key = Key(result.verdict.file, result.verdict.test, verdict.measurement.name)
-                measured[key] = verdict, baseline_of(verdict.measurement, recorded, commit, self._settings.reason)
+                named = result.verdict.named_device
+                measured[key] = (
+                    verdict,
+                    baseline_of(verdict.measurement, recorded, commit, self._settings.reason, named),
+                )
         try:
             stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
             accepted = entries_to_write(mode, measured, stored)

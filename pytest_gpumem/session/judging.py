@@ -148,6 +148,7 @@ class Judging:
             relations=relations,
             cell=measured.cell,
             location=measured.location,
+            named_device=measured.budget.device,
         )
 
     def missing(self, judged: Sequence[Judged], slug: str) -> tuple[str, ...]:

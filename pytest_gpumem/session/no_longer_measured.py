@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.gate.baseline import Budget
+from pytest_gpumem.gate.baseline import Budget, NoBaseline
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.session.judging import Judging, forget_failure, forget_properties, shorten_summary
 from pytest_gpumem.session.options import is_measured
@@ -15,7 +15,7 @@ from pytest_gpumem.session.selection import Measured, location_of, without_group
 from pytest_gpumem.values.ranks import rank_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.session.ranks import OneProcess
@@ -26,27 +26,30 @@ Names = tuple[str, ...]
 
 
 def no_longer_measured(
-    items: Iterable[pytest.Item], store: Store, rank: Rank | None, slugs: Callable[[], Collection[str]]
+    items: Iterable[pytest.Item], store: Store, rank: Rank | None, slug_of: Callable[[str | None], str | None]
 ) -> dict[pytest.Item, tuple[Measured, Names]]:
     """Return the tests among ``items`` that are not measured and have baselines here, with the names of their measurements.
+
+    A baseline is here if this session would compare with it what the test measures: on the device that its marker named when
+    it was recorded, or else on that of the session.
 
     Args:
         items: The selected tests.
         store: Of this session.
         rank: This process's: baselines of other ranks, and of jobs of another size, are not its own.
-        slugs: Returns those of the devices that this session compares with. It may load torch, and so is only called where
-            a device has baselines of such a test.
+        slug_of: Returns with whose baselines those of a device are compared, of that of the session for ``None``; ``None``
+            where it cannot be used. It may load torch, and so is only called where such a test has baselines.
     """
     others = {without_group(item): item for item in items if not is_measured(item)}
-    stored = [
-        (slug, key, nodeid)
-        for slug, key in (store.keys(files={nodeid.partition("::")[0] for nodeid in others}) if others else [])
-        if (nodeid := f"{key.file}::{key.test}") in others and rank_in(key.name) == rank
-    ]
-    here = slugs() if stored else ()
     names: dict[str, list[str]] = {}
-    for slug, key, nodeid in stored:
-        if slug in here:
+    slug_by_device: dict[str | None, str | None] = {}
+    for slug, key in store.keys(files={nodeid.partition("::")[0] for nodeid in others}) if others else ():
+        nodeid, entry = f"{key.file}::{key.test}", store.find(key, slug)
+        if nodeid not in others or rank_in(key.name) != rank or isinstance(entry, NoBaseline):
+            continue
+        if entry.named_device not in slug_by_device:
+            slug_by_device[entry.named_device] = slug_of(entry.named_device)
+        if slug == slug_by_device[entry.named_device]:
             names.setdefault(nodeid, []).append(key.name)
     return {others[nodeid]: (_measured(others[nodeid], nodeid), tuple(found)) for nodeid, found in names.items()}
 

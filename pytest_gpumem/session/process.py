@@ -221,20 +221,16 @@ class GpumemSession:
         from pytest_gpumem.session.no_longer_measured import no_longer_measured
 
         try:
-            return no_longer_measured(items, self.store(), self._ranks.rank, self._compared_slugs)
+            return no_longer_measured(items, self.store(), self._ranks.rank, self._compared_slug)
         except (StoreError, BackendError) as error:
             # The session has read the whole store at its start, so it was changed since.
             self._refuse(str(error), items)
             return {}
 
-    def _compared_slugs(self) -> frozenset[str]:
-        """Return the slugs of the devices whose baselines this session compares with: of its own, and those of markers.
-
-        Where none of them can be used, as on a machine without a GPU, those of all that can be.
-        """
-        named = {one.budget.device for one in self._measured.values() if one.budget.device is not None}
-        slugs = self._slugs_of({self.settings.device, *named}) or self.present_devices()
-        return frozenset(map(self.settings.compared_slug, slugs))
+    def _compared_slug(self, device: str | None) -> str | None:
+        """Return the slug with whose baselines a device, by default the session's, is compared; ``None`` if it is not here."""
+        slug = self._slugs_of([device or self.settings.device])
+        return self.settings.compared_slug(*slug) if slug else None
 
     def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, Measured]) -> None:
         """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""

@@ -49,6 +49,7 @@ class Measured:
             failed_by_itself=failed_by_itself,
             cell=self.cell,
             location=self.location,
+            named_device=self.budget.device,
         )
 
 

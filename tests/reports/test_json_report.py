@@ -231,6 +231,7 @@ def objects(schema):
 
 ADDED_SINCE = {
     "accept",
+    "named_device",
     "failed_in",
     "by_device",
     "step_peaks",

@@ -1,0 +1,162 @@
+"""Tests that have baselines and are not measured any more: the gate fails them, an update tells of them, prune accepts them."""
+
+from __future__ import annotations
+
+import pytest
+
+WORKERS = [pytest.param([], id="alone"), pytest.param(["-n", "2"], id="workers")]
+CONFTEST = """
+import os
+
+from pytest_gpumem.devices.contract import DeviceUnavailable
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import Environment
+
+
+class Second(CpuDevice):
+    name = "second"
+
+    def environment(self):
+        return Environment("second-1", "Second 1", {})
+
+
+def second():
+    if "NO_SECOND" in os.environ:
+        raise DeviceUnavailable("no second device")
+    return Second()
+
+
+def pytest_gpumem_devices(config):
+    return {"second": second}
+"""
+"""A device beside the CPU, which a machine may lack."""
+MARKED = "@pytest.mark.gpumem{}\ndef test_{}():\n    torch.ones(10)\n\n\n"
+PLAIN = "def test_{}():\n    torch.ones(10)\n\n\n"
+GONE = "Not measured any more: it has neither the marker gpumem nor the fixture any more, *"
+
+
+@pytest.fixture
+def two_devices(project):
+    """A project on a machine with two devices."""
+    project.write(CONFTEST, "conftest.py")
+    return project
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_pruned(project, workers, monkeypatch):
+    project.settings('[tool.gpumem]\nbaseline = true\nmeasure = ["test_it.py"]\n')
+    project.write(
+        "@pytest.mark.parametrize('n', [1000, 2000])\ndef test_it(n):\n    torch.ones(n)\n\n\n"
+        "@pytest.mark.skipif('GONE' in __import__('os').environ, reason='')\ndef test_skipped():\n    torch.ones(10)\n"
+    )
+    project.run("--gpumem-update=new").assert_outcomes(passed=3)
+    project.settings("[tool.gpumem]\nbaseline = true\n")
+    monkeypatch.setenv("GONE", "1")
+    result = project.run(*workers, separate=bool(workers))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=2, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            GONE,
+            "  accept:   gpumem prune test_it.py --gpumem-device=cpu",
+            "gpumem: nothing was gated: 2 tests unmeasured, it has neither *",
+            "gpumem: 0 gated, 2 missing",
+        ]
+    )
+    assert project.gpumem("prune", "test_it.py", "--gpumem-device=cpu").returncode == 0
+    assert project.stored() == {}
+    assert project.run().ret == 0
+
+
+def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_another_device_is_not_missing(project):
+    marked = "@pytest.mark.gpumem\ndef test_{}():\n    torch.ones(10)\n\n\n"
+    project.write("".join(map(marked.format, ("measured", "deselected", "expected"))))
+    project.write(marked.format("it"), "test_elsewhere.py")
+    project.run("--gpumem-update=new").assert_outcomes(passed=4)
+    (file,) = project.store.rglob("test_elsewhere.py.toml")
+    (project.store / "nvidia-h100").mkdir()
+    text = file.read_text(encoding="utf-8").replace("cpu-x86_64", "nvidia-h100")
+    (project.store / "nvidia-h100" / file.name).write_text(text, encoding="utf-8")
+    file.unlink()
+    project.write(
+        marked.format("measured")
+        + "def test_deselected(): ...\n\n\n@pytest.mark.xfail\ndef test_expected():\n    assert False\n"
+    )
+    project.write("def test_it(): ...\n", "test_elsewhere.py")
+    result = project.run("--gpumem-baseline", "--deselect=test_it.py::test_deselected", "--gpumem-strict")
+    assert result.ret == 0
+    result.assert_outcomes(passed=2, xfailed=1, deselected=1)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("beside", [MARKED.format("", "other"), ""], ids=["beside another", "alone"])
+def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_devices, workers, beside):
+    two_devices.write(beside + MARKED.format("(device='second')", "it"))
+    assert two_devices.run("--gpumem-update=new").ret == 0
+    assert two_devices.run("--gpumem-baseline", *workers, separate=bool(workers)).ret == 0
+    two_devices.write(beside + PLAIN.format("it"))
+    result = two_devices.run("--gpumem-baseline", *workers, separate=bool(workers))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines([GONE])
+
+
+def test_a_test_whose_file_or_class_named_another_device_is_missed_also_where_only_the_fixture_was_used(two_devices):
+    marks = "pytestmark = pytest.mark.gpumem(device='second')\n\n\n"
+    two_devices.write(marks + "def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(10))\n", "test_file.py")
+    two_devices.write(
+        "@pytest.mark.gpumem(device='second')\nclass TestIt:\n    def test_it(self):\n        torch.ones(10)\n"
+    )
+    assert two_devices.run("--gpumem-update=new").ret == 0
+    two_devices.write(PLAIN.format("it"), "test_file.py")
+    two_devices.write("class TestIt:\n    def test_it(self):\n        torch.ones(10)\n")
+    two_devices.run("--gpumem-baseline").assert_outcomes(failed=2)
+
+
+def test_a_baseline_that_names_a_device_of_a_plugin_that_is_gone_is_another_machines(two_devices):
+    two_devices.write(MARKED.format("", "other") + MARKED.format("(device='second')", "it"))
+    two_devices.run("--gpumem-update=new")
+    (two_devices.path / "conftest.py").unlink()
+    two_devices.write(MARKED.format("", "other") + PLAIN.format("it"))
+    assert two_devices.run("--gpumem-baseline").ret == 0
+
+
+def test_a_machine_without_the_device_that_a_test_named_does_not_miss_it(two_devices, monkeypatch):
+    two_devices.write(MARKED.format("", "other") + MARKED.format("(device='second')", "it"))
+    two_devices.run("--gpumem-update=new")
+    monkeypatch.setenv("NO_SECOND", "1")
+    # A marker that depends on what the machine has.
+    two_devices.write(MARKED.format("", "other") + PLAIN.format("it"))
+    result = two_devices.run("--gpumem-baseline", "--gpumem-strict")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: 1 gated"])
+
+
+def test_a_test_that_only_sessions_on_another_device_measure_is_not_missed_in_one_on_this(two_devices):
+    two_devices.write(
+        "def pytest_collection_modifyitems(config, items):\n    for item in items:\n"
+        "        if item.name == 'test_other' or config.getoption('gpumem_device') == 'second':\n"
+        "            item.add_marker('gpumem')\n",
+        "folder/conftest.py",
+    )
+    two_devices.write(PLAIN.format("other") + PLAIN.format("it"), "folder/test_it.py")
+    two_devices.run("--gpumem-update=new").assert_outcomes(passed=2)
+    two_devices.run("--gpumem-update=new", device="second").assert_outcomes(passed=2)
+    result = two_devices.run("--gpumem-baseline", "--gpumem-strict")
+    assert result.ret == 0
+    result.assert_outcomes(passed=2)
+
+
+def test_the_device_that_a_marker_names_is_stored_and_added_where_it_is_named_later(two_devices):
+    two_devices.write(MARKED.format("(device='second')", "it"))
+    two_devices.run("--gpumem-update=new")
+    stored = two_devices.stored()
+    assert '\nnamed_device = "second"\n' in stored["second-1/test_it.py.toml"]
+    for mode in ("new", "improved", "all"):
+        two_devices.run(f"--gpumem-update={mode}")
+        assert two_devices.stored() == stored
+    two_devices.write(MARKED.format("", "it"))
+    two_devices.run("--gpumem-update=all", device="second")
+    assert "named_device" not in two_devices.stored()["second-1/test_it.py.toml"]
+    two_devices.write(MARKED.format("(device='second')", "it"))
+    two_devices.run("--gpumem-update=new")
+    assert two_devices.stored() == stored
