@@ -1,74 +1,94 @@
-"""Backward on an emulated GPU, which runs without the mode that computes values, except for modules."""
+"""Backward on an emulated GPU: autograd's operators run without the mode that computes values, Python that it calls with it.
+
+With any dispatch mode, torch's derivatives avoid operators in place and without one allocate less (``isTensorSubclassLike`` in
+ATen): the mode would change the peaks that it is there for. Hooks and functions in Python are run as the rest of a program is.
+"""
 
 from __future__ import annotations
 
 import atexit
 from contextlib import ExitStack, contextmanager
-from threading import local
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pytest_gpumem.torch_support.private_api import current_dispatch_mode, engine_run_within, in_backward
+from pytest_gpumem.emulation.host_operators import tensors_among
+from pytest_gpumem.torch_support.private_api import (
+    current_dispatch_mode,
+    engine_run_within,
+    in_backward,
+    replace_python_of_backward,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_gpumem.emulation.host_values import HostValues
 
 
 def away_in_backward(mode: HostValues) -> None:
-    """Run backward without the mode, but for modules that are computed again in it.
-
-    With any dispatch mode, torch's derivatives avoid operators in place and without one allocate less
-    (``isTensorSubclassLike`` in ATen): the mode would change the peaks that it is there for.
-    """
+    """Run backward without the mode, but for the Python that it calls."""
 
     @contextmanager
-    def away() -> Iterator[None]:
+    def away(roots: Sequence[Any]) -> Iterator[None]:
         if current_dispatch_mode() is not mode:  # another mode is active, such as one that counts operators
             yield
             return
+        nodes = _nodes(roots)
+        leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
+        # What is added to gradients is not seen. Those of leaves on the host may be made of what is not known, or on the GPU.
+        on_host = [leaf for leaf in leaves if not leaf.is_cuda]
+        unknown = (
+            len(on_host) < len(leaves) or any("Copy" in node.name() for node in nodes) or not _are_known(mode, roots)
+        )
+        mode.forget(leaf.grad for leaf in leaves if leaf.is_cuda and leaf.grad is not None)
         mode.__exit__(None, None, None)
         try:
-            with _back_in_modules(mode):
-                yield
+            yield
         finally:
             mode.__enter__()
+            if unknown:
+                mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
     # Entered for good, and left while torch is still there.
     entered = ExitStack()
     entered.enter_context(engine_run_within(away))
     atexit.register(entered.close)
+    replace_python_of_backward(
+        unpacking=lambda call: _in_mode(mode, call), differentiating=lambda call: _in_mode(mode, call, mode.forget)
+    )
 
 
-@contextmanager
-def _back_in_modules(mode: HostValues) -> Iterator[None]:
-    """Run modules that backward calls in the mode. Within a context: torch.compile warns of such hooks in forward."""
-    depth = local()
+def _in_mode(
+    mode: HostValues, call: Callable[..., Any], take: Callable[[Sequence[torch.Tensor]], None] | None = None
+) -> Callable[..., Any]:
+    """Return a function that autograd calls as one that runs in the mode, and whose results it may ``take`` to add to them."""
 
-    def called(module: torch.nn.Module, args: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        inside = getattr(depth, "modules", 0)
-        if inside or (in_backward() and current_dispatch_mode() is None):
-            depth.modules = inside + 1
-            if not inside:
-                mode.__enter__()
+    @wraps(call)
+    def run(*args: Any, **named: Any) -> Any:
+        if not in_backward() or current_dispatch_mode() is not None:
+            return call(*args, **named)
+        with mode:
+            result = call(*args, **named)
+            if take is not None:
+                take([one for one in tensors_among((result,)) if one.is_floating_point()])
+            return result
 
-    def ended(module: torch.nn.Module, args: object, result: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        inside = getattr(depth, "modules", 0)
-        if inside:
-            depth.modules = inside - 1
-            if inside == 1:
-                mode.__exit__(None, None, None)
+    return run
 
-    hooks = register_module_forward_pre_hook(called), register_module_forward_hook(ended, always_call=True)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+def _nodes(roots: Sequence[Any]) -> set[Any]:
+    """Return the nodes of a graph, of which ``roots`` are tensors, or edges with a node."""
+    waiting = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return seen
+
+
+def _are_known(mode: HostValues, roots: Sequence[Any]) -> bool:
+    return all(isinstance(root, torch.Tensor) and not mode.is_unknown(root) for root in roots)

@@ -365,6 +365,18 @@ class HostValues(TorchDispatchMode):
         """Note that an uncomputed value is on the host from now on, where it may become part of anything."""
         self._has_left = True
 
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take tensors as not known, as what is written to them is not seen."""
+        for tensor in tensors:
+            if not is_ordinary(type(tensor)):
+                parts, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)
+                self.forget(getattr(tensor, part) for part in parts)
+            elif has_storage(tensor):
+                if tensor.is_cuda:
+                    self._known.pop(tensor.untyped_storage().data_ptr(), None)
+                else:
+                    self._note_on_host(tensor, known=False)
+
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
         """Note a copy that this mode did not see: it is known as far as the original is."""
         known = not self.is_unknown(original) and copy.untyped_storage().nbytes() <= BIGGEST_COPY

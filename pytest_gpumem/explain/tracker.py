@@ -85,7 +85,7 @@ class Tracker:
                 ):
                     stack.callback(handle.remove)
             if self._level == "calls":
-                stack.enter_context(engine_run_within(lambda: function_mode(self.call)))
+                stack.enter_context(engine_run_within(lambda _: function_mode(self.call)))
                 stack.enter_context(function_mode(self.call))
             try:
                 yield

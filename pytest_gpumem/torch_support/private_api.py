@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from pytest_gpumem.values.events import AllocationEvent, Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from types import FunctionType
     from typing import TypeAlias
@@ -230,11 +230,11 @@ def beneath_modes() -> Iterator[None]:
 
 
 @contextmanager
-def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Run autograd's engine in ``around()``: what backward calls in Python is then under a `TorchFunctionMode` again.
+def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[object]]) -> Iterator[None]:
+    """Run autograd's engine in ``around(roots)``: what backward calls in Python is then under a `TorchFunctionMode` again.
 
     ``backward`` and ``grad`` are overridable functions themselves, and while a mode handles one it is off. Where a release
-    has no such name, backward runs without the mode.
+    has no such name, backward runs without the mode. The roots of the graph are tensors, or edges with a node.
     """
     import torch
 
@@ -245,15 +245,81 @@ def engine_run_within(around: Callable[[], AbstractContextManager[object]]) -> I
         return
 
     @never_compiled
-    def run(*args: object, **kwargs: object) -> object:
-        with around():
-            return original(*args, **kwargs)
+    def run(roots: Sequence[Any], *args: object, **kwargs: object) -> object:
+        with around(roots):
+            return original(roots, *args, **kwargs)
 
     setattr(torch.autograd, name, run)
     try:
         yield
     finally:
         setattr(torch.autograd, name, original)
+
+
+def replace_python_of_backward(
+    *,
+    differentiating: Callable[[Callable[..., Any]], Callable[..., Any]],
+    unpacking: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Replace, for good, each function in Python that autograd's engine is given to call by what is returned for it.
+
+    Args:
+        differentiating: Given hooks of tensors and of nodes of the graph (by which those of modules are made), ``apply`` of
+            `torch.autograd.Function` in backward, and what is called when backward is done.
+        unpacking: Given hooks that unpack saved tensors.
+    """
+    import torch
+    from torch.autograd.function import BackwardCFunction, _HookMixin
+    from torch.autograd.graph import saved_tensors_hooks
+
+    tensor: Any = torch.Tensor
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        setattr(tensor, name, _registering(getattr(tensor, name), differentiating))
+    mixin: Any = _HookMixin
+    register_of_node = mixin._register_hook
+
+    @staticmethod  # type: ignore[misc]
+    @wraps(register_of_node)
+    def register_hook(hooks: Any, hook: Callable[..., Any]) -> Any:
+        return register_of_node(hooks, differentiating(hook))
+
+    mixin._register_hook = register_hook
+    function: Any = BackwardCFunction
+    function.apply = differentiating(function.apply)
+    variable: Any = torch.autograd.Variable
+    engine = type(variable._execution_engine)
+
+    class Engine(engine):  # type: ignore[misc,valid-type]
+        def queue_callback(self, callback: Callable[[], object]) -> None:
+            super().queue_callback(differentiating(callback))
+
+    variable._execution_engine = Engine()
+
+    saved: Any = torch._C._autograd.SavedTensor
+    for cls, name in ((saved_tensors_hooks, "__init__"), (saved, "register_hooks")):
+        setattr(cls, name, _registering_pairs(getattr(cls, name), unpacking))
+
+
+def _registering(
+    register: Callable[..., Any], by: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    @wraps(register)
+    def register_it(self: object, hook: Callable[..., Any]) -> Any:
+        return register(self, by(hook))
+
+    return register_it
+
+
+def _registering_pairs(
+    register: Callable[..., Any], by: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    import torch
+
+    def register_them(self: object, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> Any:
+        # torch.compile takes graphs into its own.
+        return register(self, pack_hook, unpack_hook if isinstance(unpack_hook, torch.nn.Module) else by(unpack_hook))
+
+    return register_them
 
 
 def next_node_number() -> int:

@@ -134,6 +134,32 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "def read(): x.nonzero()\nthread = threading.Thread(target=read)\nthread.start()\nthread.join()"),
     (CAUGHT, "def read(g): return g[: g.argmax()] if g.argmax().item() else g\nw = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(read)\n(w * 2).sum().backward()"),
     (CAUGHT, "kept = []\nw = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: kept.append(g.argsort().cpu()))\n(w * 2).sum().backward()\nkept[0].tolist()"),
+    # Python that autograd calls in backward.
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g[g > 0].sum() * g)\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g.nonzero() * 0)\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g * len(torch.unique(g)))\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g if torch.equal(g, w) else -g)\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g * torch.ones(int((g != 0).sum()), device='cuda').sum())\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g * len(g.cpu().nonzero()))\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_post_accumulate_grad_hook(lambda p: print(len((p.grad.cpu() > 0).nonzero())))\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nout = w * 2\nout.grad_fn.register_hook(lambda _, g: print(g[0].cpu().nonzero()))\n(out * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nout = w * 2\nout.grad_fn.register_prehook(lambda g: print(g[0].cpu().nonzero()))\n(out * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\ntorch.autograd.graph.register_multi_grad_hook((w,), lambda g: print(g[0].cpu().nonzero()))\n(w * 2).sum().backward()"),
+    (CAUGHT, "expert.register_full_backward_hook(lambda _, given, made: print(made[0].cpu().nonzero()))\nexpert(x).square().sum().backward()"),
+    (CAUGHT, "expert.register_full_backward_pre_hook(lambda _, made: print(made[0].cpu().nonzero()))\nexpert(x).square().sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nengine = torch.autograd.Variable._execution_engine\nw.register_hook(lambda g: engine.queue_callback(lambda: w.grad.cpu().nonzero()))\n(w * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nwith torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * len((t * y[:8]).cpu().nonzero())): out = w * w\nout.sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nout = w * w\nout.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t * len((t * y[:8]).cpu().nonzero()))\nout.sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nclass Doubled(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x): return x * 2\n    @staticmethod\n    def backward(ctx, gradient): return gradient * len(gradient.cpu().nonzero())\n(Doubled.apply(w) * 2).sum().backward()"),
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\ntorch.utils.checkpoint.checkpoint(lambda x: x * len((x * y[:8]).cpu().nonzero()), w, use_reentrant=False).sum().backward()"),
+    # What backward writes to, without an operator that is seen.
+    (CAUGHT, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.grad = torch.zeros_like(w)\n(w * 2).sum().backward()\nw.grad.nonzero()"),
+    (CAUGHT, "w, grads = torch.ones(8, device='cuda', requires_grad=True), torch.zeros(16, device='cuda')\nw.grad = grads[8:]\n(w * 2).sum().backward()\ngrads.nonzero()"),
+    (CAUGHT, "w, total = torch.ones(8, device='cuda', requires_grad=True), torch.zeros(8, device='cuda')\nw.register_hook(lambda g: total.add_(g) * 1)\n(w * 2).sum().backward()\ntotal.nonzero()"),
+    (CAUGHT, "class Zeros(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x): return x * 2\n    @staticmethod\n    def backward(ctx, gradient): return torch.zeros_like(gradient)\nw = torch.ones(8, device='cuda', requires_grad=True)\n(Zeros.apply(w) + w * w).sum().backward()\nw.grad.nonzero()"),
+    (CAUGHT, "w = torch.ones(8, requires_grad=True)\n(w.cuda() * 2).sum().backward()\nw.grad.nonzero()"),
+    (CAUGHT, "w = torch.ones(8, requires_grad=True)\nw.grad = torch.zeros(8)\n(w.cuda() * 2).sum().cpu().backward()\nw.grad.nonzero()"),
+    (CAUGHT, "w = torch.ones(1000, 1000, requires_grad=True)\n(w * x.cpu()).sum().backward()\nw.grad.nonzero()"),
     # A published way to run a mixture of experts (DeepSeek's).
     (CAUGHT, "idx = expert(x)[:, :8].softmax(-1).topk(2)[1]\nc = idx.new_zeros((len(idx), 8))\nc.scatter_(1, idx, 1)\nst, out = 0, []\nfor i, n in enumerate(c.sum(0).cpu().numpy()):\n    if n:\n        out.append(expert(x[st:st + n]))\n        st += n"),
     # Branches on a float.
@@ -161,7 +187,7 @@ TABLE: list[tuple[str, str]] = [
     (DECIDED, "w = torch.nn.Parameter(torch.ones(4, device='cuda'))\nplan = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([w], lr=.1))\nplan.step(loss.item())"),
     (DECIDED, "w = torch.nn.Parameter(torch.ones(4, device='cuda'))\nplan = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([w], lr=.1))\nplan.step(loss)"),
     (DECIDED, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g if g.sum().item() > 0 else -g)\n(w * 2).sum().backward()"),
-    (DECIDED, "w = torch.ones(8, device='cuda', requires_grad=True)\nLayer.apply(w).sum().backward()"),
+    (DECIDED, "w = torch.ones(8, device='cuda', requires_grad=True)\n(Layer.apply(w) * 2).sum().backward()"),
     (DECIDED, "class Stopping:\n    best = float('inf')\n    def __call__(self, now):\n        if now < self.best - .1: self.best = now\nstop = Stopping()\nstop(loss.item())\nstop(loss.item())"),
     # Floats that cannot be followed further, or need not.
     (READ, "loss.item()"),
@@ -211,6 +237,9 @@ TABLE: list[tuple[str, str]] = [
     (HARMLESS, "copy.deepcopy(known).tolist(), copy.deepcopy(known.cpu()).nonzero()  # all known"),
     (HARMLESS, "with torch.inference_mode(): known.cpu().tolist(), int(known.sum()), torch.where(known > 3)  # all known"),
     (HARMLESS, "torch.randperm(8, device='cuda').tolist(), torch.randint(9, (8,), device='cuda').tolist()  # drawn by the host"),
+    (HARMLESS, "w = torch.ones(8, device='cuda', requires_grad=True)\nw.register_hook(lambda g: g * len(known[known > 3].cpu().nonzero()))\n(w * 2).sum().backward()  # all known, in backward too"),
+    (HARMLESS, "w = torch.ones(8, device='cuda', requires_grad=True)\nLayer.apply(w).sum().backward()  # a sum's gradient is known"),
+    (HARMLESS, "w = torch.ones(8, requires_grad=True)\n(w * 2).sum().backward()\nw.grad.nonzero()  # of the host alone"),
     # The mixture of experts above, of experts that are known: its branches and its sizes are the true ones.
     (HARMLESS, "idx = torch.arange(1000).view(1000, 1).cuda() % 8\nc = idx.new_zeros((len(idx), 8))\nc.scatter_(1, idx, 1)\nst, out = 0, []\nfor i, n in enumerate(c.sum(0).cpu().numpy()):\n    if n:\n        out.append(expert(x[st:st + n]))\n        st += n\nassert [len(one) for one in out] == [125] * 8, [len(one) for one in out]  # all known"),
 ]  # fmt: skip

@@ -419,6 +419,68 @@ def test_a_thread_knows_that_it_runs_backward():
     assert not private_api.in_backward()
 
 
+def test_all_python_that_backward_calls_can_be_replaced(monkeypatch):
+    from torch.autograd.function import BackwardCFunction, _HookMixin
+    from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+
+    monkeypatch.setattr(torch.Tensor, "register_hook", torch.Tensor.register_hook)
+    name = "register_post_accumulate_grad_hook"
+    monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
+    monkeypatch.setattr(_HookMixin, "_register_hook", staticmethod(_HookMixin._register_hook))
+    monkeypatch.setattr(BackwardCFunction, "apply", BackwardCFunction.apply)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", torch.autograd.Variable._execution_engine)
+    monkeypatch.setattr(saved_tensors_hooks, "__init__", saved_tensors_hooks.__init__)
+    saved = torch._C._autograd.SavedTensor
+    monkeypatch.setattr(saved, "register_hooks", saved.register_hooks)
+    called, replaced = [], []
+
+    def counted(call):
+        def run(*args, **named):
+            replaced.append(call)
+            return call(*args, **named)
+
+        return run
+
+    def hook(name, result=None):
+        return lambda *args: called.append(name) or result
+
+    private_api.replace_python_of_backward(differentiating=counted, unpacking=counted)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            called.append("function")
+            return gradient * 2
+
+    def of_tensor(gradient):
+        torch.autograd.Variable._execution_engine.queue_callback(hook("later"))
+
+    def unpack(tensor):
+        called.append("unpack")
+        return tensor
+
+    layer = torch.nn.Linear(3, 3)
+    layer.register_full_backward_hook(hook("module"))
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.register_hook(of_tensor)
+    leaf.register_post_accumulate_grad_hook(hook=hook("leaf"))
+    register_multi_grad_hook((leaf,), hook("several"))
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = Doubled.apply(leaf) ** 2
+    out.grad_fn.register_prehook(hook("before"))
+    out.grad_fn.register_hook(hook("after"))
+    other = out.exp()
+    other.grad_fn._raw_saved_result.register_hooks(lambda tensor: tensor, unpack)
+    layer(other).sum().backward()
+    assert sorted(called) == ["after", "before", "function", "later", "leaf", "module", "several", "unpack", "unpack"]
+    # `of_tensor` is one more, and torch has a function of its own before and after a module.
+    assert len(replaced) >= len(called) + 1
+
+
 def test_what_is_run_in_backward_is_run_once_whatever_the_caller_is_in():
     seen = []
     for surroundings in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
