@@ -95,20 +95,6 @@ def operator_of(func: Any) -> Operator:
     )
 
 
-def combined(name: str, found: list[bool | None]) -> bool | None:
-    """Return the operator ``name`` of tensors whose elements are all true, or all false."""
-    first, second = found[0], found[1] if len(found) > 1 else None
-    if name in ("all", "any"):
-        return first
-    if name == "logical_not":
-        return not first
-    if second is None or first is None:
-        return None
-    if name in ("mul", "logical_and", "bitwise_and"):
-        return first and second
-    return first or second if name in ("logical_or", "bitwise_or") else None
-
-
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among ``values``, and in lists and tuples of them."""
     found: list[torch.Tensor] = []

@@ -15,11 +15,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.emulation.constants import Constant, Constants
 from pytest_gpumem.emulation.host_operators import (
     BIGGEST_COPY,
     INDEXED,
     Operator,
-    combined,
     compute,
     covers_its_storage,
     drawing_as,
@@ -72,8 +72,6 @@ NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_S
 """What the call of an operator says that the library's stand-in is not asked for."""
 _MOST_NOTED = 4096
 """Storages of the host that are noted before those that are gone are forgotten."""
-_OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
-"""Operators that ask whether values are finite, which uncomputed ones are taken to be."""
 
 
 class HostValues(TorchDispatchMode):
@@ -92,7 +90,7 @@ class HostValues(TorchDispatchMode):
         """Of the tensor that was last noted as not known."""
         self._unknown_on_host: dict[int, StorageWeakRef] = {}
         """The host's storages whose values are not known, by address."""
-        self._constants: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self.constants = Constants(self.is_unknown)
         self._has_left = False
         """Whether an uncomputed value has ever been on the host."""
         self._made_of_unknown = False
@@ -157,8 +155,10 @@ class HostValues(TorchDispatchMode):
         """Note what the host reads in a call of an operator, and return the tensors that it reads."""
         read = operator.read_of(args, named)
         for tensor in read:
+            if operator.name in _NUMBERS and self.constants.is_assumed(tensor):
+                self.reads.of_float("branch")
             # Floats that are read one by one are followed further.
-            if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
+            elif self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
                 self.reads.invalid(_READ.get(operator.name) or f"{operator.name.strip('_')} reads values")
                 break
         return read
@@ -200,15 +200,12 @@ class HostValues(TorchDispatchMode):
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
         there = [tensor for tensor in outcome if tensor.is_cuda]
-        constant = self._constant(operator, args)
-        if constant is None and computed and is_small((*on_gpu, *there)) and all(map(has_storage, made)):
-            computed = self._compute(func, operator, args, named, result, bool(changed))
-        elif constant is not None and there and is_small(there):
-            for tensor in there:
-                on_the_same_memory(tensor).fill_(constant)
-            computed = True
+        constant = None if known else self.constants.result(operator, args)
+        if constant is None:
+            computed = computed and is_small((*on_gpu, *there)) and all(map(has_storage, made))
+            computed = computed and self._compute(func, operator, args, named, result, bool(changed))
         else:
-            computed = False
+            computed = not constant.assumed and is_small(there)
         ids = {id(tensor) for tensor in changed}
         for tensor in outcome:
             if not tensor.is_cuda:
@@ -219,7 +216,10 @@ class HostValues(TorchDispatchMode):
             # The rest of what is written in part is as it was.
             if is_known and id(tensor) in ids and not covers_its_storage(tensor) and not self._knows((tensor,)):
                 is_known = False
-            self._note(tensor, is_known, constant)
+            whole = id(tensor) not in ids or covers_its_storage(tensor)
+            self._note(tensor, is_known, constant if whole else None)
+            if constant is not None and is_small((tensor,)):
+                on_the_same_memory(tensor).fill_(constant.value)
         return result
 
     @staticmethod
@@ -238,11 +238,11 @@ class HostValues(TorchDispatchMode):
         result = func(*args, **named)
         made = tensors_among((result,))
         changed = _changed(operator, args, named)
-        constant = None if known else self._constant(operator, args)
-        if constant is not None:
+        constant = None if known else self.constants.result(operator, args)
+        if constant is not None and not constant.assumed:
             known = True
             for tensor in made:
-                tensor.fill_(constant)
+                tensor.fill_(constant.value)
         ids = {id(tensor) for tensor in changed}
         for tensor in (*made, *changed):
             if is_ordinary(type(tensor)):
@@ -285,13 +285,13 @@ class HostValues(TorchDispatchMode):
             self._note(tensor, known and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
         return result
 
-    def _note(self, tensor: torch.Tensor, known: bool, constant: bool | None = None) -> None:
+    def _note(self, tensor: torch.Tensor, known: bool, constant: Constant | None = None) -> None:
         """Note whether a tensor's memory is known; what is read unknown is 0, in every process alike."""
         if not has_storage(tensor):
             return
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
-        self._constants.pop(where, None)
+        self.constants.note(storage, constant)
         if known:
             self._known[where] = StorageWeakRef(storage)
         else:
@@ -299,8 +299,6 @@ class HostValues(TorchDispatchMode):
             self._unknown = StorageWeakRef(storage)
             if is_exact(tensor) and storage.nbytes() <= BIGGEST_COPY and tensor.is_contiguous():
                 ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
-        if constant is not None:
-            self._constants[where] = (StorageWeakRef(storage), constant)
 
     def _note_copy(self, tensor: torch.Tensor, known: bool) -> None:
         """Note whether what was copied to the host is known; what is not is `UNKNOWN`, or 0, in every process alike."""
@@ -406,27 +404,6 @@ class HostValues(TorchDispatchMode):
             yield
         finally:
             self._made_of_unknown = before
-
-    def _constant(self, operator: Operator, args: tuple[Any, ...]) -> bool | None:
-        """Return the value of all elements of the result where that follows from floats being finite."""
-        name = operator.name
-        first = args[0] if args else None
-        if not isinstance(first, torch.Tensor):
-            return None
-        if name in _OF_FINITE and not self._knows((first,)):
-            return name == "isfinite"
-        if name in ("eq", "ne") and len(args) == 2 and not self._knows((first,)):
-            same = first is args[1]
-            infinite = isinstance(args[1], float) and abs(args[1]) == float("inf")
-            return (name == "eq") == same if same or infinite else None
-        found = [self._constant_of(one) for one in args[:2]]
-        return combined(name, found) if found[0] is not None else None
-
-    def _constant_of(self, tensor: object) -> bool | None:
-        if not isinstance(tensor, torch.Tensor):
-            return None
-        there = self._constants.get(tensor.untyped_storage().data_ptr()) if has_storage(tensor) else None
-        return None if there is None or there[0].expired() else there[1]
 
 
 def _changed(operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:

@@ -27,6 +27,9 @@ _TORCHS = str(Path(torch.__file__).parent)
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
+_WARNING = frozenset({"warn_if_padding_and_no_attention_mask"})
+"""Functions that read values to warn, and for nothing else: transformers'."""
+
 Use = Literal["kept", "branch", "order", "integer"]
 """What is made of a float: nothing that memory could depend on, as far as can be seen, or one of the others."""
 
@@ -81,7 +84,7 @@ class Reads:
             self._ignored -= 1
 
     def _is_harmless(self) -> bool:
-        return self._ignored > 0 or _initialises()
+        return self._ignored > 0 or _of_no_memory()
 
 
 def _users_line() -> str:
@@ -92,7 +95,8 @@ def _users_line() -> str:
     return "an unknown line"
 
 
-def _initialises() -> bool:
-    """Return whether weights are being initialised: some are drawn again as long as values are out of a range."""
+def _of_no_memory() -> bool:
+    """Return whether weights are being initialised, some of them again while values are out of a range, or a library warns."""
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
-    return any(frame.f_code.co_filename == torch.nn.init.__file__ for frame, _ in frames)
+    codes = (frame.f_code for frame, _ in frames)
+    return any(code.co_filename == torch.nn.init.__file__ or code.co_name in _WARNING for code in codes)

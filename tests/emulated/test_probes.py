@@ -162,7 +162,16 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "w = torch.ones(1000, 1000, requires_grad=True)\n(w * x.cpu()).sum().backward()\nw.grad.nonzero()"),
     # A published way to run a mixture of experts (DeepSeek's).
     (CAUGHT, "idx = expert(x)[:, :8].softmax(-1).topk(2)[1]\nc = idx.new_zeros((len(idx), 8))\nc.scatter_(1, idx, 1)\nst, out = 0, []\nfor i, n in enumerate(c.sum(0).cpu().numpy()):\n    if n:\n        out.append(expert(x[st:st + n]))\n        st += n"),
-    # Branches on a float.
+    (CAUGHT, "if (score.argsort() == 5).any(): expert(x)"),
+    (CAUGHT, "torch.isin(score.argsort(), known).sum().item()"),
+    (CAUGHT, "x[torch.isin(score.argsort(), known)]"),
+    (CAUGHT, "torch.isin(known, score.argsort()[:4]).any().item()"),
+    (CAUGHT, "part = torch.ones(8, dtype=torch.bool, device='cuda')\npart[:4] = torch.isin(score.argsort()[:4], known)\nif part.all(): expert(x)"),
+    (CAUGHT, "if torch.isin(score.argsort(), known).any() | (score > 0).any(): expert(x)"),
+    # Branches on a float, or on tokens that end what is generated.
+    (DECIDED, "if torch.isin(score.argsort(), known).any(): expert(x)"),
+    (DECIDED, "while not torch.isin(score.argsort(), known).all(0).item(): break"),
+    (DECIDED, "going = torch.ones(1000, dtype=torch.int64, device='cuda') & ~torch.isin(score.argsort(), known)\nassert not going.max() == 0"),
     (DECIDED, "if float(loss) > .1: expert(x)"),
     (DECIDED, "if .1 < float(loss): expert(x)"),
     (DECIDED, "if loss.item() > .1: expert(x)"),
@@ -218,6 +227,9 @@ TABLE: list[tuple[str, str]] = [
     (HARMLESS, "file = io.BytesIO()\ntorch.save((known, score.argsort(), torch.get_rng_state()), file)\nfile.seek(0)\nread = torch.load(file, map_location='cpu')\nassert read[0].tolist() == [*range(8)]\ntorch.set_rng_state(read[2])  # all known that is read"),
     (HARMLESS, "train = torch.optim.AdamW(expert.parameters(), fused=True)\nexpert(x).sum().backward()\ntrain.step()\nfile = io.BytesIO()\ntorch.save((expert.state_dict(), train.state_dict()), file)\nfile.seek(0)\nmodel, state = torch.load(file)\nexpert.load_state_dict(model)\ntrain.load_state_dict(state)\ntrain.step()\ntrain.zero_grad()  # copied, and counters of steps are known"),
     (HARMLESS, "data = torch.utils.data.TensorDataset(torch.arange(8))\nnext(iter(torch.utils.data.DataLoader(data, num_workers=1)))[0].tolist()  # known"),
+    (HARMLESS, "done = torch.isin(score.argsort(), known)\ndone |= torch.ones(1000, dtype=torch.bool, device='cuda')\nassert (torch.ones(1000, dtype=torch.int64, device='cuda') & ~done).max() == 0  # whatever the tokens are"),
+    (HARMLESS, "assert not ((score > 0) & torch.zeros(1000, dtype=torch.bool, device='cuda')).any()  # whatever the values are"),
+    (HARMLESS, "assert (score.argsort() * torch.zeros(1000, dtype=torch.int64, device='cuda')).eq(0).all()  # whatever the values are"),
     (HARMLESS, "x[score.argsort()]  # as many rows as indices"),
     (HARMLESS, "x[score.argsort().cpu()]  # likewise"),
     (HARMLESS, "torch.where(x > 0, x, 0)  # of x's shape"),

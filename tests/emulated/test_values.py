@@ -161,6 +161,24 @@ print(torch.randperm(50, device="cuda", generator=generator.manual_seed(5)).toli
     assert on_gpu(source) == "True\nTrue True\nTrue\nTrue\n"
 
 
+def test_text_is_generated_up_to_its_longest_and_the_branches_on_its_end_are_noted(on_gpu):
+    source = """
+import transformers
+ends = dict(vocab_size=1000, bos_token_id=1, eos_token_id=5, pad_token_id=5)
+gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, **ends))
+llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128, **ends))
+for model in (gpt2, llama):
+    ids = torch.randint(6, 1000, (2, 8), device="cuda")
+    for sampled in (False, True):
+        out = model.cuda().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=sampled)
+        print(tuple(out.shape), seen(), *current().reads.take_others().notes())
+"""
+    for line in on_gpu(SEEN + source).splitlines():
+        assert line.startswith("(2, 12) None an uncomputed value decided a branch at ")
+        assert line.endswith(" (3 times)")
+
+
 def test_sparse_and_nested_tensors_run_and_what_reads_their_values_is_told(on_gpu):
     source = """
 i, v = torch.tensor([[0, 2], [1, 0]]).cuda(), torch.ones(2).cuda()

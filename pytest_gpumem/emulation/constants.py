@@ -1,0 +1,121 @@
+"""Tensors of which all elements are 0, or all 1, although some that they are made of were not computed.
+
+Uncomputed floats are taken as finite. Uncomputed token ids are *assumed* to be none of those that `torch.isin` looks for, so
+that text is generated up to its longest: what follows from that is noted where it decides a branch.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pytest_gpumem.emulation.host_operators import has_storage, is_exact, is_small, on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.emulation.host_operators import Operator
+
+_OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
+"""Operators that ask whether values are finite."""
+_SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
+"""Operators whose result has the elements of the tensor that it is given; so have those of `_EXTREMES`, of one tensor alone."""
+_EXTREMES = frozenset({"max", "min"})
+_AND = frozenset({"mul", "logical_and", "bitwise_and"})
+_OR = frozenset({"logical_or", "bitwise_or"})
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The value of all elements of a tensor."""
+
+    value: bool
+    assumed: bool = False
+    """It is likely, and not certain."""
+
+
+class Constants:
+    """Tensors that are known to be constant."""
+
+    def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
+        self._is_unknown = is_unknown
+        self._noted: dict[int, tuple[StorageWeakRef, Constant]] = {}
+
+    def note(self, storage: torch.UntypedStorage, constant: Constant | None) -> None:
+        """Note that all of a storage is constant, or is not."""
+        if constant is None:
+            self._noted.pop(storage.data_ptr(), None)
+        else:
+            self._noted[storage.data_ptr()] = StorageWeakRef(storage), constant
+
+    def is_assumed(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor holds truths that are likely, and not certain."""
+        there = self._of_noted(tensor) if tensor.dtype == torch.bool else None
+        return there is not None and there.assumed
+
+    def result(self, operator: Operator, args: tuple[Any, ...]) -> Constant | None:
+        """Return what all elements of an operator's result are, where not all that it is given is known."""
+        name = operator.name.removesuffix("_")
+        first, second = (*args, None, None)[:2]
+        if not isinstance(first, torch.Tensor):
+            return None
+        if self._is_unknown(first) and (name in _OF_FINITE or name == "isin"):
+            return self._asked(name, first, second)
+        if name in _COMPARISONS and len(args) == 2:
+            return self._compared(name, first, second)
+        if name in _AND | _OR and isinstance(second, torch.Tensor):
+            return self._combined(first, second, decides=name in _OR)
+        there = self._of_noted(first)
+        if there is None or name in _SAME or (name in _EXTREMES and len(args) == 1):
+            return there
+        negates = name == "logical_not" or (name == "bitwise_not" and first.dtype == torch.bool)
+        return Constant(not there.value, there.assumed) if negates else None
+
+    def _asked(self, name: str, values: torch.Tensor, among: object) -> Constant | None:
+        """Return what follows from uncomputed floats being finite, and token ids none of the given ones."""
+        if name != "isin":
+            return Constant(name == "isfinite")
+        is_given = isinstance(among, torch.Tensor) and is_exact(values) and not self._is_unknown(among)
+        return Constant(False, assumed=True) if is_given else None
+
+    def _compared(self, name: str, first: torch.Tensor, second: Any) -> Constant | None:
+        there = self._of_noted(first)
+        if there is not None and isinstance(second, (int, float)):
+            return Constant(_COMPARISONS[name](int(there.value), second), there.assumed)
+        if name not in ("eq", "ne") or not self._is_unknown(first):
+            return None
+        same = first is second
+        infinite = isinstance(second, float) and abs(second) == float("inf")
+        return Constant((name == "eq") == same) if same or infinite else None
+
+    def _combined(self, first: torch.Tensor, second: torch.Tensor, *, decides: bool) -> Constant | None:
+        """Return the conjunction of two tensors, or their disjunction, which is what one that ``decides`` is, if one does."""
+        if not (is_exact(first) and is_exact(second)):
+            return None
+        if decides and not first.dtype == second.dtype == torch.bool:
+            return None
+        found = [self._of(first), self._of(second)]
+        deciding = [one for one in found if one is not None and one.value == decides]
+        if deciding:
+            return min(deciding, key=lambda one: one.assumed)
+        one, other = found
+        return None if one is None or other is None else Constant(not decides, one.assumed or other.assumed)
+
+    def _of_noted(self, tensor: torch.Tensor) -> Constant | None:
+        there = self._noted.get(tensor.untyped_storage().data_ptr()) if has_storage(tensor) else None
+        return None if there is None or there[0].expired() else there[1]
+
+    def _of(self, tensor: torch.Tensor) -> Constant | None:
+        there = self._of_noted(tensor)
+        if there is not None or self._is_unknown(tensor) or not is_small((tensor,)) or not tensor.numel():
+            return there
+        values = on_host(tensor)
+        least, most = int(values.min()), int(values.max())
+        return Constant(bool(least)) if least == most and least in (0, 1) else None
