@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.emulation.collectives import SENDS_ONLY, complete
 from pytest_gpumem.emulation.constants import Constant, Constants
 from pytest_gpumem.emulation.host_operators import (
     BIGGEST_COPY,
@@ -267,7 +268,7 @@ class HostValues(TorchDispatchMode):
     def _communicate(
         self,
         func: Any,
-        _: Operator,
+        operator: Operator,
         args: tuple[Any, ...],
         named: dict[str, Any],
         tensors: list[torch.Tensor],
@@ -276,10 +277,13 @@ class HostValues(TorchDispatchMode):
         """Run a collective, which NCCL's stand-in computes as if every rank did what this one does."""
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
         result = func(*args, **named)
-        made = [tensor for tensor in tensors_among((result,)) if tensor.is_cuda and is_ordinary(type(tensor))]
+        returned = tensors_among((result,))
+        written = tensors_among(args[:1]) if func.namespace == "c10d" and operator.name not in SENDS_ONLY else []
+        ids = {id(tensor): tensor for tensor in (*returned, *written)}
+        made = [tensor for tensor in ids.values() if tensor.is_cuda and is_ordinary(type(tensor))]
         places = {tensor.untyped_storage().data_ptr() for tensor in made}
         sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in places]
-        known = self._knows(sent or on_gpu)
+        known = self._knows(sent or on_gpu) and complete(operator.name, made, sent)
         for tensor in made:
             # Sums of half precision are not computed.
             self._note(tensor, known and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)

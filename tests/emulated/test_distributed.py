@@ -149,3 +149,75 @@ print(current().reads.take_trouble())
 """
     for said in ranks(source, 2):
         assert said.startswith("a value is read that an emulated GPU does not compute")
+
+
+def test_what_one_rank_sends_to_another_is_known_only_where_this_rank_would_send_the_same(ranks):
+    source = """
+import warnings
+warnings.simplefilter("ignore")
+from pytest_gpumem.emulation.values import current
+def own():
+    return torch.arange(1, 5, device="cuda")
+def other():
+    return torch.randn(3000, 3000, device="cuda").argmax(1)[:4].contiguous()
+def into():
+    return torch.full((4,), 7, device="cuda")
+def exchanged(sent):
+    received = into()
+    dist.all_to_all_single(received, sent)
+    return received
+def exchanged_parts(sent):
+    received = list(into().split(2))
+    dist.all_to_all(received, list(sent.split(2)))
+    return torch.cat(received)
+def exchanged_unevenly(sent):
+    received = into()[:3]
+    dist.all_to_all_single(received, sent, [1, 2] if rank else [2, 1], [2, 2])
+    return received
+def functional(sent):
+    from torch.distributed import _functional_collectives as collectives
+    return collectives.all_to_all_single(sent, [2, 2], [2, 2], dist.group.WORLD) + 0
+def gathered(sent, at):
+    received = [into(), into()] if rank == at else None
+    dist.gather(sent, received, dst=at)
+    return torch.cat(received)[4:] if received else sent
+def scattered(sent, by):
+    received = into()
+    dist.scatter(received, [sent, sent] if rank == by else None, src=by)
+    return received
+def received(begin):
+    received = into()
+    work = begin(received, src=1 - rank)
+    if begin is dist.irecv:
+        work.wait()
+    return received
+def batched(sent):
+    received = into()
+    sends = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    for work in dist.batch_isend_irecv(sends):
+        work.wait()
+    return received
+def coalesced(sent):
+    received = into()
+    dist.all_gather_into_tensor(received, sent[:2])
+    return received
+def is_caught(call, *given):
+    current().reads.take_trouble()
+    read = call(*given).tolist()
+    assert read == [1, 2, 3, 4] or current().reads.first_trouble, (call.__name__, read)
+    return current().reads.take_trouble() is not None
+for call in (exchanged, exchanged_parts, functional, lambda sent: gathered(sent, rank)):
+    assert not is_caught(call, own()) and is_caught(call, other())
+for call in (batched, exchanged_unevenly):
+    assert is_caught(call, own()) and is_caught(call, other())
+assert not is_caught(scattered, own(), rank) and is_caught(scattered, other(), rank)
+assert is_caught(scattered, own(), 1 - rank)
+assert is_caught(received, dist.recv) and is_caught(received, dist.irecv)
+assert is_caught(coalesced, other())
+objects = [None, None]
+dist.gather_object({"a": 1}, objects if rank == 0 else None, dst=0)
+assert objects == [{"a": 1}] * 2 or rank, objects
+assert current().reads.take_trouble() is None
+print("all as expected")
+"""
+    assert ranks(source, 2) == ["all as expected\n"] * 2
