@@ -30,6 +30,13 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _WARNING = frozenset({"warn_if_padding_and_no_attention_mask"})
 """Functions that read values to warn, and for nothing else: transformers'."""
 
+_MENDS = {
+    "a value is read": (
+        "; log a float in its place (`(prediction == target).float().mean().item()`), or read it outside of what is measured"
+    )
+}
+"""What to do about a read, by its clause."""
+
 Use = Literal["kept", "branch", "order", "integer"]
 """What is made of a float: nothing that memory could depend on, as far as can be seen, or one of the others."""
 
@@ -59,7 +66,7 @@ class Reads:
     def invalid(self, what: str) -> None:
         """Note a read that memory may depend on, as a clause without its line."""
         if self._trouble is None and not self._is_harmless():
-            self._trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}"
+            self._trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}{_MENDS.get(what, '')}"
             self.first_trouble = self.first_trouble or self._trouble
 
     def of_float(self, use: Use = "kept") -> None:
