@@ -29,6 +29,9 @@ class SilentCuda:
     def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None:
         return
 
+    def workspace_sizes(self) -> frozenset[int]:
+        return frozenset()
+
     def empty_cache(self) -> None:
         return
 

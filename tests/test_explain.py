@@ -280,6 +280,16 @@ def test_a_peak_that_moved_to_another_phase_tells_what_grew_there_and_where_it_w
     assert re.match(r"temporaries +2\.00 MB .*contiguous", copied)
     assert rows[-1] == f"{told}; the baseline does not keep what was there in forward"
 
+    # What grew where the peak was, too, does not take the place of what moved it.
+    project.write(OWN_STEP.format(between=f"held = torch.ones(300_000); {COPYING}"))
+    result = project.run(*COMPARE)
+    (held,) = [row for row in grown(result) if "MB" in row]
+    assert re.match(r"\w+ +- +1\.20 MB +\+1\.20 MB .*ones", held)
+    lines = [line.strip() for line in result.outlines]
+    assert any(line.startswith("what grew in backward ") for line in lines)
+    start = next(n for n, line in enumerate(lines) if line.startswith("in forward, not in backward "))
+    assert [row for row in lines[start + 1 : lines.index("", start)][:-1] if "MB" in row] == [copied]
+
 
 def moved(project: Project, model: str, old: str = RELU, new: str = RELU) -> None:
     """The same model with its block in a module of its own, further down and in another function, under another name."""

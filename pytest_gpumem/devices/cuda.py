@@ -16,7 +16,7 @@ from pytest_gpumem.devices.cuda_memory import CudaMemory
 from pytest_gpumem.devices.cuda_workspaces import Workspaces, transient_in_peak
 from pytest_gpumem.devices.profiled import check_change
 from pytest_gpumem.measurement import Environment
-from pytest_gpumem.torch_support.private_api import cublas_workspace_sizes, tf32_allowed
+from pytest_gpumem.torch_support.private_api import tf32_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,15 +146,14 @@ class CudaDevice(Device):
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
         found = [0] * len(self.everywhere)
-        sizes = (
-            cublas_workspace_sizes() if self._counter == _REQUESTED and not self._workspaces.are_kept else frozenset()
-        )
+        is_told = self._counter == _REQUESTED and not self._workspaces.are_kept
+        sizes = self._runtime.workspace_sizes() if is_told else frozenset()
         if not sizes:
             yield found
             return
         with self._runtime.traced() as traces:
             yield found
-        sizes |= cublas_workspace_sizes()  # which the code may set
+        sizes |= self._runtime.workspace_sizes()  # which the code may set
         found[:] = [transient_in_peak(traces.get(one.torch_device.index or 0, ()), sizes) for one in self.everywhere]
 
     def live(self) -> int:

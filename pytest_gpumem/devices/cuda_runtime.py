@@ -21,6 +21,7 @@ from pytest_gpumem.torch_support.private_api import (
     MOST_ENTRIES,
     beneath_modes,
     clear_cublas_workspaces,
+    cublas_workspace_sizes,
     cuda_has_allocated,
     cuda_history_is_on,
     cuda_snapshot,
@@ -76,6 +77,7 @@ class CudaRuntime(Protocol):
     def reset_peaks(self) -> None: ...
     def clear_workspaces(self) -> None: ...
     def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None: ...
+    def workspace_sizes(self) -> frozenset[int]: ...
     def empty_cache(self) -> None: ...
     def synchronize(self) -> None: ...
     def allocate(self, nbytes: int) -> object: ...
@@ -176,6 +178,9 @@ class TorchCuda:
                 run_in_backward(torch.cuda.current_blas_handle, self.torch_device())
             else:
                 torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+
+    def workspace_sizes(self) -> frozenset[int]:
+        return cublas_workspace_sizes()
 
     def empty_cache(self) -> None:
         import torch

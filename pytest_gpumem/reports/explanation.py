@@ -282,15 +282,21 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     moved = None if growth is None else growth.moved
     if moved is not None:
         notes = (_moved_note(moved, units), *notes)
+    tables = []
     if growth is not None and growth.growth > 0:
         where = f" in {moved.compared}" if moved is not None else ""
-        return [Explained(growth_table(growth, units, title=f"what grew{where}{explained_on(verdict)}"), notes=notes)]
+        tables.append(growth_table(growth, units, title=f"what grew{where}{explained_on(verdict)}"))
+    # What grew where the peak was is not all that made it move.
+    is_all = bool(tables) and (moved is None or moved.compared == moved.after)
+    if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
+        only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)
+        tables.append(
+            composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
+        )
+    if tables:
+        return [*map(Explained, tables[:-1]), Explained(tables[-1], notes=notes)]
     if explanation is None:
         return []
-    if moved is not None and moved.before in explanation.other_phases:
-        only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)
-        title = f"in {moved.after}, not in {moved.before}{explained_on(verdict)}"
-        return [Explained(composition_table(title, only_here, units), notes=notes)]
     if verdict.origin is not None and growth is None and not notes:
         notes = (_NO_COMPOSITION,)
     title = f"what is there at the peak{explained_on(verdict)}"

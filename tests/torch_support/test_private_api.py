@@ -23,6 +23,7 @@ from pytest_gpumem.torch_support.private_api import (
     clear_cublas_workspaces,
     compiled_graphs,
     compiles_within_modes,
+    cublas_workspace_sizes,
     event_tree,
     load_compiler,
     never_compiled,
@@ -199,6 +200,15 @@ def test_a_torch_that_cannot_clear_workspaces_says_so(monkeypatch):
     monkeypatch.delattr("torch._C._cuda_clearCublasWorkspaces", raising=False)
     with pytest.raises(AttributeError, match="_cuda_clearCublasWorkspaces"):
         clear_cublas_workspaces()
+
+
+def test_the_sizes_of_workspaces_are_those_that_a_release_tells(monkeypatch):
+    for name in ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize"):
+        monkeypatch.delattr(torch._C, name, raising=False)
+    assert cublas_workspace_sizes() == frozenset()
+    monkeypatch.setattr(torch._C, "_cuda_getCublasWorkspaceSize", lambda: 33_554_432, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCublasLtWorkspaceSize", lambda: 0, raising=False)
+    assert cublas_workspace_sizes() == {33_554_432}
 
 
 def test_what_public_resets_end_in_is_among_the_names_that_are_guarded():
