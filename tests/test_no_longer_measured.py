@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 WORKERS = [pytest.param([], id="alone"), pytest.param(["-n", "2"], id="workers")]
@@ -58,7 +60,8 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
     result.stdout.fnmatch_lines(
         [
             GONE,
-            "  accept:   gpumem prune test_it.py --gpumem-device=cpu",
+            '  accept:   gpumem prune "test_it.py::test_it?1000?" --gpumem-device=cpu',
+            '  accept:   gpumem prune "test_it.py::test_it?2000?" --gpumem-device=cpu',
             "gpumem: nothing was gated: 2 tests unmeasured, it has neither *",
             "gpumem: 0 gated, 2 missing",
         ]
@@ -160,3 +163,56 @@ def test_the_device_that_a_marker_names_is_stored_and_added_where_it_is_named_la
     two_devices.write(MARKED.format("(device='second')", "it"))
     two_devices.run("--gpumem-update=new")
     assert two_devices.stored() == stored
+
+
+def accepted(project, result):
+    """Runs the commands that failures tell, and returns what they print."""
+    told = [line.partition("accept:")[2].split("gpumem ", 1)[1] for line in result.outlines if "  accept:   " in line]
+    return [project.gpumem(*shlex.split(command)).stdout for command in told]
+
+
+def test_the_command_of_a_failure_accepts_that_test_and_no_other_that_is_gone(project):
+    project.write("".join(MARKED.format("", name) for name in ("kept", "gone", "it")))
+    project.write(MARKED.format("", "moved"), "test_gone.py")
+    project.write(
+        "class TestIt:\n    @pytest.mark.gpumem\n    def test_it(self):\n        torch.ones(10)\n", "test_b.py"
+    )
+    project.run("--gpumem-update=new")
+    before = project.stored()
+    project.write(MARKED.format("", "kept") + PLAIN.format("it"))
+    (project.path / "test_gone.py").unlink()
+    project.write("class TestIt:\n    def test_it(self):\n        torch.ones(10)\n", "test_b.py")
+    result = project.run("--gpumem-baseline")
+    result.assert_outcomes(passed=1, failed=2)
+    assert len(accepted(project, result)) == 2
+    after = project.stored()
+    (folder,) = {path.partition("/")[0] for path in after}
+    assert sorted(after) == [f"{folder}/test_gone.py.toml", f"{folder}/test_it.py.toml"]
+    text = after[f"{folder}/test_it.py.toml"]
+    assert [name for name in ("kept", "gone", "it") if f"[tests.test_{name}." in text] == ["kept", "gone"]
+    assert f"{folder}/test_b.py.toml" in before
+    assert project.run("--gpumem-baseline").ret == 0
+
+
+def test_pruning_a_test_by_its_id_leaves_one_that_is_measured_and_one_that_is_deselected(project):
+    project.write(MARKED.format("", "kept") + MARKED.format("", "it"))
+    project.run("--gpumem-update=new")
+    before = project.stored()
+    project.write(MARKED.format("", "kept") + PLAIN.format("it"))
+    for arguments in (["test_it.py::test_kept"], ["test_it.py::test_it", "-k", "kept"]):
+        assert "0 of 2 baselines were unused" in project.gpumem("prune", *arguments, "--gpumem-device=cpu").stdout
+    assert project.stored() == before
+    assert (
+        "1 of 2 baselines were unused" in project.gpumem("prune", "test_it.py::test_it", "--gpumem-device=cpu").stdout
+    )
+
+
+def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_here(two_devices, monkeypatch):
+    two_devices.write(MARKED.format("", "it"))
+    two_devices.run("--gpumem-update=new")
+    two_devices.run("--gpumem-update=new", device="second")
+    two_devices.write(PLAIN.format("it"))
+    monkeypatch.setenv("NO_SECOND", "1")
+    result = two_devices.gpumem("prune", "test_it.py::test_it", "--gpumem-device=cpu")
+    assert "this machine does not have the device (second-1)" in result.stdout
+    assert list(two_devices.stored()) == ["second-1/test_it.py.toml"]

@@ -12,7 +12,8 @@ from pytest_gpumem.baselines.selecting import of_absent_devices, unused
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import InputError, write_lines
-from pytest_gpumem.session.options import SESSION
+from pytest_gpumem.session.options import SESSION, is_measured
+from pytest_gpumem.session.selection import without_group
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession
@@ -25,13 +26,15 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     """Remove baselines of tests that are gone or not measured any more.
 
     Collects the tests as pytest would with PYTEST_ARGS (paths and options such as --gpumem-store), without running them.
-    Only a test file that was collected whole, or that is gone, can lose baselines. Those of devices that this machine does
-    not have are removed only with their file: their tests may be collected where the device is.
+    Only a test file that was collected whole, or that is gone, can lose baselines; where tests are named (FILE::TEST), only
+    these can, if they are not measured. Those of devices that this machine does not have are removed only with their file:
+    their tests may be collected where the device is.
 
     \b
     Examples:
       gpumem prune --dry-run
       gpumem prune tests/models --gpumem-store=baselines
+      gpumem prune tests/models/test_gpt.py::test_train
 
     Exit status: 0 when it has removed what was unused, 1 when tests could not be collected, the store not be read, or none
     of its test files is below the root directory, as in another project, and nothing was removed, 2 for wrong usage.
@@ -61,7 +64,10 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
                 "files by hand"
             )
         selection = session.selection
-        found = unused(stored, measured=selection.measured, whole_files=selection.files, exists=exists)
+        if collected.names_tests:
+            found = [(slug, key) for slug, key in stored if f"{key.file}::{key.test}" in collected.not_measured]
+        else:
+            found = unused(stored, measured=selection.measured, whole_files=selection.files, exists=exists)
         # Which devices there are is known by loading torch, and only asked where it decides.
         present = session.present_devices() if any(exists(key.file) for _, key in found) else frozenset[str]()
         left = of_absent_devices(found, present=present, exists=exists)
@@ -88,10 +94,18 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
 
 
 class _Collected:
-    """A plugin that keeps the session, which has the collected tests."""
+    """A plugin that keeps the session, which has the measured tests, and the others."""
 
     def __init__(self) -> None:
         self.session: GpumemSession | None = None
+        self.names_tests = False
+        """Whether the arguments name tests, and not only files and folders."""
+        self._selected: list[pytest.Item] = []
+
+    @property
+    def not_measured(self) -> frozenset[str]:
+        """The ids of the selected tests that are not measured."""
+        return frozenset(without_group(item) for item in self._selected if not is_measured(item))
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -99,6 +113,12 @@ class _Collected:
         collecting = config.pluginmanager.get_plugin("gpumem-collecting")
         assert collecting is not None, "the plugin registers it when pytest is configured"
         collecting.session()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        # On an emulated GPU those that are not measured are deselected after this.
+        self._selected = list(items)
+        self.names_tests = any("::" in argument for argument in config.args)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.session = session.config.stash[SESSION]

@@ -90,9 +90,9 @@ def accept_command(
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
-def prune_command(path: str, options: Sequence[str]) -> str:
-    """Return the command that removes the baselines of those tests in the file at ``path`` that are not measured."""
-    return " ".join(map(_quoted, ["gpumem", "prune", path, *options]))
+def prune_command(nodeid: str, options: Sequence[str]) -> str:
+    """Return the command that removes the baselines of a test that is not measured any more."""
+    return " ".join(map(_quoted, ["gpumem", "prune", nodeid, *options]))
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:

@@ -217,12 +217,11 @@ class Judging:
         """Return the verdict with the text of its failure, if the test must fail."""
         failing = self.failing(verdict)
         if failing:
-            words, rest = self.item.stash.get(COMMAND, None) or Command(
-                (*self.ranks.command, self._path_from_here(verdict.nodeid))
-            )
+            nodeid = self._path_from_here(verdict.nodeid)
+            words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, nodeid))
             options = options_given(self._config)
             if verdict.unmeasured == NOT_MARKED:
-                accept: str | None = prune_command(self._path_from_here(verdict.file), options)
+                accept: str | None = prune_command(nodeid, options)
             else:
                 accept = accept_command(verdict, failing, words=words, options=options, rest=rest)
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
@@ -290,7 +289,7 @@ class Judging:
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
     def _path_from_here(self, nodeid: str) -> str:
-        """Return the id of a test, or of its file, as it can be typed in the folder in which pytest was started."""
+        """Return the id of a test as it can be typed in the folder in which pytest was started."""
         file, colons, test = nodeid.partition("::")
         path = os.path.relpath(self._config.rootpath / file, self._config.invocation_params.dir)
         return f"{path}{colons}{test}"
