@@ -63,7 +63,7 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
             '  accept:   gpumem prune "test_it.py::test_it?1000?" --gpumem-device=cpu',
             '  accept:   gpumem prune "test_it.py::test_it?2000?" --gpumem-device=cpu',
             "gpumem: nothing was gated: 2 tests unmeasured, it has neither *",
-            "gpumem: 0 gated, 2 missing",
+            "gpumem: 0 gated, 2 missing, 1 unmeasured (it was skipped)",
         ]
     )
     assert project.gpumem("prune", "test_it.py", "--gpumem-device=cpu").returncode == 0
@@ -216,3 +216,125 @@ def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_h
     result = two_devices.gpumem("prune", "test_it.py::test_it", "--gpumem-device=cpu")
     assert "this machine does not have the device (second-1)" in result.stdout
     assert list(two_devices.stored()) == ["second-1/test_it.py.toml"]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("mode", ["new", "improved", "all"])
+@pytest.mark.parametrize("beside", [MARKED.format("", "other"), ""], ids=["beside another", "alone"])
+def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(
+    project, workers, mode, beside
+):
+    project.write(beside + MARKED.format("", "it"))
+    project.run("--gpumem-update=new")
+    before = project.stored()
+    project.write(beside + PLAIN.format("it"))
+    result = project.run(f"--gpumem-update={mode}", *workers, separate=bool(workers))
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            (
+                "gpumem store: 1 test has baselines here and is not measured any more (test_it.py::test_it); no update changes "
+                "them: mark it again, or remove them with `gpumem prune test_it.py::test_it`"
+            ),
+            f"gpumem: {int(bool(beside))} gated, 1 missing",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*unused baseline*")
+    assert project.stored() == before
+
+
+def test_an_update_counts_tests_that_are_not_measured_any_more_and_names_the_first(project):
+    names = ("a", "b", "c")
+    project.write("".join(MARKED.format("", name) for name in names))
+    project.run("--gpumem-update=new")
+    project.write("".join(PLAIN.format(name) for name in names))
+    result = project.run("--gpumem-update=all")
+    result.stdout.fnmatch_lines(
+        ["gpumem store: 3 tests have baselines here and are not measured any more (*test_a, ...);*"]
+    )
+
+
+def test_an_update_that_gates_as_well_fails_a_test_that_is_not_measured_any_more(project):
+    project.write(MARKED.format("", "other") + MARKED.format("", "it"))
+    project.run("--gpumem-update=new")
+    project.write(MARKED.format("", "other") + PLAIN.format("it"))
+    result = project.run("--gpumem-update=all", "--gpumem-baseline")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines([GONE])
+
+
+SKIPS = "def test_{}():\n    pytest.skip('no data')\n\n\n"
+SKIPPED_BY_MARK = "@pytest.mark.skip\ndef test_{}(): ...\n\n\n"
+SKIPPED_IN_SET_UP = (
+    "@pytest.fixture\ndef data():\n    pytest.skip('no data')\n\n\ndef test_{}(data):\n    torch.ones(10)\n\n\n"
+)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("marker", ["@pytest.mark.gpumem\n", ""], ids=["marked", "not measured any more"])
+@pytest.mark.parametrize("skips", [SKIPS, SKIPPED_BY_MARK], ids=["itself", "by a marker"])
+def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, workers, marker, skips):
+    project.write(MARKED.format("", "other") + MARKED.format("", "it"))
+    project.run("--gpumem-update=new")
+    project.write(MARKED.format("", "other") + marker + skips.format("it"))
+    beside = project.run("--gpumem-baseline", "--gpumem-strict", *workers, separate=bool(workers))
+    assert beside.ret == 0
+    beside.stdout.fnmatch_lines(["gpumem: 1 gated, 1 unmeasured (it was skipped)"])
+    alone = project.run("--gpumem-baseline", "-k", "test_it and not other", *workers, separate=bool(workers))
+    assert alone.ret == pytest.ExitCode.TESTS_FAILED
+    alone.stdout.fnmatch_lines(
+        [
+            "gpumem: nothing was gated: 1 test unmeasured, it was skipped",
+            "gpumem: 0 gated, 1 unmeasured (it was skipped)",
+        ]
+    )
+
+
+def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_by_itself_is_counted_so(project):
+    project.write(MARKED.format("", "other") + MARKED.format("", "skips") + MARKED.format("", "fails"))
+    project.run("--gpumem-update=new")
+    fails = "def test_fails():\n    assert False\n"
+    project.write(MARKED.format("", "other") + SKIPPED_IN_SET_UP.format("skips") + fails)
+    result = project.run("--gpumem-baseline")
+    result.assert_outcomes(passed=1, skipped=1, failed=1)
+    result.stdout.fnmatch_lines(["gpumem: 1 gated, 1 unmeasured (it was skipped), 1 failed by itself"])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("source", [PLAIN, SKIPS], ids=["runs", "skips"])
+def test_a_gate_is_red_whose_tests_all_lost_their_markers_on_a_machine_without_their_device(
+    two_devices, workers, source, monkeypatch
+):
+    two_devices.write(MARKED.format("", "it") + MARKED.format("(device='second')", "other"))
+    two_devices.run("--gpumem-update=new", device="second")
+    monkeypatch.setenv("NO_SECOND", "1")
+    two_devices.write(source.format("it") + source.format("other"))
+    result = two_devices.run("--gpumem-baseline", *workers, device="second", separate=bool(workers))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            (
+                "gpumem: nothing was gated: no measured test was selected, and 2 tests have baselines of other devices "
+                "(second-1): test_it.py::test_it, ..."
+            )
+        ]
+    )
+
+
+def test_a_gate_is_not_red_for_tests_without_baselines_or_that_were_deselected(two_devices, monkeypatch):
+    two_devices.write(MARKED.format("", "it"))
+    two_devices.run("--gpumem-update=new", device="second")
+    monkeypatch.setenv("NO_SECOND", "1")
+    two_devices.write(PLAIN.format("it") + PLAIN.format("plain") + SKIPS.format("skips"))
+    # A shard without a measured test of its own.
+    result = two_devices.run("--gpumem-baseline", "--deselect=test_it.py::test_it")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["gpumem: nothing to gate: no measured test was selected"])
+
+
+def test_a_gate_with_something_to_compare_is_green_beside_tests_of_another_device(two_devices, monkeypatch):
+    two_devices.write(MARKED.format("", "it") + MARKED.format("(device='second')", "other"))
+    two_devices.run("--gpumem-update=new")
+    monkeypatch.setenv("NO_SECOND", "1")
+    two_devices.write(MARKED.format("", "it") + SKIPS.format("other"))
+    assert two_devices.run("--gpumem-baseline", "--gpumem-strict").ret == 0

@@ -50,7 +50,8 @@ class TestResult:
 
     def is_accepted_by(self, update: UpdateMode | None) -> bool:
         """Whether a session with this update replaces the baseline by what it was compared with."""
-        return self.passed and self.verdict.outcome in ACCEPTS[update] - _FIRST
+        # Nothing is written for a test that measured nothing, and nothing removed.
+        return self.passed and bool(self.verdict.verdicts) and self.verdict.outcome in ACCEPTS[update] - _FIRST
 
 
 @dataclass
@@ -61,6 +62,8 @@ class Results:
     _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
     _failed: dict[tuple[str, str], FailedIn] = field(default_factory=dict)
     """Where each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
+    _others: set[str] = field(default_factory=set)
+    """The ids of the tests that have no verdict."""
 
     def add(self, report: pytest.TestReport) -> bool:
         """Take what a report says of a measured test; of others only whether they failed. Whether it was a measured one."""
@@ -72,6 +75,7 @@ class Results:
             self._failed.setdefault(place, _where(report))
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
+            self._others.add(report.nodeid)
             return False
         outcomes = self._outcomes.setdefault(report.nodeid, {})
         if report.when != "teardown":
@@ -120,6 +124,12 @@ class Results:
             for nodeid, verdict in self._verdicts.items()
             if (outcomes := self._outcomes[nodeid])
         }
+
+    def others(self) -> set[tuple[str, str]]:
+        """The tests that ran or were skipped and have no result, as (file, test)."""
+        # `--dist loadgroup` appends a group to ids.
+        ids = {name for nodeid in self._others - self._verdicts.keys() for name in (nodeid, nodeid.rpartition("@")[0])}
+        return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
     def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
         """How many tests failed that are not among ``measured``, the (file, test) that were selected, and have no result."""

@@ -141,7 +141,7 @@ class Controller:
             if result.verdict.failure is not None or self._settings.gates
         ]
         if self._settings.gates:
-            self._check_selected(session)
+            self._check_selected(session, results)
         if self._settings.update is not None:
             self._update(results)
         self._note_too_low(results)
@@ -190,12 +190,30 @@ class Controller:
             for text in why.splitlines():
                 reporter.write_line(f"gpumem: {text}", red=True)
 
-    def _check_selected(self, session: pytest.Session) -> None:
+    def _check_selected(self, session: pytest.Session, results: list[TestResult]) -> None:
         if self._selection is None:
             self._errors.append("no process reported which tests it selected")
         elif session.testscollected == 0 and not self._selection.collected:
             # A shard may have left all its measured tests to others.
             self._errors.append("no test was collected")
+        elif self._settings.baseline and not self._settings.strict and not results:
+            try:
+                self._check_others()
+            except (StoreError, BackendError) as error:
+                self._errors.append(str(error))
+
+    def _check_others(self) -> None:
+        """Tell of tests that have baselines of other devices, and are not measured, where no other was, either."""
+        others = self._results.others()
+        stored = self._store.keys(files={file for file, _ in others}) if others else ()
+        slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in others}
+        if slugs:
+            (file, test), *more = sorted(slugs)
+            count = "1 test has" if not more else f"{len(slugs)} tests have"
+            self._errors.append(
+                f"nothing was gated: no measured test was selected, and {count} baselines of other devices "
+                f"({', '.join(sorted({*slugs.values()}))}): {file}::{test}{', ...' if more else ''}"
+            )
 
     @property
     def report(self) -> SessionReport | None:
@@ -285,6 +303,14 @@ class Controller:
         )
         if unlocked is not None:
             self._closing.append(f"store: {unlocked}")
+        no_longer = [one.verdict.nodeid for one in results if one.verdict.missing and not one.verdict.verdicts]
+        if no_longer:
+            tests = "1 test has" if len(no_longer) == 1 else f"{len(no_longer)} tests have"
+            self._closing.append(
+                f"store: {tests} baselines here and {'is' if len(no_longer) == 1 else 'are'} not measured any more "
+                f"({no_longer[0]}{', ...' if len(no_longer) > 1 else ''}); no update changes them: mark it again, or remove "
+                f"them with `gpumem prune {no_longer[0]}`"
+            )
 
     def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
         """Return baselines of tests that passed, for measurements that these tests no longer take."""
@@ -325,7 +351,8 @@ class Controller:
         slugs = self._compared_slugs(results)
         gone = unused(
             [entry for slug in sorted(slugs) for entry in self._store.keys(slug)],
-            measured=self._selection.measured,
+            # What an update says of tests that are not measured any more is a line of its own.
+            measured=self._selection.measured | {(one.verdict.file, one.verdict.test) for one in results},
             whole_files=self._selection.files,
             exists=lambda file: (self._config.rootpath / file).exists(),
         )

@@ -16,7 +16,7 @@ from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
-from pytest_gpumem.gate.verdict import NOT_MARKED, Outcome, TestVerdict
+from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, Outcome, TestVerdict
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.failure import accept_command, failure_text, prune_command
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.gate.verdict import FailedIn, Verdict
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.session.ranks import OneProcess
     from pytest_gpumem.session.selection import Measured
@@ -45,7 +45,7 @@ _FAILURE = pytest.StashKey[BaseException]()
 """The gate's failure of a test."""
 
 
-def shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Shorten the gate's own failure to its first line in pytest's summary and JUnit's message.
 
     Under CI pytest's summary does not cut messages, and the whole failure would be printed twice.
@@ -55,6 +55,26 @@ def shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pyte
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         crash.message = str(call.excinfo.value).partition("\n")[0]
+
+
+def complete_report(
+    item: pytest.Item, measured: Measured, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
+    """Shorten the gate's own failure in the report of a test, and give one that ended before the gate its verdict.
+
+    Another plugin's hook may have ended it before the gate's hooks ran.
+    """
+    _shorten_summary(item, call, report)
+    if call.excinfo is not None and not _has_verdict(item):
+        record_verdict(item, not_measured(measured, call.excinfo.value, "setup" if call.when == "setup" else "call"))
+        report.user_properties = list(item.user_properties)
+
+
+def not_measured(measured: Measured, error: BaseException, when: FailedIn) -> TestVerdict:
+    """Return the verdict on a test that ``error`` ended in a phase."""
+    if isinstance(error, pytest.skip.Exception):
+        return measured.not_measured(SKIPPED)
+    return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
 
 
 def failure_of(item: pytest.Item) -> BaseException | None:
@@ -69,14 +89,14 @@ def fail_again(item: pytest.Item) -> None:
         raise failure
 
 
-def forget_failure(item: pytest.Item) -> None:
-    """Forget the gate's failure of an earlier run of the test."""
+def forget_verdict(item: pytest.Item) -> None:
+    """Forget how an earlier run of the test ended: the gate's failure, and the verdict."""
     if _FAILURE in item.stash:
         del item.stash[_FAILURE]
+    _forget_properties(item)
 
 
-def forget_properties(item: pytest.Item) -> None:
-    """Remove the verdict of an earlier run of the test from its properties."""
+def _forget_properties(item: pytest.Item) -> None:
     item.user_properties[:] = [
         entry for entry in item.user_properties if entry[0] != PROPERTY and not entry[0].startswith(f"{PROPERTY}.")
     ]
@@ -84,7 +104,7 @@ def forget_properties(item: pytest.Item) -> None:
 
 def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
     """Put a verdict into the test's properties: whole for this plugin's controller, and each metric for other readers."""
-    forget_properties(item)
+    _forget_properties(item)
     item.user_properties.append((PROPERTY, json.dumps(to_plain(verdict), sort_keys=True)))
     for one in verdict.verdicts:
         # pytest writes values so that XML can hold them, but not names.
@@ -93,8 +113,7 @@ def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
             item.user_properties.append((f"{PROPERTY}.{name}.{metric.metric}", metric.value))
 
 
-def has_verdict(item: pytest.Item) -> bool:
-    """Return whether the test's properties have its verdict."""
+def _has_verdict(item: pytest.Item) -> bool:
     return any(name == PROPERTY for name, _ in item.user_properties)
 
 

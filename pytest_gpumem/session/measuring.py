@@ -12,7 +12,6 @@ import pytest
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.gate.verdict import SKIPPED, WHY_FAILED
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
@@ -20,13 +19,12 @@ from pytest_gpumem.session.explaining import ExplainPolicy
 from pytest_gpumem.session.hook_results import HookError, environment_of
 from pytest_gpumem.session.judging import (
     Judging,
+    complete_report,
     fail_again,
     failure_of,
-    forget_failure,
-    forget_properties,
-    has_verdict,
+    forget_verdict,
+    not_measured,
     record_verdict,
-    shorten_summary,
 )
 from pytest_gpumem.session.test_run import TestRun
 from pytest_gpumem.steps.prepared import MeasuringContext
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
-    from pytest_gpumem.gate.verdict import FailedIn, TestVerdict
+    from pytest_gpumem.gate.verdict import FailedIn
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.session.fixture_setup import FixtureSetup
     from pytest_gpumem.session.ranks import OneProcess
@@ -92,8 +90,7 @@ def _forget(item: pytest.Item) -> None:
         del item.stash[_RUN]
     if _UNAVAILABLE in item.stash:
         del item.stash[_UNAVAILABLE]
-    forget_failure(item)
-    forget_properties(item)
+    forget_verdict(item)
 
 
 class Measuring:
@@ -236,14 +233,9 @@ class Measuring:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        shorten_summary(item, call, report)
         measured = self._measured.get(item)
-        if measured is not None and call.excinfo is not None and not has_verdict(item):
-            # Another plugin's hook ended it before ours ran.
-            record_verdict(
-                item, _not_measured(measured, call.excinfo.value, "setup" if call.when == "setup" else "call")
-            )
-            report.user_properties = list(item.user_properties)
+        if measured is not None:
+            complete_report(item, measured, call, report)
         return report
 
     # Teardown
@@ -280,14 +272,7 @@ def _record_end(
     """Record the verdict on a test that ``error`` ended, unless the gate has, or the device cannot be used."""
     recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
     if run is not None and not recorded and error is not failure_of(item):
-        record_verdict(item, _not_measured(measured, error, when))
-
-
-def _not_measured(measured: Measured, error: BaseException, when: FailedIn) -> TestVerdict:
-    """Return the verdict on a test that ``error`` ended in a phase."""
-    if isinstance(error, pytest.skip.Exception):
-        return measured.not_measured(SKIPPED)
-    return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
+        record_verdict(item, not_measured(measured, error, when))
 
 
 def _report_missing_values(item: pytest.Item, run: TestRun, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Tests that have baselines here, and neither the marker nor the fixture any more: a gate fails those that ran."""
+"""Tests that have baselines here and neither the marker nor the fixture any more: a gate fails those that come to their end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.gate.baseline import Budget, NoBaseline
 from pytest_gpumem.gate.verdict import NOT_MARKED
-from pytest_gpumem.session.judging import Judging, forget_failure, forget_properties, shorten_summary
+from pytest_gpumem.session.judging import Judging, complete_report, forget_verdict
 from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.session.selection import Measured, location_of, without_group
 from pytest_gpumem.values.ranks import rank_in
@@ -76,13 +76,16 @@ class NoLongerMeasured:
         self._tests = tests
         self._ranks = ranks
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item in self._tests:
+            forget_verdict(item)
+
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        if item not in self._tests:
-            return (yield)
-        forget_failure(item)  # of an earlier run of the test
-        forget_properties(item)
         result = yield
+        if item not in self._tests:
+            return result
         measured, names = self._tests[item]
         judging = Judging(self._config, self._settings, self._store, item, measured, self._ranks)
         judging.conclude(replace(measured.not_measured(NOT_MARKED), missing=names))
@@ -94,5 +97,5 @@ class NoLongerMeasured:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if item in self._tests:
-            shorten_summary(item, call, report)
+            complete_report(item, self._tests[item][0], call, report)
         return report

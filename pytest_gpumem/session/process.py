@@ -214,7 +214,7 @@ class GpumemSession:
 
     def _no_longer_measured(self, items: list[pytest.Item]) -> Mapping[pytest.Item, tuple[Measured, tuple[str, ...]]]:
         """Return those of the selected tests that have baselines here and are not measured, with their measurements' names."""
-        if not self.settings.baseline or self._config.option.collectonly:
+        if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
         from pytest_gpumem.baselines.backend import BackendError
         from pytest_gpumem.baselines.store import StoreError
