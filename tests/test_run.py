@@ -192,6 +192,11 @@ def train():
 def end():
     if word == "os._exit":
         os._exit(0)
+    if word == "posix":
+        import posix
+        posix._exit(0)
+    if word == "raises":
+        raise KeyError
     if word == "thread":
         import threading
         threading.Thread(target=os._exit, args=(0,)).start()
@@ -253,6 +258,7 @@ def test_a_script_that_ends_its_process_within_the_window_is_red_and_told(ending
     [
         ("thread", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
         ("finally", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
+        ("posix", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
         ("exec", "os.execv would replace this process by another program, which nothing measures"),
         ("atexit", "KeyError"),
     ],
@@ -261,6 +267,12 @@ def test_no_other_way_to_end_the_process_of_a_script_makes_it_green(ending, word
     result = ending(word)
     assert result.returncode == 1
     assert said in result.stdout
+
+
+@pytest.mark.parametrize(("word", "status"), [("clean", 0), ("raises", 1)])
+def test_what_a_conftest_left_for_the_end_of_the_process_does_not_change_the_status(ending, project, word, status):
+    project.write("import atexit\nimport os\n\natexit.register(os._exit, 0)\n", "conftest.py")
+    assert ending(word).returncode == status
 
 
 @pytest.mark.parametrize("word", ["child", "multiprocessing", "argv", "no such program"])

@@ -117,7 +117,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     status = int(pytest.main([str(path), *pytests, *given], plugins=[session]))
     # A test may be skipped; who runs a script wants it measured.
     status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
-    session.status = status
+    session.has_ended(passed=status == 0)
     sys.exit(status)
 
 

@@ -10,7 +10,7 @@ import pytest
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.script.run_script import ScriptFailed, failure_of_script, run_script
-from pytest_gpumem.session.exit_status import is_lost, refuse_silent_end
+from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
 from pytest_gpumem.session.measuring import refuse, run_of
 from pytest_gpumem.session.options import COMMAND, FIXTURE, Command
 
@@ -56,12 +56,18 @@ class ScriptSession:
         self._script = script
         self.skipped = False
         """Whether the script was not run, as its device cannot be used here."""
-        self.status: int | None = None
-        """That of this command, once it is known. What the script left for the end of the process does not change it to 0."""
+        self._end: EndOfProcess | None = None
+        self._has_ended = False
+
+    def has_ended(self, *, passed: bool) -> None:
+        """Note how the command ends: what the script left for the end of the process does not change that to 0."""
+        self._has_ended = True
+        if self._end is not None:
+            self._end.has_come(passed=passed)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, Any, Any]:
-        refuse_silent_end(lambda: is_lost(config) if self.status is None else self.status != 0)
+        self._end = EndOfProcess(lambda: self._has_ended or is_lost(config))
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)

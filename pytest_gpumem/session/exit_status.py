@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from functools import wraps
@@ -14,6 +15,7 @@ from pytest_gpumem.session.options import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
     from typing import NoReturn
 
     from pytest_gpumem.session.process import GpumemSession
@@ -50,25 +52,52 @@ def final_status(config: pytest.Config, session: GpumemSession | None, status: i
     return pytest.ExitCode.TESTS_FAILED
 
 
-def refuse_silent_end(is_lost: Callable[[], bool]) -> Callable[[], None]:
-    """Let `os._exit` and `os.exec*` not end this process as if all were well; those of its forks may. Returns the undoing.
+class EndOfProcess:
+    """Lets `os._exit` and `os.exec*` not end this process as if all were well; those of its forks may.
 
     A process that `os.exec*` would replace fails instead; where there is no such program, it raises the OSError.
 
     Args:
         is_lost: Whether an end with 0 would be a wrong one, which it reports; then `os._exit` leaves with 1.
     """
-    process, watched = os.getpid(), True
 
-    def _exit(status: int) -> NoReturn:
-        if watched and os.getpid() == process and not status and is_lost():
+    def __init__(self, is_lost: Callable[[], bool]) -> None:
+        self._is_lost = is_lost
+        self._process: int | None = os.getpid()
+        self._leave = os._exit
+        self._ours: dict[str, Any] = {
+            "_exit": self._exit,
+            "execv": self._refusing(os.execv),
+            "execve": self._refusing(os.execve),
+        }
+        # They are functions of `posix`, or `nt`, as well.
+        places = [(module, name) for module in (os, sys.modules[os.name]) for name in self._ours]
+        self._originals: list[tuple[ModuleType, str, Any]] = [(*place, getattr(*place)) for place in places]
+        for module, name in places:
+            setattr(module, name, self._ours[name])
+
+    def has_come(self, *, passed: bool) -> None:
+        """Put the functions back, as the session is over, if it has ``passed``.
+
+        Else they stay, and the original `os._exit` is taken from what `atexit` is to call, also where it was given before.
+        """
+        if passed:
+            self._process = None
+        for module, name, original in self._originals:
+            if not passed:
+                atexit.unregister(original)
+            elif getattr(module, name) is self._ours[name]:  # and not what others have put around it
+                setattr(module, name, original)
+
+    def _exit(self, status: int) -> NoReturn:
+        if os.getpid() == self._process and not status and self._is_lost():
             status = 1
-        leave(status)
+        self._leave(status)
 
-    def refusing(execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    def _refusing(self, execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         @wraps(execute)
         def refuse(*arguments: Any) -> NoReturn:
-            if watched and os.getpid() == process:
+            if os.getpid() == self._process:
                 _stat(arguments[0])
                 pytest.fail(
                     f"os.{execute.__name__} would replace this process by another program, which nothing measures; start "
@@ -78,21 +107,6 @@ def refuse_silent_end(is_lost: Callable[[], bool]) -> Callable[[], None]:
             execute(*arguments)
 
         return refuse
-
-    leave = os._exit
-    there: dict[str, Any] = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}
-    ours: dict[str, Any] = {"_exit": _exit, "execv": refusing(os.execv), "execve": refusing(os.execve)}
-    for name, function in ours.items():
-        setattr(os, name, function)
-
-    def undo() -> None:
-        nonlocal watched
-        watched = False
-        for name, function in ours.items():
-            if getattr(os, name) is function:  # and not what others have put around it
-                setattr(os, name, there[name])
-
-    return undo
 
 
 def is_lost(config: pytest.Config) -> bool:

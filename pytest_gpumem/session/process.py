@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.ranks.launch import LaunchError
-from pytest_gpumem.session.exit_status import is_lost, refuse_silent_end
+from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
 from pytest_gpumem.session.marker import BudgetError, remember_markers
 from pytest_gpumem.session.options import GATE_OPTIONS, is_measured
 from pytest_gpumem.session.ranks import OneProcess, RankSession, ranks_of
@@ -70,7 +70,7 @@ class GpumemSession:
             )
         self._rank_hooks: RankHooks | None = None
         self._turns: Turns | None = None
-        self._until_left = ExitStack()
+        self._end: EndOfProcess | None = None
         if self._worker is not None:
             if self.settings.explicit:
                 from pytest_gpumem.devices.sharing import give_worker_its_gpu
@@ -85,7 +85,7 @@ class GpumemSession:
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
         if self.settings.gates:
-            self._until_left.callback(refuse_silent_end(partial(is_lost, config)))
+            self._end = EndOfProcess(partial(is_lost, config))
 
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
         """Return this process's part; a mistake in the launch matters once something is measured, or a gate was typed."""
@@ -271,8 +271,8 @@ class GpumemSession:
 
         One that has not ``passed`` keeps its watch over `os._exit`, which functions of `atexit` may call with 0.
         """
-        if passed:
-            self._until_left.close()
+        if self._end is not None:
+            self._end.has_come(passed=passed)
         if isinstance(self._ranks, RankSession):
             sys.stdout.flush()
             sys.stderr.flush()
