@@ -6,7 +6,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_gpumem.emulation.use_of_float import use_of_comparison, use_of_conversion
+from pytest_gpumem.emulation.use_of_float import TEXT, use_of_comparison, use_of_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +83,18 @@ def _computing(name: str) -> Callable[..., Any]:
     return compute
 
 
+def _writing(name: str) -> Callable[..., Any]:
+    original = getattr(float, name)
+
+    def write(self: UnknownFloat, *args: Any) -> Any:
+        use = use_of_conversion(sys._getframe(1), TEXT)  # noqa: SLF001 -- the interpreter's, documented
+        if use != "kept":
+            self.reads.of_float(use)
+        return original(self, *args)
+
+    return write
+
+
 def _comparing(name: str) -> Callable[..., Any]:
     original = getattr(float, name)
 
@@ -102,6 +114,8 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"
         setattr(UnknownFloat, _method, _computing(_method))
 for _method in ("__neg__", "__pos__", "__abs__"):
     setattr(UnknownFloat, _method, _computing(_method))
+for _method in ("__format__", "__str__", "__repr__"):
+    setattr(UnknownFloat, _method, _writing(_method))
 for _method in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
     setattr(UnknownFloat, _method, _comparing(_method))
 

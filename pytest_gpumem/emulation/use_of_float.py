@@ -1,4 +1,8 @@
-"""What a program makes of a float, by the instruction that it is at: a branch, an order, an integer. Pure."""
+"""What a program makes of a float, by the instructions that follow: a branch, an order, an integer. Pure.
+
+A number is followed through its expression, through variables of its function, and to the function that it is returned to.
+Nothing is run: what may be made of it counts, whether this call comes to it or not.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,35 @@ import dis
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.emulation.operand_stack import LEAVES, Cell, Step, steps
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from types import CodeType, FrameType
 
     from pytest_gpumem.emulation.reads import Use
 
 _OF_CALLS: dict[str, Use] = {
-    **dict.fromkeys(("int", "round", "floor", "ceil", "trunc"), "integer"),
+    **dict.fromkeys(("int", "round", "floor", "ceil", "trunc", "range"), "integer"),
     **dict.fromkeys(("sorted", "sort"), "order"),
     **dict.fromkeys(("min", "max"), "branch"),
 }
 """What functions make of a float that they are given."""
-_OF_FINITE = frozenset({"isnan", "isinf", "isfinite"})
-"""Functions that ask whether a float is finite, which uncomputed ones are taken to be."""
-_PASSED_OVER = frozenset({"CACHE", "TO_BOOL", "UNARY_NOT", "EXTENDED_ARG", "NOT_TAKEN"})
-_HOLDING = ("CALL", "FORMAT", "BUILD_LIST", "BUILD_STRING", "BUILD_MAP")
-"""How instructions begin that make something else of a float than a key to sort by."""
-_ENDS = ("STORE_", "POP_TOP", "YIELD", "RETURN")
-"""How instructions begin that end an expression."""
+_OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
+"""Functions that ask whether a float is finite, which uncomputed ones are taken to be, or that do not look at it."""
+_OF_NUMBERS = frozenset(
+    {"abs", "float", "min", "max", "sum", "pow", "exp", "log", "log2", "log10", "sqrt", "mean", "round"}
+)
+"""Functions that make a number of numbers."""
+_TEXTS = frozenset({"str", "repr", "format"})
+_ORDER: tuple[Use, ...] = ("kept", "branch", "order", "integer")
+"""From what matters least."""
+_MOST_CALLERS = 4
+"""Functions to which a number is followed that it is returned to."""
+NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
+"""What a cell is: the number or what is computed of it, a list of such, its text, or something else that is made of it.
+
+The last is followed to the end of its expression only.
+"""
 
 
 def use_of_comparison(frame: FrameType | None) -> Use:
@@ -32,17 +46,35 @@ def use_of_comparison(frame: FrameType | None) -> Use:
     return "branch" if frame is None else _of_comparison(frame.f_code, frame.f_lasti)
 
 
-def use_of_conversion(frame: FrameType | None) -> Use:
-    """Return what becomes of a tensor that ``frame`` makes a float of, as far as the expression shows."""
-    return "kept" if frame is None else _of_conversion(frame.f_code, frame.f_lasti)
+def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
+    """Return what becomes of a tensor that ``frame`` makes a number or text of, as far as its code and its callers' show."""
+    use: Use = "kept"
+    for number in range(_MOST_CALLERS):
+        if frame is None:
+            break
+        found, returned = _of_conversion(frame.f_code, frame.f_lasti, kind, is_returned=number > 0)
+        use = _stronger(use, found)
+        if returned is None:
+            break
+        # Of a lambda it is perhaps a key to sort by.
+        use = _stronger(use, "branch") if frame.f_code.co_name == "<lambda>" else use
+        frame, kind = frame.f_back, returned
+    return use
+
+
+def _stronger(one: Use, other: Use) -> Use:
+    return max(one, other, key=_ORDER.index)
 
 
 @lru_cache(maxsize=1024)
 def _of_comparison(code: CodeType, at: int) -> Use:
-    before, here, _ = _around(code, at)
-    if here is None or not here.opname.startswith("CALL"):
+    instructions = list(dis.get_instructions(code))
+    at = _of_call(instructions, at)
+    before = [one for one in instructions if one.offset < at]
+    here = next((step for step in steps(instructions) if step.instruction.offset == at), None)
+    if here is None or not here.instruction.opname.startswith("CALL"):
         return "branch"
-    callee = _called(before, here)
+    callee = here.callee()
     names = {*code.co_names} if callee is None else {callee}
     if names & {"min", "max"} and not names & {"sorted", "sort"} and not _has_key(code, before):
         return "branch"
@@ -50,59 +82,162 @@ def _of_comparison(code: CodeType, at: int) -> Use:
 
 
 @lru_cache(maxsize=1024)
-def _of_conversion(code: CodeType, at: int) -> Use:
-    before, here, after = _around(code, at)
-    if here is None:
-        return "kept"
-    callee = _called(before, here)
-    if callee in _OF_CALLS or callee in _OF_FINITE:
-        return _OF_CALLS.get(callee, "kept")
-    following = [one for one in after if one.opname not in _PASSED_OVER]
-    if following and _is_branch(following[0]):
-        return "branch"
-    part_of_more = False
-    for one in following:
-        if one.opname.startswith(_ENDS):
-            # Of a lambda it is perhaps a key to sort by.
-            is_key = one.opname.startswith("RETURN") and code.co_name == "<lambda>" and not part_of_more
-            return "branch" if is_key else "kept"
-        if _encloses(one, here):
-            use = _of_instruction([*before, here, *after], one)
-            if use is not None:
-                return use
-            part_of_more = part_of_more or one.opname.startswith(_HOLDING)
-    return "kept"
+def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> tuple[Use, str | None]:
+    """Return what becomes of what the instruction at an offset makes, and as what it is returned, if it is.
 
-
-def _of_instruction(instructions: list[dis.Instruction], one: dis.Instruction) -> Use | None:
-    """Return what an instruction makes of the float within its expression; ``None`` where it is still to be seen."""
-    if one.opname in ("COMPARE_OP", "CONTAINS_OP") or _is_branch(one):
-        return "branch"
-    name = _called(instructions, one) if one.opname.startswith("CALL") else None
-    return "kept" if name in _OF_FINITE else _OF_CALLS.get(name or "")
-
-
-def _around(code: CodeType, at: int) -> tuple[list[dis.Instruction], dis.Instruction | None, list[dis.Instruction]]:
-    """Return the instructions before an offset, the one there, and those after it."""
+    Args:
+        code: A function's.
+        at: The offset.
+        kind: What the instruction makes, or is given.
+        is_returned: It calls a function that returns that; else one that makes a number or text, and may return another thing.
+    """
     instructions = list(dis.get_instructions(code))
-    place = next((number for number, one in enumerate(instructions) if one.offset == at), None)
-    if place is None:
-        return instructions, None, []
-    return instructions[:place], instructions[place], instructions[place + 1 :]
+    at = _of_call(instructions, at)
+    walk = _Walk(at, kind, is_returned)
+    for step in steps(instructions):
+        walk.take(step)
+    # Once more through the loop that it is in, for what its variables are at the begin of the next pass.
+    backward = [
+        one.argval for one in instructions if one.offset > at and "JUMP" in one.opname and one.argval is not None
+    ]
+    begin = min((target for target in backward if isinstance(target, int) and target <= at), default=at)
+    for step in steps(one for one in instructions if begin <= one.offset < at):
+        walk.take(step)
+    return walk.use, walk.returned
 
 
-def _called(instructions: Iterable[dis.Instruction], call: dis.Instruction) -> str | None:
-    """Return the last name of what an instruction calls; ``None`` where the code has no positions (Python 3.10)."""
-    place = _span(call)
+class _Walk:
+    """Walk over a function's instructions that follows one number."""
+
+    def __init__(self, at: int, kind: str, is_returned: bool) -> None:
+        self._at = at
+        self._kind = kind
+        self._is_returned = is_returned
+        self._variables: dict[str, str] = {}
+        self._waiting: dict[int, dict[str, str]] = {}
+        """Variables where a jump leads."""
+        self._has_left = False
+        self._begun = False
+        self.use: Use = "kept"
+        self.returned: str | None = None
+
+    def take(self, step: Step) -> None:
+        one = step.instruction
+        if one.offset == self._at and not self._begun:
+            self._begun = True
+            self._begin(step)
+        elif self._begun:
+            waiting = self._waiting.pop(one.offset, None)
+            if waiting is not None:
+                self._variables = waiting if self._has_left else waiting | self._variables
+            self._follow(step)
+            if "JUMP" in one.opname and isinstance(one.argval, int) and one.argval > one.offset:
+                self._waiting[one.argval] = self._waiting.get(one.argval, {}) | self._variables
+            self._has_left = one.opname.startswith(LEAVES)
+
+    def _begin(self, step: Step) -> None:
+        callee = step.callee()
+        if callee in _OF_CALLS and not _keeps_digits(step, callee):
+            self._found(_OF_CALLS[callee])
+        elif callee not in _OF_FINITE:
+            makes_it = self._is_returned or callee is None or callee in (_TEXTS if self._kind == TEXT else _OF_NUMBERS)
+            _mark(step.put[-1:], self._kind if makes_it else PART if self._kind == NUMBER else None)
+
+    def _found(self, use: Use) -> None:
+        self.use = _stronger(self.use, use)
+
+    def _follow(self, step: Step) -> None:
+        name = step.instruction.opname
+        kinds = [cell.kind for cell in step.taken if cell.kind]
+        if name.startswith(("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "STORE_FAST")):
+            self._store(step)
+            for cell in step.put:
+                cell.kind = self._variables.get(cell.name or "")
+        elif name.startswith("STORE_"):
+            self._store(step)
+        elif name == "FOR_ITER":
+            if step.below and step.below[-1].kind == LIST:
+                _mark(step.put, NUMBER)
+        elif kinds:
+            self._use(step, name, kinds)
+
+    def _use(self, step: Step, name: str, kinds: list[str]) -> None:
+        """Note what an instruction makes of what is followed, and follow its result."""
+        if name.startswith("CALL"):
+            self._call(step, kinds)
+        elif name in ("COMPARE_OP", "CONTAINS_OP"):
+            if LIST not in kinds:
+                self._found("branch")
+        elif "JUMP" in name and "_IF_" in name:
+            if "NONE" not in name and not {NUMBER, PART}.isdisjoint(kinds):
+                self._found("branch")
+        elif name in ("LIST_APPEND", "SET_ADD"):
+            _mark(step.below[-(step.instruction.arg or 1) :][:1], LIST if NUMBER in kinds else PART)
+        elif name.startswith(("RETURN_VALUE", "YIELD_VALUE")):
+            self.returned = kinds[0] if kinds[0] in (NUMBER, LIST) else self.returned
+        else:
+            _mark(step.put, _kind_of_result(step, name, kinds))
+
+    def _call(self, step: Step, kinds: list[str]) -> None:
+        callee = step.callee()
+        use = _OF_CALLS.get(callee or "")
+        if use is not None and not _keeps_digits(step, callee):
+            self._found(use)
+        if callee in _OF_FINITE:
+            return
+        if callee in _TEXTS:
+            _mark(step.put, TEXT)
+        elif callee in _OF_NUMBERS:
+            _mark(step.put, NUMBER)
+        elif TEXT not in kinds:
+            _mark(step.put, PART)
+
+    def _store(self, step: Step) -> None:
+        """Note which variables hold what is followed."""
+        name = step.instruction.argval
+        names = name if isinstance(name, tuple) else (name,)
+        if step.instruction.opname in ("STORE_ATTR", "STORE_SUBSCR"):
+            return
+        for cell, variable in zip(reversed(step.taken), names, strict=False):
+            if cell.kind in (NUMBER, LIST):
+                self._variables[variable] = cell.kind
+            else:
+                self._variables.pop(variable, None)
+
+
+def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
+    """Return what an instruction makes of what is followed, but calls and comparisons."""
+    first = kinds[0]
+    if name in ("TO_BOOL", "GET_ITER", "CONVERT_VALUE", "UNARY_NOT"):
+        return first
+    if name.startswith("FORMAT"):
+        return TEXT if first == NUMBER else PART
+    if name == "BINARY_SUBSCR":
+        first = step.taken[0].kind or TEXT
+        return NUMBER if first == LIST else None if first == TEXT else PART
+    if name.startswith(("BINARY_", "INPLACE_", "UNARY_")):
+        if any(isinstance(cell.constant, str) for cell in step.taken):
+            return TEXT  # "%.3f" % number
+        return NUMBER if NUMBER in kinds else first
+    return None if first == TEXT or name == "BUILD_STRING" else PART
+
+
+def _mark(cells: list[Cell], kind: str | None) -> None:
+    for cell in cells:
+        cell.kind = kind
+
+
+def _keeps_digits(step: Step, callee: str | None) -> bool:
+    """Return whether a call is ``round(number, digits)``, which is no integer."""
+    return callee == "round" and (step.instruction.arg or 0) > 1
+
+
+def _of_call(instructions: list[dis.Instruction], at: int) -> int:
+    """Return the offset of the call that a frame is at, which may be at its caches, or at what comes before it in 3.11."""
+    place = max((number for number, one in enumerate(instructions) if one.offset <= at), default=None)
     if place is None:
-        return None
-    names = (
-        one.argval
-        for one in instructions
-        if one.offset < call.offset and one.opname.startswith("LOAD_") and isinstance(one.argval, str)
-        if (span := _span(one)) is not None and span[0] == place[0]
-    )
-    return next(reversed(list(names)), None)
+        return at
+    return instructions[place + 1 if instructions[place].opname == "PRECALL" else place].offset
 
 
 def _has_key(code: CodeType, before: list[dis.Instruction]) -> bool:
@@ -113,19 +248,3 @@ def _has_key(code: CodeType, before: list[dis.Instruction]) -> bool:
         if one.opname in ("KW_NAMES", "LOAD_CONST") and one.arg is not None
     ]
     return any(isinstance(one, tuple) and "key" in one for one in named)
-
-
-def _is_branch(instruction: dis.Instruction) -> bool:
-    return "JUMP" in instruction.opname and "_IF_" in instruction.opname
-
-
-def _encloses(outer: dis.Instruction, inner: dis.Instruction) -> bool:
-    whole, part = _span(outer), _span(inner)
-    return whole is not None and part is not None and whole[0] <= part[0] and part[1] <= whole[1]
-
-
-def _span(instruction: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    positions = getattr(instruction, "positions", None)
-    if positions is None or None in positions:
-        return None
-    return (positions.lineno, positions.col_offset), (positions.end_lineno, positions.end_col_offset)

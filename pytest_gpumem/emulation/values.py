@@ -6,8 +6,10 @@ autograd's threads inherit it. Methods by which a tensor is read are watched eve
 
 from __future__ import annotations
 
+import _thread
 from functools import wraps
 from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +18,9 @@ from pytest_gpumem.emulation.host_values import HostValues
 from pytest_gpumem.emulation.unknown_float import UnknownFloat
 from pytest_gpumem.emulation.watched_methods import watch_methods
 from pytest_gpumem.torch_support.private_api import print_by_way_of_the_host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _mode: HostValues | None = None
 
@@ -57,3 +62,17 @@ def _watch_threads(mode: HostValues) -> None:
         start(self)
 
     Thread.start = start_within  # type: ignore[method-assign]
+    begin_thread = _thread.start_new_thread
+
+    @wraps(begin_thread)
+    def begin_within(
+        function: Callable[..., object], args: tuple[Any, ...], named: dict[str, Any] | None = None
+    ) -> int:
+        def run_within(*args: Any, **named: Any) -> None:
+            with mode:
+                function(*args, **named)
+
+        return begin_thread(run_within, args, named or {})
+
+    # `Thread` has a name of its own for it.
+    _thread.start_new_thread = _thread.start_new = begin_within

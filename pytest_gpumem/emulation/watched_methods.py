@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.emulation.host_operators import is_exact, is_ordinary, tensors_among
 from pytest_gpumem.emulation.serialized import follow_serialized
 from pytest_gpumem.emulation.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
-from pytest_gpumem.emulation.use_of_float import use_of_conversion
+from pytest_gpumem.emulation.use_of_float import TEXT, use_of_conversion
 from pytest_gpumem.torch_support.private_api import (
     current_dispatch_mode,
     never_compiled,
@@ -30,7 +30,7 @@ def watch_methods(mode: HostValues) -> None:
     """Note what the host reads by methods that no operator shows, or makes a float of; also where the mode is away."""
     for name, seen in _READING.items():
         setattr(torch.Tensor, name, _watched(mode, getattr(torch.Tensor, name), seen))
-    torch.Tensor.__format__ = _ignoring(mode, torch.Tensor.__format__)  # type: ignore[method-assign]
+    torch.Tensor.__format__ = _formatting(mode, torch.Tensor.__format__)  # type: ignore[method-assign]
     for name in ("cpu", "to", "__deepcopy__"):
         setattr(torch.Tensor, name, _copying(mode, getattr(torch.Tensor, name)))
     torch.Tensor.new_tensor = _making(mode, torch.Tensor.new_tensor)  # type: ignore[method-assign]
@@ -39,6 +39,8 @@ def watch_methods(mode: HostValues) -> None:
         watched = watching(mode, getattr(torch, name))
         setattr(torch, name, watched)
         script_as(watched, name)
+    for module in (torch, torch.utils.dlpack):
+        module.to_dlpack = _giving(mode, module.to_dlpack)  # type: ignore[attr-defined]
     follow_serialized(mode, partial(_is_unknown, mode))
     comm = torch.nn.parallel.comm
     comm.broadcast_coalesced = _broadcasting(mode, comm.broadcast_coalesced)
@@ -138,12 +140,19 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
         return False
 
 
-def _ignoring(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+def _formatting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``__format__`` as one that notes integers, and floats where a number is made of the text again."""
+
     @never_compiled
     @wraps(original)
-    def format_it(*args: Any) -> Any:
+    def format_it(self: torch.Tensor, *args: Any) -> Any:
         with mode.reads.ignored():
-            return original(*args)
+            text = original(self, *args)
+        if self.dim() == 0 and _is_unknown(mode, self):
+            use = use_of_conversion(_caller(), TEXT)
+            if use != "kept" or is_exact(self):
+                mode.reads.of_float(use)
+        return text
 
     return format_it
 
@@ -200,6 +209,16 @@ def _deciding(mode: HostValues, original: Callable[..., Any]) -> Callable[..., A
             return _as_bool(mode, tensor, value) if _is_unknown(mode, tensor) else value
 
     return decide
+
+
+def _giving(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``to_dlpack`` as one that notes that another library is given values."""
+
+    @wraps(original)
+    def give(tensor: torch.Tensor) -> Any:
+        return _as_memory(mode, tensor, original(tensor)) if _is_unknown(mode, tensor) else original(tensor)
+
+    return give
 
 
 _FUNCTIONS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any]]] = {

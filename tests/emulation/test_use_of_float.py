@@ -33,8 +33,6 @@ class Converted:
 USES = []
 ONE, TWO = Compared(1), Compared(2)
 IT = Converted()
-# Python 3.10 keeps no positions of expressions.
-needs_positions = pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no positions")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,6 @@ def test_a_comparison_is_a_branch_or_an_order(compare, use):
     assert set(USES) == {use}
 
 
-@needs_positions
 @pytest.mark.parametrize(
     ("convert", "use"),
     [
@@ -76,12 +73,131 @@ def test_a_comparison_is_a_branch_or_an_order(compare, use):
         (lambda: [math.sqrt(IT)], "kept"),
         (lambda: [1 if math.isnan(float(IT)) else 2], "kept"),
         (lambda: [f"{float(IT):.2f}", 2 if IT is None else 3], "kept"),
+        (lambda: [round(float(IT), 2), len([float(IT)]) > 3], "kept"),
+        (lambda: ["%.3f of %d" % (float(IT), 3)], "kept"),  # noqa: UP031 -- programs do
+        (lambda: [float("%.3f" % float(IT)) > 0.5], "branch"),  # noqa: UP031 -- likewise
+        (lambda: [int(f"{float(IT):.0f}")], "integer"),
+        (lambda: [float(IT) if len(USES) < 5 else 0], "kept"),
+        (lambda: [max(float(IT) if USES is not None else 0, 0.1)], "branch"),
+        (lambda: [[1, 2, 3][: int(float(IT) + 1)]], "integer"),
+        (lambda: [range(round(float(IT) / 2))], "integer"),
+        (lambda: [sum(float(one) for one in [IT]) > 1], "branch"),
+        (lambda: [sorted([float(one) for one in [IT]])], "order"),
     ],
 )
 def test_a_conversion_is_kept_or_what_its_expression_makes_of_it(convert, use):
     USES.clear()
     convert()
-    assert [use] == USES
+    assert {use} == set(USES)
+
+
+def stored_and_made_an_integer():
+    number = float(IT)
+    return [int(number)]
+
+
+def stored_and_compared():
+    number = other = float(IT)
+    other += 1
+    return [1] if other > 2 else [number]
+
+
+def stored_and_replaced():
+    number = float(IT)
+    number = 1
+    return [int(number)]
+
+
+def summed():
+    total = 0.0
+    for _ in range(2):
+        total += float(IT)
+    return [math.floor(total / 2)]
+
+
+def compared_in_the_next_pass():
+    number = 1.0
+    for _ in range(2):
+        if number > 0.7:
+            USES[:0] = []
+        number = float(IT)
+
+
+def listed_and_sorted():
+    numbers = [float(one) for one in (IT, IT)]
+    numbers.sort()
+
+
+def listed_and_counted():
+    numbers = [float(one) for one in (IT, IT)]
+    if len(numbers) > 3 or not numbers:
+        USES.clear()
+    return [f"{numbers[0]:.2f}"]
+
+
+def each_compared():
+    numbers = [float(one) for one in (IT, IT)]
+    for number in numbers:
+        if number > 0.7:
+            return [number]
+    return []
+
+
+def given_to_a_function():
+    result = str.upper(f"{float(IT)}"), {"loss": float(IT)}
+    return [len(result)] if result else []
+
+
+def the_number():
+    return float(IT)
+
+
+def key(_):
+    return float(IT)
+
+
+def returned_and_compared():
+    return [1] if the_number() > 0.7 else [2]
+
+
+def returned_twice_and_kept():
+    def number():
+        return 2 * the_number()
+
+    return [number()]
+
+
+def in_a_try():
+    try:
+        number = float(IT)
+    except ValueError:
+        number = 0.0
+    with pytest.MonkeyPatch.context():
+        return [round(number)]
+
+
+@pytest.mark.parametrize(
+    ("convert", "use"),
+    [
+        (stored_and_made_an_integer, "integer"),
+        (stored_and_compared, "branch"),
+        (stored_and_replaced, "kept"),
+        (summed, "integer"),
+        (compared_in_the_next_pass, "branch"),
+        (listed_and_sorted, "order"),
+        (listed_and_counted, "kept"),
+        (each_compared, "branch"),
+        (given_to_a_function, "kept"),
+        (returned_and_compared, "branch"),
+        (returned_twice_and_kept, "kept"),
+        (lambda: [sorted([1, 2], key=key)], "order"),
+        (in_a_try, "integer"),
+    ],
+)
+def test_a_number_is_followed_through_variables_and_to_the_function_that_it_is_returned_to(convert, use):
+    USES.clear()
+    convert()
+    assert {use} == set(USES)
 
 
 def test_code_that_is_not_at_an_instruction_tells_nothing():
