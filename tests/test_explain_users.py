@@ -184,7 +184,7 @@ def test_ctrl_c_while_a_call_is_recorded_ends_the_session_and_keeps_what_was_mea
     result = project.run("--gpumem-no-time", "--gpumem-update=new", separate=True)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(
-        ["gpumem store: 1 baseline written (new)*", "gpumem: 1 recorded, new, 1 did not finish"]
+        ["gpumem store: 1 baseline written (new)*", "gpumem: 1 recorded, new; 1 did not finish"]
     )
     (text,) = project.stored().values()
     assert "test_before" in text

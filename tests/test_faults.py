@@ -50,7 +50,7 @@ def test_next():
     )
     result = project.run("--gpumem-update=all", "--junitxml=report.xml")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["gpumem: 1 recorded, new, 1 failed by itself"])
+    result.stdout.fnmatch_lines(["gpumem: 1 recorded, new; 1 failed by itself"])
     (text,) = project.stored().values()
     assert "test_next" in text
     assert "test_broken" not in text
@@ -81,7 +81,7 @@ def test_an_error_in_set_up_is_accounted_for(project):
     )
     result = project.run("--gpumem-update=all")
     result.assert_outcomes(errors=1, passed=1)
-    result.stdout.fnmatch_lines(["gpumem: 1 recorded, new, 1 failed by itself"])
+    result.stdout.fnmatch_lines(["gpumem: 1 recorded, new; 1 failed by itself"])
 
 
 # The controller must have been told of the first test before it is interrupted.
@@ -137,7 +137,7 @@ def test_a_killed_worker_loses_only_the_test_that_it_was_running(project):
     )
     result = project.run("--gpumem-update=new", "-n", "1", separate=True)
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["gpumem: 2 recorded, new, 1 did not finish"])
+    result.stdout.fnmatch_lines(["gpumem: 2 recorded, new; 1 did not finish"])
     (text,) = project.stored().values()
     assert "tests.test_first.call" in text
     assert "tests.test_last.call" in text
@@ -200,7 +200,7 @@ def pytest_runtest_setup(item):
 def test_maxfail_keeps_what_was_measured(project):
     project.write(GOOD.format(name="first") + "def test_wrong():\n    assert False\n\n\n" + GOOD.format(name="never"))
     result = project.run("--gpumem-update=new", "-x")
-    result.stdout.fnmatch_lines(["gpumem: 1 recorded, new, 1 did not finish"])
+    result.stdout.fnmatch_lines(["gpumem: 1 recorded, new; 1 did not finish"])
     (text,) = project.stored().values()
     assert "tests.test_first.call" in text
     assert "tests.test_never" not in text

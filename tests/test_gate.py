@@ -364,3 +364,15 @@ def test_growth_that_an_update_accepts_is_told_as_accepted(project, options):
     result.stdout.fnmatch_lines(["test_it.py::*  accepted", "gpumem: 1 gated, 1 accepted"])
     result.stdout.no_fnmatch_line("*regressed*")
     assert "regressed" not in (project.path / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_test_whose_tear_down_failed_is_new_and_not_recorded(project):
+    fails = "@pytest.fixture\ndef broken():\n    yield\n    assert False\n\n\n"
+    project.write(f"{fails}@pytest.mark.gpumem\ndef test_a(broken):\n    torch.ones(10)\n{SIMPLE.format(count=10)}")
+    result = project.run("--gpumem-update=new")
+    result.stdout.fnmatch_lines(
+        [
+            "gpumem store: 1 baseline written (new), *; 1 not written, because the test did not pass",
+            "gpumem: 1 recorded, new; 1 not recorded, new",
+        ]
+    )

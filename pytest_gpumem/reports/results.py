@@ -160,7 +160,8 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
     ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
     among them. The others were not compared with a baseline, and say why in one word. ``not_run`` are those that were
     selected and gave no report (Ctrl-C, a crash, ``--maxfail``). Those that a session with ``update`` writes for the first time
-    are ``recorded, new``, and what it replaces is ``accepted``.
+    are ``recorded, new``, those that it would have and that did not pass ``not recorded, new``, and what it replaces is
+    ``accepted``. Where a part has a comma of its own, semicolons part them.
     """
     everything = list(results)
     recorded = sum(result.is_recorded_by(update) for result in everything)
@@ -184,12 +185,13 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
             parts.append(f"{counts[outcome.words]} {outcome.words}")
     for outcome in (Outcome.NEW, Outcome.STALE, Outcome.FOREIGN, Outcome.UNMEASURED, Outcome.RECORDED):
         if counts[outcome.words]:
-            parts.append(f"{counts[outcome.words]} {outcome.words}{_why(outcome, everything)}")
+            left_out = "not recorded, " if outcome in ACCEPTS[update] & _FIRST else ""
+            parts.append(f"{counts[outcome.words]} {left_out}{outcome.words}{_why(outcome, everything)}")
     if counts["failed"]:
         parts.append(f"{counts['failed']} failed by themselves" if counts["failed"] > 1 else "1 failed by itself")
     if not_run:
         parts.append(f"{not_run} did not finish")
-    return "gpumem: " + ", ".join(parts)
+    return "gpumem: " + ("; " if any("recorded, " in part for part in parts) else ", ").join(parts)
 
 
 def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = frozenset()) -> str | None:

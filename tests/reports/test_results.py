@@ -246,6 +246,33 @@ def test_a_session_in_which_all_is_well_has_a_short_line():
     assert accounting(results(OK, OK)) == "gpumem: 2 gated"
 
 
+NEW, REGRESSED = verdict_of(Outcome.NEW), verdict_of(Outcome.REGRESSED)
+FAILED = unmeasured("it failed by itself", failed_by_itself=True)
+
+
+@pytest.mark.parametrize(
+    ("passed", "others", "not_run", "update", "line"),
+    [
+        ([NEW] * 11, [], 0, "new", "11 recorded, new"),
+        ([NEW] * 11, [NEW], 0, "new", "11 recorded, new; 1 not recorded, new"),
+        ([NEW] * 11, [NEW], 0, "all", "11 recorded, new; 1 not recorded, new"),
+        ([], [NEW, NEW], 0, "new", "0 gated; 2 not recorded, new"),
+        ([OK, OK, NEW], [], 0, "new", "2 gated; 1 recorded, new"),
+        ([OK, NEW], [REGRESSED], 0, "new", "2 gated; 1 recorded, new; 1 regressed"),
+        ([OK, NEW, REGRESSED], [], 0, "all", "2 gated; 1 accepted; 1 recorded, new"),
+        ([NEW], [FAILED], 2, "new", "1 recorded, new; 1 failed by itself; 2 did not finish"),
+        ([NEW], [unmeasured("it was skipped")], 0, "new", "1 recorded, new; 1 unmeasured (it was skipped)"),
+        ([OK, REGRESSED], [], 0, "all", "2 gated, 1 accepted"),
+        # No other mode adds baselines.
+        ([NEW, NEW], [], 0, "improved", "0 gated, 2 new"),
+        ([NEW, OK], [], 0, None, "1 gated, 1 new"),
+    ],
+)
+def test_what_is_recorded_and_what_is_not_are_told_apart(passed, others, not_run, update, line):
+    everything = [*results(*passed), *(TestResult(one, passed=False, failed=True) for one in others)]
+    assert accounting(everything, not_run, update) == f"gpumem: {line}"
+
+
 def test_nothing_is_accounted_for_as_nothing():
     assert accounting([]) == "gpumem: 0 gated"
 
