@@ -45,7 +45,8 @@ def away_in_backward(mode: HostValues) -> None:
         mode.forget(leaf.grad for leaf in leaves if leaf.is_cuda and leaf.grad is not None)
         mode.__exit__(None, None, None)
         try:
-            yield
+            with mode.reads.in_backward():
+                yield
         finally:
             mode.__enter__()
             if unknown:

@@ -20,8 +20,8 @@ MOST_FLOATS = 1 << 16
 BIGGEST_COPY = 1 << 20
 """As in ``native/memory.c``: a larger copy leaves zeros."""
 
-INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
-"""Operators that ask a boolean index how many are true."""
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+"""Operators that ask for the positions at which a boolean index is true: those are seen (`NativeReads.positions`)."""
 _READ_UNTAGGED = frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
     | {"_pack_padded_sequence", "_coalesce", *(f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc"))}
@@ -46,6 +46,12 @@ _MADE_OF_NOTHING = frozenset(
 )
 """Operators of which the first argument gives no values, but a shape."""
 
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that normalisations write to, and that most schemas do not declare as written."""
+_WRITES_NO_STATISTICS = ("backward", "functional", "no_training", "no_update")
+_TRAINS = frozenset({"training", "train", "use_input_stats"})
+"""Arguments without which they do not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -59,6 +65,8 @@ class Operator:
     """Positions of the arguments that it writes to."""
     written_names: tuple[str, ...]
     """The same, of those that may only be named."""
+    writes_if: int | None = None
+    """Position of the argument without which it does not."""
     collective: bool = False
     """It is one of torch.distributed's, whose schemas lack the arguments that they write to."""
     overwrites: bool = False
@@ -81,17 +89,22 @@ def operator_of(func: Any) -> Operator:
         (at, one) for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
     ]
     namespace, _, name = schema.name.partition("::")
+    names = [one.name for one in schema.arguments]
+    statistics = (
+        [] if name.endswith(_WRITES_NO_STATISTICS) else [at for at, one in enumerate(names) if one in _STATISTICS]
+    )
     overload = schema.overload_name or "default"
     reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     return Operator(
         name,
         view=name == "set_" or (bool(returned) and not any(one.is_write for one in returned)),
         random=torch.Tag.nondeterministic_seeded in func.tags,
-        written=tuple(at for at, one in written if not one.kwarg_only),
+        written=tuple(sorted({*(at for at, one in written if not one.kwarg_only), *statistics})),
         written_names=tuple(one.name for _, one in written if one.kwarg_only),
+        writes_if=next((at for at, one in enumerate(names) if one in _TRAINS), None) if statistics else None,
         collective=namespace.strip("_").startswith("c10d"),
         overwrites=name in _MADE_OF_NOTHING,
-        reads=name not in INDEXED and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
+        reads=name not in _INDEXED and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
     )
 
 
@@ -104,31 +117,6 @@ def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found += tensors_among(value)
     return found
-
-
-def has_mask(args: tuple[Any, ...]) -> bool:
-    """Return whether a mask is among the indices that an operator is given."""
-    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
-
-
-def fills(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether torch fills where one mask is true, without asking how often: ``x[mask] = 0``.
-
-    As ``canDispatchToMaskedFill`` in ATen: the value is one number of the host, and no other index is a tensor.
-    """
-    given = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | named
-    masks = [one for one in given["indices"] if one is not None]
-    value = given.get("values")
-    return (
-        "put" in name
-        and not given.get("accumulate", False)
-        and value is not None
-        and value.numel() == 1
-        and value.device.type == "cpu"
-        and len(masks) == 1
-        and masks[0].device == given["self"].device
-    )
 
 
 def is_exact(tensor: torch.Tensor) -> bool:
@@ -203,19 +191,18 @@ def drawing_as(named: dict[str, Any], device: torch.device) -> Iterator[dict[str
         torch.set_rng_state(state)
 
 
-def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool) -> bool:
+def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
     """Run the operator on the host, and return whether it could be run."""
     try:
         truth = func(*on_host(args), **on_host(named))
     except Exception:  # noqa: BLE001 -- many operators have no kernel on the host; then nothing is known of the result
         return False
-    if in_place:
-        return True
     made, true = tensors_among((result,)), tensors_among((truth,))
     if len(made) != len(true):
         return False
     for emulated, computed in zip(made, true, strict=True):
         if emulated.shape != computed.shape or emulated.dtype != computed.dtype:
             return False
-        (on_the_same_memory(emulated) if emulated.is_cuda else emulated).copy_(computed)
+        if emulated.data_ptr() != computed.data_ptr():
+            (on_the_same_memory(emulated) if emulated.is_cuda else emulated).copy_(computed)
     return True

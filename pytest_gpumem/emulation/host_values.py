@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,13 +19,10 @@ from pytest_gpumem.emulation.collectives import SENDS_ONLY, complete
 from pytest_gpumem.emulation.constants import Constant, Constants
 from pytest_gpumem.emulation.host_operators import (
     BIGGEST_COPY,
-    INDEXED,
     Operator,
     compute,
     covers_its_storage,
     drawing_as,
-    fills,
-    has_mask,
     has_storage,
     is_exact,
     is_ordinary,
@@ -75,6 +72,13 @@ _MOST_NOTED = 4096
 """Storages of the host that are noted before those that are gone are forgotten."""
 
 
+class _Known(NamedTuple):
+    """A storage of the GPU whose values are known."""
+
+    storage: StorageWeakRef
+    nbytes: int
+
+
 class HostValues(TorchDispatchMode):
     """Dispatch mode that computes known small tensors on the host, and notices reads of uncomputed values.
 
@@ -85,7 +89,7 @@ class HostValues(TorchDispatchMode):
         super().__init__()
         self.reads = Reads()
         self._operators: dict[Any, Operator] = {}
-        self._known: dict[int, StorageWeakRef] = {}
+        self._known: dict[int, _Known] = {}
         """The GPU's storages whose values are known, by address."""
         self._unknown: StorageWeakRef | None = None
         """Of the tensor that was last noted as not known."""
@@ -142,11 +146,11 @@ class HostValues(TorchDispatchMode):
             if operator.name == "_local_scalar_dense":
                 value = func(*args, **named)
                 return UNKNOWN if isinstance(value, float) and not known else value
+            if operator.name == "nonzero" and on_gpu:
+                return func(*args, **named)  # by way of `NativeReads.positions`
             if any(tensor.is_cuda for tensor in read) and all(map(has_storage, tensors)):
                 return self._moved(func(*on_host(args), **on_host(named)), on_gpu[0].device)
             known = self._knows(read)  # what it makes on the host is of these
-        elif operator.name in INDEXED and has_mask(args) and not fills(operator.name, args, named):
-            args = (args[0], self._without_masks(args[1], args[0].device), *args[2:])
         if is_hosts:
             return self._run_on_host(func, operator, args, named, known)
         run = self._communicate if operator.collective else self._run
@@ -204,7 +208,7 @@ class HostValues(TorchDispatchMode):
         constant = None if known else self.constants.result(operator, args)
         if constant is None:
             computed = computed and is_small((*on_gpu, *there)) and all(map(has_storage, made))
-            computed = computed and self._compute(func, operator, args, named, result, bool(changed))
+            computed = computed and self._compute(func, operator, args, named, result)
         else:
             computed = not constant.assumed and is_small(there)
         ids = {id(tensor) for tensor in changed}
@@ -224,13 +228,11 @@ class HostValues(TorchDispatchMode):
         return result
 
     @staticmethod
-    def _compute(
-        func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], result: Any, in_place: bool
-    ) -> bool:
+    def _compute(func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
         if not operator.random:
-            return compute(func, args, named, result, in_place)
+            return compute(func, args, named, result)
         with drawing_as(named, tensors_among((result,))[0].device) as drawing:
-            return compute(func, args, drawing, result, in_place)
+            return compute(func, args, drawing, result)
 
     def _run_on_host(
         self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], known: bool
@@ -297,7 +299,7 @@ class HostValues(TorchDispatchMode):
         where = storage.data_ptr()
         self.constants.note(storage, constant)
         if known:
-            self._known[where] = StorageWeakRef(storage)
+            self._known[where] = _Known(StorageWeakRef(storage), storage.nbytes())
         else:
             self._known.pop(where, None)
             self._unknown = StorageWeakRef(storage)
@@ -326,19 +328,6 @@ class HostValues(TorchDispatchMode):
         elif whole:
             self._unknown_on_host.pop(where, None)
 
-    def _without_masks(self, indices: Iterable[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
-        """Return indices with each mask replaced by the positions where it is true, as torch does on a GPU."""
-        found: list[torch.Tensor | None] = []
-        for index in indices:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
-                found.append(index)
-                continue
-            if self.is_unknown(index):
-                self.reads.invalid("a boolean index reads values")
-            for column in on_host(index).nonzero().unbind(1):
-                found.append(self._moved(column.contiguous(), device) if device.type == "cuda" else column)
-        return found
-
     def _moved(self, value: Any, device: torch.device) -> Any:
         """Return results of the host as tensors of the GPU."""
         if isinstance(value, torch.Tensor):
@@ -358,10 +347,14 @@ class HostValues(TorchDispatchMode):
             return tensor.is_cuda
         where = tensor.untyped_storage().data_ptr()
         if tensor.is_cuda:
-            there = self._known.get(where)
-            return there is None or there.expired()
+            known = self._known.get(where)
+            return known is None or known.storage.expired()
         there = self._unknown_on_host.get(where)
         return there is not None and not there.expired()
+
+    def knows(self, address: int) -> bool:
+        """Return whether what is at an address of the GPU is known."""
+        return any(at <= address < at + one.nbytes and not one.storage.expired() for at, one in self._known.items())
 
     def has_left(self) -> None:
         """Note that an uncomputed value is on the host from now on, where it may become part of anything."""
@@ -373,11 +366,8 @@ class HostValues(TorchDispatchMode):
             if not is_ordinary(type(tensor)):
                 parts, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)
                 self.forget(getattr(tensor, part) for part in parts)
-            elif has_storage(tensor):
-                if tensor.is_cuda:
-                    self._known.pop(tensor.untyped_storage().data_ptr(), None)
-                else:
-                    self._note_on_host(tensor, known=False)
+            else:
+                self.note_unknown(tensor)
 
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
         """Note a copy that this mode did not see: it is known as far as the original is."""
@@ -412,6 +402,8 @@ class HostValues(TorchDispatchMode):
 
 def _changed(operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call of an operator writes to."""
+    if operator.writes_if is not None and not args[operator.writes_if]:
+        return []
     written = [args[at] for at in operator.written if at < len(args)]
     changed = tensors_among((*written, *(named[name] for name in operator.written_names if name in named)))
     return [tensor for tensor in changed if tensor is not args[1]] if operator.name in _SCALED else changed

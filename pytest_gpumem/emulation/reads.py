@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,8 @@ import torch
 from pytest_gpumem.values.unknown_reads import DECIDED, UnknownReads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
 
 _OURS = str(Path(__file__).parents[1])
 _TORCHS = str(Path(torch.__file__).parent)
@@ -51,6 +53,8 @@ class Reads:
         self._decided: Counter[str] = Counter()
         self._other: Counter[str] = Counter()
         self._ignored = 0
+        self._in_backward: list[int] = []
+        """The threads that wait for backward."""
 
     def take_trouble(self) -> str | None:
         """Return the first read that memory may depend on since the last call, as a clause with its line."""
@@ -66,7 +70,9 @@ class Reads:
     def invalid(self, what: str) -> None:
         """Note a read that memory may depend on, as a clause without its line."""
         if self._trouble is None and not self._is_harmless():
-            self._trouble = f"{what} that an emulated GPU does not compute, at {_users_line()}{_MENDS.get(what, '')}"
+            self._trouble = (
+                f"{what} that an emulated GPU does not compute, at {self._users_line()}{_MENDS.get(what, '')}"
+            )
             self.first_trouble = self.first_trouble or self._trouble
 
     def of_float(self, use: Use = "kept") -> None:
@@ -76,7 +82,7 @@ class Reads:
         elif use == "integer":
             self.invalid("an integer is made of a value")
         elif not self._is_harmless():
-            line = _users_line()
+            line = self._users_line()
             (self._decided if use == "branch" else self._other)[line] += 1
             if use == "branch":
                 self.first_trouble = self.first_trouble or f"{DECIDED} at {line}"
@@ -90,16 +96,31 @@ class Reads:
         finally:
             self._ignored -= 1
 
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Name the line that called this for reads within by threads that have none: autograd's."""
+        self._in_backward.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._in_backward.pop()
+
+    def _users_line(self) -> str:
+        line = _users_line_of(walk_stack(sys._getframe(1)))  # noqa: SLF001 -- the interpreter's, documented
+        for thread in () if line else reversed(self._in_backward):
+            line = line or _users_line_of(walk_stack(sys._current_frames().get(thread)))  # noqa: SLF001 -- likewise
+        return line or "an unknown line"
+
     def _is_harmless(self) -> bool:
         return self._ignored > 0 or _of_no_memory()
 
 
-def _users_line() -> str:
-    for frame, line in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
+def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    for frame, line in frames:
         file = frame.f_code.co_filename
         if not file.startswith((_OURS, _TORCHS, "<")) and not (file.startswith(_STANDARD) and _INSTALLED not in file):
             return f"{file}:{line}"
-    return "an unknown line"
+    return None
 
 
 def _of_no_memory() -> bool:

@@ -337,6 +337,14 @@ def running_node_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def running_node_name() -> str | None:
+    """Return the name of the node of the graph that runs in this thread (``"ProdBackward0"``); ``None`` outside of backward."""
+    import torch
+
+    node = torch._C._current_autograd_node()
+    return None if node is None else str(node.name())
+
+
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
     """Run as outside of any autocast: neither switched on, nor one at whose end cached casts would be freed.

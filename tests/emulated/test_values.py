@@ -252,3 +252,25 @@ weight = torch.Tensor._make_subclass(Quantized, torch.ones(4, 4, device="cuda"),
 print(type(weight).__name__, weight.data.contiguous().shape, float(weight.data.sum()))
 """
     assert on_gpu(source) == "Quantized torch.Size([4, 4]) 16.0\n"
+
+
+def test_a_known_mask_takes_the_memory_of_its_positions_in_forward_and_in_backward(on_gpu):
+    source = """
+def peaks(index):
+    for _ in range(2):  # what is there from the first time on
+        given.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        out = given[index]
+        found = [torch.cuda.memory_stats()["requested_bytes.all.peak"], out.shape[0]]
+        out.sum().backward()
+        found += [torch.cuda.memory_stats()["requested_bytes.all.peak"]]
+        del out
+    return found
+given = torch.randn(1000, 64, device="cuda", requires_grad=True)
+mask = torch.arange(1000).cuda() % 4 == 0
+positions = mask.nonzero()[:, 0].clone()
+(forward, rows, backward), (forward_of, rows_of, backward_of) = peaks(mask), peaks(positions)
+print(rows, rows_of, forward - forward_of, backward - backward_of)
+"""
+    # Their positions are kept as long as it takes to index.
+    assert on_gpu(source) == "250 250 2000 0\n"

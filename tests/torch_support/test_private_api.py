@@ -491,6 +491,15 @@ def test_all_python_that_backward_calls_can_be_replaced(monkeypatch):
     assert len(replaced) >= len(called) + 1
 
 
+def test_the_node_that_runs_has_a_name():
+    seen = []
+    y = torch.ones(3, requires_grad=True).exp()
+    y.grad_fn.register_prehook(lambda _: seen.append(private_api.running_node_name()))
+    assert private_api.running_node_name() is None
+    y.sum().backward()
+    assert seen == ["ExpBackward0"]
+
+
 def test_what_is_run_in_backward_is_run_once_whatever_the_caller_is_in():
     seen = []
     for surroundings in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
