@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from counters import Bytes, Counters
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.steps.runner import Phase
+    from pytest_gpumem.steps.reading import Phase
 
 AXES = {
     "precision": ("fp32", "amp-bf16", "amp-fp16", "bf16"),

@@ -16,7 +16,8 @@ from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.session.judging import Judging
-from pytest_gpumem.steps.runner import FURTHER_STEPS, Figures
+from pytest_gpumem.steps.reading import Figures
+from pytest_gpumem.steps.runner import FURTHER_STEPS
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
-from pytest_gpumem.explain.trace import Label, tensor_text
+from pytest_gpumem.explain.trace import Label
+from pytest_gpumem.measurement import tensor_text
 from pytest_gpumem.torch_support.reachability import reachable, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.static_access import (
     attribute,

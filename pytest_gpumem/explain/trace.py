@@ -66,11 +66,6 @@ class Trace:
     """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
 
 
-def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return dtype and shape as text: ``float32[8, 256]``."""
-    return f"{dtype}{list(shape)}"
-
-
 class GraphCalls:
     """Counter of module calls, fed with the spans of a trace in their order."""
 

@@ -20,9 +20,10 @@ from pytest_gpumem.values.step_peaks import StepPeaks, differ_by_chance, spread
 from pytest_gpumem.values.unknown_reads import decided_a_branch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from pytest_gpumem.gate.baseline import Budget
+    from pytest_gpumem.metrics import Unit
     from pytest_gpumem.values.composition import Explanation
 
 
@@ -386,3 +387,8 @@ def failing_outcomes(
     else:
         failing = seen & (FAILING if compares else {Outcome.OVER_BUDGET})
     return frozenset(failing - accepts)
+
+
+def failing_metrics(verdict: Verdict, failing: Collection[object], unit: Unit = "bytes") -> list[str]:
+    """Return the metrics in a unit for which a measurement fails."""
+    return [one.metric for one in verdict.metrics if one.outcome in failing and METRICS[one.metric].unit == unit]

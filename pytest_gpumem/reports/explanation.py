@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.difference import Difference, Moved
     from pytest_gpumem.gate.verdict import Verdict
-    from pytest_gpumem.metrics import Unit
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Row
     from pytest_gpumem.values.operator_counts import Place, Tally
@@ -348,8 +347,3 @@ def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str
         *part_lines(composition_table("what was there", explanation.peak, units, most=10)),
         *(f"note: {note}" for note in explanation.peak.notes),
     ]
-
-
-def failing_metrics(verdict: Verdict, failing: Collection[object], unit: Unit = "bytes") -> list[str]:
-    """Return the metrics in a unit for which a measurement fails."""
-    return [one.metric for one in verdict.metrics if one.outcome in failing and METRICS[one.metric].unit == unit]

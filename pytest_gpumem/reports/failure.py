@@ -6,9 +6,10 @@ import shlex
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.gate.judge import failing_metrics
 from pytest_gpumem.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.explanation import explanation_blocks, failing_metrics
+from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.layout import Screen, columns, without_empty
 from pytest_gpumem.reports.values import allowance, difference, on_device, peaks_by_device, shown, texts_of
 from pytest_gpumem.reports.view import origin_line

@@ -12,7 +12,8 @@ import pytest
 from pytest_gpumem.baselines.update import entries_to_write
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.gate.baseline import Baseline, baseline_of
-from pytest_gpumem.reports.explanation import failing_metrics, out_of_memory_lines
+from pytest_gpumem.gate.judge import failing_metrics
+from pytest_gpumem.reports.explanation import out_of_memory_lines
 from pytest_gpumem.torch_support.static_access import instance_dict, is_a
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pytest_gpumem.session.callbacks import callback_of
 from pytest_gpumem.steps.borders import Borders
 from pytest_gpumem.steps.loop import EndOfLoop, Loop
 from pytest_gpumem.steps.looped import FEWEST_STEPS, FirstStep, PreparedLoop
-from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.steps.reading import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

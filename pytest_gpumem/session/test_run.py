@@ -11,7 +11,7 @@ from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ra
 from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
 from pytest_gpumem.session.explaining import call_again
 from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.runner import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
+from pytest_gpumem.steps.reading import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import instance_dict
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.ownership import Ownership
     from pytest_gpumem.steps.prepared import MeasuredStep, MeasuringContext, PreparedStep
-    from pytest_gpumem.steps.runner import Figures
+    from pytest_gpumem.steps.reading import Figures
     from pytest_gpumem.values.composition import Explanation
     from pytest_gpumem.values.unknown_reads import UnknownReads
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.ranks.together import Alone
     from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.runner import Phase
+    from pytest_gpumem.steps.reading import Phase
     from pytest_gpumem.steps.training import Training
 
 MOST_OVERFLOWS = 18

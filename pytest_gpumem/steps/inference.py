@@ -15,7 +15,7 @@ from pytest_gpumem.steps.model_step import build_model, given_model, import_quie
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
 from pytest_gpumem.steps.prepared import PLAIN, PreparedStep, can_run, initialise, surroundings
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.steps.reading import Phase
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 

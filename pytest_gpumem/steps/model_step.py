@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import is_out_of_memory
-from pytest_gpumem.explain.trace import tensor_text
+from pytest_gpumem.measurement import tensor_text
 from pytest_gpumem.steps.config import ConfigError
 from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.torch_support.private_api import load_compiler

@@ -15,10 +15,12 @@ from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.steps.batches import describe, feed, micro_batches, number_of_items, work_in
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import located
+from pytest_gpumem.steps.growth import WINDOW
 from pytest_gpumem.steps.model_step import caching, in_mode, parameters_of, precision_of
 from pytest_gpumem.steps.precision import autocasting, float32_precision
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, WINDOW, Phase, measure_step, sample_again
+from pytest_gpumem.steps.reading import Phase
+from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.private_api import outside_autocast
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.ranks.together import Alone
     from pytest_gpumem.steps.dry_run import CallsInBackward
-    from pytest_gpumem.steps.runner import StepFigures
+    from pytest_gpumem.steps.settling import StepFigures
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
 

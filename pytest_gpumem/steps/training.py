@@ -18,7 +18,7 @@ from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_pr
 from pytest_gpumem.steps.prepared import PLAIN, PreparedStep, can_run, initialise, surroundings
 from pytest_gpumem.steps.process_group import layout_in_process_group
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.steps.reading import Phase
 from pytest_gpumem.steps.sharded_optimizer import adapted, clip_gradients, local_optimizer
 from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sequence_shared
 from pytest_gpumem.torch_support.private_api import compiled_graphs

@@ -18,7 +18,7 @@ from truth_models import Subject, subjects
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.prepared import MeasuringContext
-from pytest_gpumem.steps.runner import Phase
+from pytest_gpumem.steps.reading import Phase
 from tests.benchmarks.host_as_cuda import TIMES, HostAsCuda
 from tests.measuring import measure_train_step
 

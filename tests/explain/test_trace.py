@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.explain.trace import folded, tensor_text
+from pytest_gpumem.explain.trace import folded
+from pytest_gpumem.measurement import tensor_text
 
 
 @pytest.mark.parametrize(

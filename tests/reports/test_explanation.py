@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.baseline import Baseline, Budget
 from pytest_gpumem.gate.difference import Difference, difference
-from pytest_gpumem.gate.judge import FAILING, judge
+from pytest_gpumem.gate.judge import FAILING, failing_metrics, judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.explanation import (
     composition_table,
     explanation_blocks,
-    failing_metrics,
     growth_table,
     out_of_memory_lines,
     part_lines,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,17 +16,13 @@ from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.counting import MORE_COUNTED, NOTHING_COUNTED
 from pytest_gpumem.steps.inference import infer_phases
+from pytest_gpumem.steps.reading import Figures, Phase, live_at_rest, run_one_step
 from pytest_gpumem.steps.runner import (
     FURTHER_STEPS,
     MOST_UNSTABLE_WARM_UPS,
     MOST_WARM_UPS,
     ROUNDS_TO_DECIDE,
-    Figures,
-    Phase,
-    StepFigures,
-    live_at_rest,
     measure_step,
-    run_one_step,
     sample_again,
 )
 from pytest_gpumem.steps.training import Training
@@ -36,6 +33,9 @@ from pytest_gpumem.values.interference import Conditions
 from pytest_gpumem.values.step_peaks import StepPeaks
 from tests.heap import own_objects_out_of_sight
 from tests.locking import state_of
+
+if TYPE_CHECKING:
+    from pytest_gpumem.steps.settling import StepFigures
 
 KB = 1000
 F32 = 4
@@ -493,7 +493,7 @@ def test_garbage_of_objects_that_were_there_before_is_found(frozen):
 
 def test_a_step_in_rest_costs_no_second_collection(device, monkeypatch):
     collections = []
-    monkeypatch.setattr("pytest_gpumem.steps.runner.collect_everything", lambda: collections.append(True))
+    monkeypatch.setattr("pytest_gpumem.steps.reading.collect_everything", lambda: collections.append(True))
     kept = tensor(KB)
     assert live_at_rest(device, [device.live()]) == [kept.numel()]
     assert collections == []

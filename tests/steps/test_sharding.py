@@ -229,7 +229,7 @@ sys.path.insert(0, {repository!r})
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.steps.prepared import MeasuringContext
 from pytest_gpumem.ranks.together import Alone, Together
-from pytest_gpumem.steps.runner import run_one_step
+from pytest_gpumem.steps.reading import run_one_step
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import parts_of
 from tests.steps.test_sharding import prepared

@@ -1,0 +1,242 @@
+"""Reads the memory of a stretch of code, or of a step made of phases, on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.devices.contract import highest
+from pytest_gpumem.ranks.together import ALONE
+from pytest_gpumem.torch_support.garbage_collector import collect_everything
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pytest_gpumem.devices.contract import Device, Peak
+    from pytest_gpumem.ranks.together import Alone
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Readings around a stretch of code. Live bytes and peaks count from the same zero.
+
+    ``foreign`` bytes are live all the time and are not the stretch's own. ``live_before`` is read before it ran; ``live_run``
+    right after it ran; ``live_after`` when garbage has been collected. They are without workspaces, which peaks have.
+    """
+
+    foreign: int
+    live_before: int
+    reserved_before: int | None
+    peak: Peak
+    live_run: int
+    live_after: int
+    phases: Mapping[str, Peak] = field(default_factory=dict)
+    turnover: int = 0
+    """Bytes that were allocated in all, whether freed or not."""
+    held_change: int = 0
+    """How much more the test's fixtures hold than before: kept on purpose, not retained."""
+    workspaces: int = 0
+    """Bytes of the peak that the backend's libraries took for themselves, between operations or in one of them."""
+    workspaces_before: int = 0
+    """Bytes that they held when it began: what the program's earlier steps have left there."""
+    unused_before: int = 0
+    """Bytes that were reserved and not used when it began, in segments that hold something."""
+    elsewhere: Mapping[str, Figures] = field(default_factory=dict)
+    """The figures of the device's `others` that the process uses, by their names."""
+
+    @property
+    def own(self) -> int:
+        """Bytes of the stretch's own when it began, with workspaces."""
+        return self.live_before + self.workspaces_before - self.foreign
+
+    def by_device(self, here: str) -> dict[str, Figures]:
+        """Return the figures on each device by its name; ``here`` is that of this one."""
+        return {here: self, **self.elsewhere}
+
+    @property
+    def own_peak(self) -> int:
+        """Peak of the stretch's own bytes on this device."""
+        return self.peak.allocated - self.foreign
+
+    @property
+    def peak_allocated(self) -> int:
+        """Peak of the stretch's own bytes, on the device where it is the largest."""
+        return max(one.own_peak for one in self.by_device("").values())
+
+    @property
+    def most_workspaces(self) -> int:
+        """Bytes of `workspaces` on the device that has most of them."""
+        return max(one.workspaces for one in self.by_device("").values())
+
+    @property
+    def most_unused_before(self) -> int:
+        """Bytes of `unused_before` on the device that has most of them."""
+        return max(one.unused_before for one in self.by_device("").values())
+
+    @property
+    def peak_reserved(self) -> int | None:
+        """Bytes that were reserved for the stretch at most; ``None`` where the device does not reserve."""
+        if self.peak.reserved is None or self.reserved_before is None:
+            return None
+        # Room that was left in segments reserved before is not in the difference, but tensors were put there.
+        return max(self.peak.reserved - self.reserved_before + self.own, self.own_peak)
+
+    @property
+    def retained(self) -> int:
+        """Bytes that outlived the stretch and that its test's fixtures do not hold."""
+        return max(0, self.live_after - self.live_before - self.held_change)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it kept bytes, on any device."""
+        return any(one.live_after > one.live_before for one in self.by_device("").values())
+
+    def memory_metrics(self) -> dict[str, int]:
+        """Return the memory metrics of the stretch on this device, in bytes."""
+        metrics = {"peak_allocated": self.own_peak}
+        metrics |= {f"peak_{name}": peak.allocated - self.foreign for name, peak in self.phases.items()}
+        if self.peak_reserved is not None:
+            metrics["peak_reserved"] = self.peak_reserved
+        metrics["retained"] = self.retained
+        metrics["cyclic_garbage"] = max(0, self.live_run - self.live_after)
+        return metrics
+
+
+def largest_of(metrics: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the largest value of each metric among those of several devices."""
+    largest: dict[str, int] = {}
+    for one in metrics:
+        largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}
+    return largest
+
+
+def steps_elsewhere(steps: Sequence[Figures]) -> dict[str, list[Figures]]:
+    """Return the figures of some steps in a row on the device's `others`, by their names, from the first that used it."""
+    names = steps[-1].elsewhere
+    return {name: [step.elsewhere[name] for step in steps if name in step.elsewhere] for name in names}
+
+
+class Phase(NamedTuple):
+    """A named part of a step. Phases run in order; the peak is taken at each border. Those of one name are one phase."""
+
+    name: str
+    run: Callable[[], object]
+
+
+def live_everywhere(device: Device) -> list[int]:
+    """Return the bytes that are live on each of `Device.everywhere`."""
+    return [one.live() for one in device.everywhere]
+
+
+def live_of_program(device: Device) -> list[int]:
+    """Return the bytes that are live on each of `Device.everywhere`, without workspaces of the backend's libraries."""
+    return [live - kept for live, kept in zip(live_everywhere(device), device.workspaces(), strict=True)]
+
+
+Rest = Callable[["Device", "Sequence[int]"], "list[int]"]
+"""Returns the bytes that are live on each of `Device.everywhere` at rest, without workspaces; so many are expected."""
+
+
+def live_when_settled(device: Device, _expected: Sequence[int]) -> list[int]:
+    """Return the bytes that are live when garbage among young objects has been collected."""
+    device.settle()
+    return live_of_program(device)
+
+
+def live_at_rest(device: Device, expected: Sequence[int]) -> list[int]:
+    """Return the bytes that are live without garbage, which is collected among all objects unless they are as ``expected``."""
+    live = live_when_settled(device, expected)
+    if live != list(expected):
+        collect_everything()
+        live = live_of_program(device)
+    return live
+
+
+class Reading:
+    """Readings of one stretch of code on each of `Device.everywhere`, from just before it to its end.
+
+    Args:
+        device: Where it runs, garbage collected.
+        foreign: The bytes that are not its own, on each device.
+        live_before: The bytes that are live before it, on each device, without workspaces; read here by default.
+    """
+
+    def __init__(self, device: Device, foreign: Sequence[int], live_before: Sequence[int] | None = None) -> None:
+        self._device = device
+        self._foreign = foreign
+        self.live_before = live_of_program(device) if live_before is None else list(live_before)
+        self._workspaces_before = device.workspaces()
+        self._unused = [one.unused() for one in device.everywhere]
+        self._reserved = [one.reserved() for one in device.everywhere]
+        self._turnover = [one.turnover() for one in device.everywhere]
+
+    def ended(self) -> None:
+        """Read what it allocated."""
+        self._turnover = [
+            one.turnover() - before for one, before in zip(self._device.everywhere, self._turnover, strict=True)
+        ]
+        self._device.empty_cache()
+        self._live_run = live_everywhere(self._device)
+
+    def figures(
+        self,
+        peaks: Sequence[Peak],
+        live_after: Sequence[int],
+        phases: Mapping[str, Sequence[Peak]],
+        held_change: Sequence[int] | None = None,
+        transient: Sequence[int] | None = None,
+    ) -> Figures:
+        """Return the figures of the stretch.
+
+        Args:
+            peaks: On each device.
+            live_after: The bytes that are live at rest, on each device, without workspaces.
+            phases: The peaks of each phase, on each device.
+            held_change: How much more the test's fixtures hold than before, on each device.
+            transient: The bytes of the peak that `Device.transient_workspaces` gave, on each device.
+        """
+        devices = self._device.everywhere
+        workspaces = self._device.workspaces()
+        read = [
+            Figures(
+                self._foreign[n],
+                self.live_before[n],
+                self._reserved[n],
+                peaks[n],
+                self._live_run[n] - workspaces[n],
+                live_after[n],
+                {name: of_phase[n] for name, of_phase in phases.items()},
+                self._turnover[n],
+                0 if held_change is None else held_change[n],
+                workspaces[n] + (0 if transient is None else transient[n]),
+                self._workspaces_before[n],
+                self._unused[n],
+            )
+            for n in range(len(devices))
+        ]
+        elsewhere = {one.name: figures for one, figures in zip(devices, read, strict=True) if one.is_used}
+        del elsewhere[devices[0].name]
+        return replace(read[0], elsewhere=elsewhere) if elsewhere else read[0]
+
+
+def run_one_step(
+    phases: Sequence[Phase],
+    device: Device,
+    foreign: Sequence[int],
+    rest: Rest = live_at_rest,
+    together: Alone = ALONE,
+) -> Figures:
+    together.rest()
+    reading = Reading(device, foreign)
+    peaks: dict[str, list[Peak]] = {}
+    with device.transient_workspaces() as transient, device.window() as whole:
+        for phase in phases:
+            with device.window() as window:
+                phase.run()
+            before = peaks.get(phase.name, [None] * len(device.everywhere))
+            peaks[phase.name] = [highest(*pair) for pair in zip(before, window.everywhere, strict=True)]
+    reading.ended()
+    return reading.figures(
+        whole.everywhere, rest(device, reading.live_before), peaks if len(peaks) > 1 else {}, transient=transient
+    )
