@@ -174,6 +174,9 @@ class HostValues(TorchDispatchMode):
         """Return whether all that an operator is given is known."""
         given = tensors[1:] if operator.overwrites and tensors and tensors[0] is args[0] else tensors
         known = self._knows(given)
+        if known and self._has_left and operator.name in ("_to_copy", "copy_"):
+            # They may come from where they were not followed, such as a file.
+            known = not any(tensor.device.type == "cpu" and _contains_unknown(tensor) for tensor in given)
         if self._has_left and (any(map(is_unknown_number, args)) or any(map(is_unknown_number, named.values()))):
             known = False
             if operator.name in _SIZED or operator.name.startswith(_RESIZED):

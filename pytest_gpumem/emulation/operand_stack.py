@@ -66,6 +66,8 @@ def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
         taken_count, put_count = _effect(one)
         taken = [stack.pop() if stack else Cell() for _ in range(taken_count)][::-1]
         put = _put(one, put_count)
+        if one.opname in ("LOAD_METHOD", "LOAD_ATTR") and put_count > 1:
+            put[1] = taken[0]  # a method's object
         yield Step(one, taken, put, stack)
         stack += put
         if "JUMP" in name or name in ("FOR_ITER", "SEND"):

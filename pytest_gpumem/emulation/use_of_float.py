@@ -155,6 +155,8 @@ class _Walk:
                 cell.kind = self._variables.get(cell.name or "")
         elif name.startswith("STORE_"):
             self._store(step)
+        elif name in ("LOAD_ATTR", "LOAD_METHOD") and not kinds:
+            _mark(step.put[:1], self._variables.get(f".{step.instruction.argval}"))
         elif name == "FOR_ITER":
             if step.below and step.below[-1].kind == LIST:
                 _mark(step.put, NUMBER)
@@ -166,7 +168,7 @@ class _Walk:
         if name.startswith("CALL"):
             self._call(step, kinds)
         elif name in ("COMPARE_OP", "CONTAINS_OP"):
-            if LIST not in kinds:
+            if LIST not in kinds and not _asks_whether_finite(step):
                 self._found("branch")
         elif "JUMP" in name and "_IF_" in name:
             if "NONE" not in name and not {NUMBER, PART}.isdisjoint(kinds):
@@ -185,6 +187,8 @@ class _Walk:
             self._found(use)
         if callee in _OF_FINITE:
             return
+        if callee == "append" and NUMBER in kinds:
+            self._variables.update((cell.name, LIST) for cell in step.taken[1:2] if cell.name)
         if callee in _TEXTS:
             _mark(step.put, TEXT)
         elif callee in _OF_NUMBERS:
@@ -196,13 +200,22 @@ class _Walk:
         """Note which variables hold what is followed."""
         name = step.instruction.argval
         names = name if isinstance(name, tuple) else (name,)
-        if step.instruction.opname in ("STORE_ATTR", "STORE_SUBSCR"):
+        taken = step.taken[::-1]
+        if step.instruction.opname == "STORE_SUBSCR":
             return
-        for cell, variable in zip(reversed(step.taken), names, strict=False):
+        if step.instruction.opname == "STORE_ATTR":
+            names, taken = (f".{name}",), step.taken[:1]
+        for cell, variable in zip(taken, names, strict=False):
             if cell.kind in (NUMBER, LIST):
                 self._variables[variable] = cell.kind
             else:
                 self._variables.pop(variable, None)
+
+
+def _asks_whether_finite(step: Step) -> bool:
+    """Return whether a comparison is one of a number with itself, or with infinity."""
+    names = [cell.name for cell in step.taken]
+    return (len(set(names)) == 1 and names[0] is not None) or not {"inf", "nan", "infty"}.isdisjoint(names)
 
 
 def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:

@@ -56,9 +56,13 @@ def _number(value: Any) -> Any:
     return UnknownFloat() if isinstance(value, float) else value
 
 
-def _as_number(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if mode.constants.is_assumed(tensor) and tensor.dim() == 0:
+def _as_item(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
+    if mode.constants.is_assumed(tensor):
         return value  # the operator that read it has noted it
+    return _as_number(mode, tensor, value)
+
+
+def _as_number(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if is_exact(tensor):
         mode.reads.invalid("a value is read")
         return value
@@ -103,7 +107,7 @@ def _as_memory(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
 
 
 _READING: dict[str, Callable[[HostValues, torch.Tensor, Any], Any]] = {
-    "item": _as_number,
+    "item": _as_item,
     "tolist": _as_number,
     "__float__": _as_float,
     "__complex__": _as_number,

@@ -143,6 +143,28 @@ def each_compared():
     return []
 
 
+def appended_and_compared():
+    numbers = []
+    for _ in range(2):
+        numbers.append(float(IT))
+    return [min(numbers)]
+
+
+class Holder:
+    best = 1.0
+
+
+def held_and_compared():
+    holder = Holder()
+    holder.best = float(IT)
+    return [1] if holder.best > 0.7 else [2]
+
+
+def asked_whether_finite():
+    number = float(IT)
+    return [1] if number != number or number == math.inf else [2]  # noqa: PLR0124 -- as programs do
+
+
 def given_to_a_function():
     result = str.upper(f"{float(IT)}"), {"loss": float(IT)}
     return [len(result)] if result else []
@@ -187,6 +209,9 @@ def in_a_try():
         (listed_and_sorted, "order"),
         (listed_and_counted, "kept"),
         (each_compared, "branch"),
+        (appended_and_compared, "branch"),
+        (held_and_compared, "branch"),
+        (asked_whether_finite, "kept"),
         (given_to_a_function, "kept"),
         (returned_and_compared, "branch"),
         (returned_twice_and_kept, "kept"),
