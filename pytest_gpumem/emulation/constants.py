@@ -41,6 +41,15 @@ class Constant:
     """It is likely, and not certain."""
 
 
+def comparison_of_floats(operator: Operator, args: tuple[Any, ...], result: object) -> Constant | None:
+    """Return what a comparison of single floats that Python had gives, as if Python had compared them."""
+    if operator.name not in _COMPARISONS or not isinstance(result, torch.Tensor) or result.dim() > 0:
+        return None
+    return (
+        None if any(isinstance(one, torch.Tensor) and is_exact(one) for one in args) else Constant(bool(result), True)
+    )
+
+
 class Constants:
     """Tensors that are known to be constant."""
 

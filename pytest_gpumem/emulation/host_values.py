@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.emulation.collectives import SENDS_ONLY, complete
-from pytest_gpumem.emulation.constants import Constant, Constants
+from pytest_gpumem.emulation.constants import Constant, Constants, comparison_of_floats
 from pytest_gpumem.emulation.host_operators import (
     BIGGEST_COPY,
     Operator,
@@ -79,6 +79,14 @@ class _Known(NamedTuple):
     nbytes: int
 
 
+class _Unknown(NamedTuple):
+    """A storage of the host of which not all values are known."""
+
+    storage: StorageWeakRef
+    of_floats: bool
+    """Those that are not are made of floats that Python had, each by itself."""
+
+
 class HostValues(TorchDispatchMode):
     """Dispatch mode that computes known small tensors on the host, and notices reads of uncomputed values.
 
@@ -93,7 +101,7 @@ class HostValues(TorchDispatchMode):
         """The GPU's storages whose values are known, by address."""
         self._unknown: StorageWeakRef | None = None
         """Of the tensor that was last noted as not known."""
-        self._unknown_on_host: dict[int, StorageWeakRef] = {}
+        self._unknown_on_host: dict[int, _Unknown] = {}
         """The host's storages whose values are not known, by address."""
         self.constants = Constants(self.is_unknown)
         self._has_left = False
@@ -244,7 +252,12 @@ class HostValues(TorchDispatchMode):
         result = func(*args, **named)
         made = tensors_among((result,))
         changed = _changed(operator, args, named)
-        constant = None if known else self.constants.result(operator, args)
+        constant, of_floats = None, False
+        if not known:
+            constant = self.constants.result(operator, args)
+            of_floats = all(map(self._is_of_floats, tensors_among((*args, *named.values()))))
+            if of_floats and constant is None:
+                constant = comparison_of_floats(operator, args, result)
         if constant is not None and not constant.assumed:
             known = True
             for tensor in made:
@@ -254,7 +267,10 @@ class HostValues(TorchDispatchMode):
             if is_ordinary(type(tensor)):
                 is_new = id(tensor) not in ids
                 is_known = known or (is_new and operator.name in _NO_VALUES)
-                self._note_on_host(tensor, is_known, whole=is_new or covers_its_storage(tensor))
+                whole = is_new or covers_its_storage(tensor)
+                self._note_on_host(tensor, is_known, whole=whole, of_floats=of_floats)
+                if has_storage(tensor):
+                    self.constants.note(tensor.untyped_storage(), constant if whole else None)
         return result
 
     def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -265,7 +281,7 @@ class HostValues(TorchDispatchMode):
             known = not self._made_of_unknown and not (self._has_left and _contains_unknown(args[0]))
             if not args[0].is_cuda:
                 if not known:
-                    self._note_on_host(args[0], known)
+                    self._note_on_host(args[0], known, of_floats=not self._made_of_unknown)
             elif self._unknown is None or self._unknown.cdata != StorageWeakRef(storage).cdata:
                 self._note(args[0], known and storage.nbytes() <= BIGGEST_COPY)
         return func(*args, **named)
@@ -316,7 +332,7 @@ class HostValues(TorchDispatchMode):
             tensor.fill_(0 if is_exact(tensor) or tensor.is_quantized else UNKNOWN)
         self._note_on_host(tensor, known, whole=covers_its_storage(tensor))
 
-    def _note_on_host(self, tensor: torch.Tensor, known: bool, *, whole: bool = True) -> None:
+    def _note_on_host(self, tensor: torch.Tensor, known: bool, *, whole: bool = True, of_floats: bool = False) -> None:
         """Note whether a tensor of the host is known; its storage is again only if the ``whole`` of it was written."""
         if tensor.device.type != "cpu" or not has_storage(tensor):
             return
@@ -325,9 +341,9 @@ class HostValues(TorchDispatchMode):
         if not known and where:
             self._has_left = True
             if len(self._unknown_on_host) > _MOST_NOTED:
-                kept = {at: one for at, one in self._unknown_on_host.items() if not one.expired()}
+                kept = {at: one for at, one in self._unknown_on_host.items() if not one.storage.expired()}
                 self._unknown_on_host = kept
-            self._unknown_on_host[where] = StorageWeakRef(storage)
+            self._unknown_on_host[where] = _Unknown(StorageWeakRef(storage), of_floats)
         elif whole:
             self._unknown_on_host.pop(where, None)
 
@@ -353,7 +369,13 @@ class HostValues(TorchDispatchMode):
             known = self._known.get(where)
             return known is None or known.storage.expired()
         there = self._unknown_on_host.get(where)
-        return there is not None and not there.expired()
+        return there is not None and not there.storage.expired()
+
+    def _is_of_floats(self, tensor: torch.Tensor) -> bool:
+        """Return whether what is unknown of a tensor are floats that Python had, and nothing else."""
+        if not self.is_unknown(tensor):
+            return True
+        return not tensor.is_cuda and self._unknown_on_host[tensor.untyped_storage().data_ptr()].of_floats
 
     def knows(self, address: int) -> bool:
         """Return whether what is at an address of the GPU is known."""
@@ -390,8 +412,8 @@ class HostValues(TorchDispatchMode):
     def has_moved(self, where: int, storage: torch.UntypedStorage) -> None:
         """Note that a storage of the host is no longer at the address ``where`` that it had."""
         there = self._unknown_on_host.get(where)
-        if there is not None and not there.expired():
-            self._unknown_on_host[storage.data_ptr()] = StorageWeakRef(storage)
+        if there is not None and not there.storage.expired():
+            self._unknown_on_host[storage.data_ptr()] = _Unknown(StorageWeakRef(storage), there.of_floats)
 
     @contextmanager
     def making(self, of_unknown: bool) -> Iterator[None]:

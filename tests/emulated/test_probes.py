@@ -191,6 +191,11 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "values = [float(one) for one in score[:3]]\nvalues.sort()"),
     (CAUGHT, "def value(): return 2 * float(loss)\nmath.floor(value())"),
     # Branches on a float, or on tokens that end what is generated.
+    (DECIDED, "losses = torch.zeros(4)\nfor i in range(4): losses[i] = x.sum().item()\nif losses.mean() < 5: expert(x)"),
+    (DECIDED, "best = torch.tensor(loss.item())\nif not best > torch.tensor(3.0): expert(x)"),
+    (CAUGHT, "losses = torch.tensor([one.item() for one in score[:4]])\nlosses.argsort().tolist()"),
+    (CAUGHT, "int(torch.tensor(loss.item()) > 2)"),
+    (CAUGHT, "losses = torch.zeros(4)\nlosses[0] = loss.item()\nlosses[1:2] = x[0, :1].cpu()\nif losses.mean() < 5: expert(x)"),
     (DECIDED, "if torch.isin(score.argsort(), known).any(): expert(x)"),
     (DECIDED, "while not torch.isin(score.argsort(), known).all(0).item(): break"),
     (DECIDED, "going = torch.ones(1000, dtype=torch.int64, device='cuda') & ~torch.isin(score.argsort(), known)\nassert not going.max() == 0"),
