@@ -5,6 +5,8 @@ PYTHON ?= python3
 PINNED := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' example_project/pyproject.toml)
 TORCH ?= $(PINNED)
 OTHER := $(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
+# torch 2.6 lacks what later releases of torchao are made with.
+OLDER_TORCHAO := $(if $(filter 2.6.%,$(TORCH)),'torchao<0.13')
 NIGHTLY := $(if $(filter nightly,$(TORCH)),https://download.pytorch.org/whl/nightly)
 VENV ?= .venv$(OTHER)
 BIN := $(VENV)/bin
@@ -128,7 +130,7 @@ $(TEST_READY): pyproject.toml example_project/pyproject.toml
 	$(BIN)/python -c "import pip, sys; sys.exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" || \
 		$(BIN)/python -m pip install --upgrade pip
 	$(if $(NIGHTLY),$(BIN)/python -m pip install --pre torch --index-url $(NIGHTLY)/cpu)
-	$(BIN)/python -m pip install $(if $(NIGHTLY),,torch==$(TORCH)) --editable '.[test]'
+	$(BIN)/python -m pip install $(if $(NIGHTLY),,torch==$(TORCH)) $(OLDER_TORCHAO) --editable '.[test]'
 	touch $@
 
 # torch requires Triton, in its release, for torch.compile.
@@ -136,7 +138,7 @@ $(EMULATED_READY): pyproject.toml example_project/pyproject.toml
 	$(PYTHON) -m venv --clear $(EMULATED_VENV)
 	$(EMULATED_VENV)/bin/python -m pip install --no-deps $(EMULATED_TORCH)
 	$(WITHOUT_NVIDIA) $(EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
-	$(EMULATED_VENV)/bin/python -m pip install $(EMULATED_NEEDS) --editable '.[report,torchao]'
+	$(EMULATED_VENV)/bin/python -m pip install $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
 	touch $@
 
 $(DEV_READY): $(TEST_READY)

@@ -109,10 +109,10 @@ import gc
 
 
 def pytest_configure(config):
-    config.add_cleanup(lambda: print(f"frozen: {gc.get_freeze_count()}, callbacks: {len(gc.callbacks)}"))
+    config.add_cleanup(lambda: print(f"frozen: {gc.get_freeze_count() > 1000}, callbacks: {len(gc.callbacks)}"))
 """
     )
     project.write("import gc\n\n\n@pytest.mark.gpumem\ndef test_it():\n    assert gc.get_freeze_count() > 10_000\n")
     result = project.run("-p", "no:warnings", separate=True)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["frozen: 0, callbacks: 0"])
+    result.stdout.fnmatch_lines(["frozen: False, callbacks: 0"])

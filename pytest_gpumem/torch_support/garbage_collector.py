@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_YOUNGER = 20_000
 """Objects younger than the frozen heap before it is made anew: each collection goes through all of them, in 5 to 10 ms."""
+_OF_PYTHON = 1000
+"""More frozen objects than Python begins with, which are 375 in 3.12. Whoever freezes a heap has many thousands."""
 _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
@@ -44,6 +46,11 @@ def cyclic_collector_off() -> Iterator[None]:
             gc.enable()
 
 
+def is_heap_frozen() -> bool:
+    """Return whether somebody has frozen the heap."""
+    return gc.get_freeze_count() > _OF_PYTHON
+
+
 class FrozenHeap:
     """Objects from before a measured test that are frozen, so that collections skip them.
 
@@ -66,7 +73,7 @@ class FrozenHeap:
 
     def freeze(self) -> None:
         """Freeze all live objects, unless other code has: thawing ours would thaw its objects, too."""
-        if not gc.get_freeze_count():
+        if not is_heap_frozen():
             gc.freeze()
             self.frozen = True
 
@@ -108,7 +115,7 @@ class FrozenHeap:
 
     def _freeze_anew(self) -> None:
         self.thaw()
-        if gc.get_freeze_count():
+        if is_heap_frozen():
             return  # frozen by other code
         gc.collect()
         self.freeze()
@@ -140,7 +147,7 @@ def _is_asked_for(caller: FrameType | None) -> bool:
 @contextmanager
 def everything_in_sight() -> Iterator[None]:
     """Thaw all objects within the context, and freeze again afterwards what was frozen."""
-    frozen = gc.get_freeze_count()
+    frozen = is_heap_frozen()
     if frozen:
         gc.unfreeze()
     try:

@@ -27,7 +27,12 @@ from pytest_gpumem.steps.runner import (
 )
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.timing.sampling import TimeBudget
-from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, collect_everything, cyclic_collector_off
+from pytest_gpumem.torch_support.garbage_collector import (
+    FrozenHeap,
+    collect_everything,
+    cyclic_collector_off,
+    is_heap_frozen,
+)
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.values.interference import Conditions
 from pytest_gpumem.values.step_peaks import StepPeaks
@@ -503,19 +508,19 @@ def test_a_step_in_rest_costs_no_second_collection(device, monkeypatch):
 
 def test_collecting_everything_leaves_frozen_what_was_frozen(frozen):
     collect_everything()
-    assert gc.get_freeze_count() > 0
+    assert is_heap_frozen()
     frozen.thaw()
     collect_everything()
-    assert gc.get_freeze_count() == 0
+    assert not is_heap_frozen()
 
 
 def test_a_heap_that_somebody_else_froze_is_left_to_them(frozen):
     ours = FrozenHeap()
     ours.freeze()
     ours.thaw()
-    assert gc.get_freeze_count() > 0
+    assert is_heap_frozen()
     frozen.thaw()
-    assert gc.get_freeze_count() == 0
+    assert not is_heap_frozen()
 
 
 def raise_without_collector():

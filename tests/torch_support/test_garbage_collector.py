@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
-from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, everything_in_sight, is_heap_frozen
 
 
 class Node:
@@ -40,7 +40,7 @@ def heap():
     heap = FrozenHeap()
     yield heap
     heap.close()
-    assert gc.get_freeze_count() == 0
+    assert not is_heap_frozen()
 
 
 @pytest.fixture
@@ -70,7 +70,8 @@ def test_before_a_test_all_garbage_is_collected_that_is_younger_than_the_frozen_
         gone = dropped([Node()])
         heap.begin(device)
         assert gone() is None
-        assert 0 < gc.get_freeze_count() <= frozen
+        assert is_heap_frozen()
+        assert gc.get_freeze_count() <= frozen
 
 
 def test_objects_that_outlive_several_tests_are_no_part_of_the_frozen_heap(heap, device):
@@ -181,9 +182,20 @@ def test_a_heap_that_somebody_else_froze_is_neither_thawed_nor_gone_through(heap
         heap.begin(device)
         heap.close()
         assert gone() is not None
-        assert gc.get_freeze_count() > 0
+        assert is_heap_frozen()
     finally:
         theirs.thaw()
+
+
+def test_what_python_begins_with_is_frozen_by_nobody(monkeypatch):
+    done = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # of Python 3.12
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("frozen"))
+    with everything_in_sight():
+        pass
+    assert done == []
+    FrozenHeap().freeze()
+    assert done == ["frozen"]
 
 
 def test_the_last_failure_is_let_go_of_before_a_test(heap, device):
