@@ -64,6 +64,10 @@ class Constants:
         else:
             self._noted[storage.data_ptr()] = StorageWeakRef(storage), constant
 
+    def forget(self, address: int) -> None:
+        """Note that what the storage at an address is filled with is not known any more."""
+        self._noted.pop(address, None)
+
     def is_assumed(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor holds truths that are likely, and not certain."""
         there = self._of_noted(tensor) if tensor.dtype == torch.bool else None

@@ -69,7 +69,7 @@ _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_fin
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
 """What the call of an operator says that the library's stand-in is not asked for."""
 _MOST_NOTED = 4096
-"""Storages of the host that are noted before those that are gone are forgotten."""
+"""Storages that are noted before those that are gone are forgotten."""
 
 
 class _Known(NamedTuple):
@@ -318,6 +318,8 @@ class HostValues(TorchDispatchMode):
         where = storage.data_ptr()
         self.constants.note(storage, constant)
         if known:
+            if len(self._known) > _MOST_NOTED:
+                self._known = {at: one for at, one in self._known.items() if not one.storage.expired()}
             self._known[where] = _Known(StorageWeakRef(storage), storage.nbytes())
         else:
             self._known.pop(where, None)
@@ -379,7 +381,19 @@ class HostValues(TorchDispatchMode):
 
     def knows(self, address: int) -> bool:
         """Return whether what is at an address of the GPU is known."""
-        return any(at <= address < at + one.nbytes and not one.storage.expired() for at, one in self._known.items())
+        return self._known_at(address) is not None
+
+    def _known_at(self, address: int) -> int | None:
+        """Return where the known storage begins that holds an address of the GPU."""
+        there = (at for at, one in self._known.items() if at <= address < at + one.nbytes and not one.storage.expired())
+        return next(there, None)
+
+    def forget_at(self, address: int) -> None:
+        """Take the storage that holds an address of the GPU as not known, if there is one."""
+        at = self._known_at(address)
+        if at is not None:
+            del self._known[at]
+            self.constants.forget(at)
 
     def has_left(self) -> None:
         """Note that an uncomputed value is on the host from now on, where it may become part of anything."""

@@ -16,6 +16,7 @@ import torch
 from pytest_gpumem.emulation.backward import away_in_backward
 from pytest_gpumem.emulation.host_values import HostValues
 from pytest_gpumem.emulation.native_reads import answer_native_reads
+from pytest_gpumem.emulation.triton_kernels import forget_what_kernels_write
 from pytest_gpumem.emulation.unknown_float import UnknownFloat
 from pytest_gpumem.emulation.watched_methods import watch_methods
 from pytest_gpumem.torch_support.private_api import print_by_way_of_the_host
@@ -40,6 +41,7 @@ def begin() -> HostValues:
         print_by_way_of_the_host(_mode.reads.ignored)
         away_in_backward(_mode)
         answer_native_reads(_mode)
+        forget_what_kernels_write(_mode)
     return _mode
 
 

@@ -163,18 +163,18 @@ int cuLaunchKernel(
     Pointer function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
     void *stream, void **arguments, void **extra
 ) {
-    gpumem_launched((const char *)function);
+    gpumem_launched_with((const char *)function, arguments);
     return 0;
 }
 int cuLaunchKernelEx(const void *config, Pointer function, void **arguments, void **extra) {
-    gpumem_launched((const char *)function);
+    gpumem_launched_with((const char *)function, arguments);
     return 0;
 }
 int cuLaunchCooperativeKernel(
     Pointer function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
     void *stream, void **arguments
 ) {
-    gpumem_launched((const char *)function);
+    gpumem_launched_with((const char *)function, arguments);
     return 0;
 }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Pointer function, int threads, size_t shared) {

@@ -26,6 +26,8 @@ void gpumem_lacks(const char *library, const char *function);
 const char *gpumem_last_lacking(void);
 /* A kernel of a library (cuBLAS, say) that is launched and does nothing. */
 void gpumem_launched(const char *name);
+/* A kernel that the driver launches, with pointers to its arguments. */
+void gpumem_launched_with(const char *function, void **arguments);
 /* CUDA graphs: what is launched between these two belongs to the graph, which is the caller's. */
 typedef struct Graph Graph;
 void gpumem_capture_begins(void);

@@ -159,6 +159,14 @@ void gpumem_launched(const char *name) {
     pthread_mutex_unlock(&lock);
 }
 
+/* A kernel of a program's own (Triton's), by the pointer to its name that is its function for the driver. */
+static void (*told_of_launches)(const char *function, void **arguments);
+void gpumem_tell_of_launches(void (*tell)(const char *, void **)) { told_of_launches = tell; }
+void gpumem_launched_with(const char *function, void **arguments) {
+    gpumem_launched(function);
+    if (told_of_launches && arguments) told_of_launches(function, arguments);
+}
+
 /* Tells each kernel that was launched since the last call of gpumem_forget_launches. */
 void gpumem_tell_launches(void (*tell)(const char *name, long launches)) {
     for (size_t i = 0; i < kernel_room; i++)
