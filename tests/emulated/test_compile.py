@@ -118,7 +118,9 @@ def test_values_leave_a_compiled_step_its_graphs_its_kernels_and_its_peak(on_gpu
         told = on_gpu(STEP, before=before, timeout=500, TORCHINDUCTOR_CACHE_DIR=cache)
         return ast.literal_eval(told.splitlines()[-1])
 
-    peak, graphs, launches = run("import sys\n")  # in a process of its own: torch.compile looks for globals in `__main__`
+    peak, graphs, launches = run(
+        "import sys\n"
+    )  # in a process of its own: torch.compile looks for globals in `__main__`
     assert run(WITHOUT_VALUES) == (peak, graphs, launches)
     assert graphs == 1
     assert launches

@@ -274,3 +274,42 @@ print(rows, rows_of, forward - forward_of, backward - backward_of)
 """
     # Their positions are kept as long as it takes to index.
     assert on_gpu(source) == "250 250 2000 0\n"
+
+
+ORDINARY = {
+    "an embedding with padding": "F.embedding(index, table, padding_idx=0).sum()",
+    "an embedding of many rows, scaled": "F.embedding(index.repeat(500), table, scale_grad_by_freq=True).sum()",
+    "a bag of embeddings": "F.embedding_bag(index, table, index[::4].contiguous(), mode='max').sum()",
+    "indices": "(table[index] + table.gather(0, index[:, None].expand(-1, 64)) + table.index_select(0, index)).sum()",
+    "sorted values": "table.sort().values.sum() + table.topk(3).values.sum() + table.max(1).values.sum() + table.median()",
+    "a convolution": "F.max_pool2d(F.conv2d(images, filters, padding=1), 2).relu().sum()",
+    "a normalisation": "F.group_norm(F.batch_norm(images, None, None, training=True), 1).sum()",
+    "interpolated": "F.interpolate(images, scale_factor=2, mode='bilinear').sum() + F.adaptive_avg_pool2d(images, 3).sum()",
+    "attention": "F.scaled_dot_product_attention(heads, heads, heads, is_causal=True, dropout_p=0.1).sum()",
+    "attention with a mask": "F.scaled_dot_product_attention(heads, heads, heads, mask).sum()",
+    "a loss": "F.cross_entropy(table @ table.t(), index.repeat(32)[:1000] % 9, ignore_index=0, label_smoothing=0.1)",
+    "other losses": "F.binary_cross_entropy_with_logits(table, table.sigmoid()) + F.huber_loss(table, table * 2)",
+    "sums": "table.cumsum(0).logsumexp(1).sum() + table.std() + torch.linalg.vector_norm(table) + table.clamp(max=table[0, 0]).sum()",
+    "a masked fill": "table.masked_fill(table > 0, 0.0).sum() + torch.where(table > 0, table, table * 2).sum()",
+    "a scalar of the host": "(table * scale.exp()).sum()",
+    "layers computed again": "checkpoint(lambda x: F.dropout(x, 0.1).relu(), table, use_reentrant=False).sum()",
+    "layers computed again by a function": "checkpoint(lambda x: F.dropout(x, 0.1).relu(), table, use_reentrant=True).sum()",
+    "what is kept on the host": "kept_on_host(lambda: (table * table).exp()).sum()",
+}
+"""Whose derivatives read no values."""
+
+
+def test_ordinary_derivatives_read_nothing(on_gpu):
+    source = """
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+def kept_on_host(call):
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return call()
+index = torch.arange(32).cuda()
+table, images = torch.randn(1000, 64, device="cuda", requires_grad=True), torch.randn(2, 8, 32, 32, device="cuda", requires_grad=True)
+filters, heads = torch.randn(8, 8, 3, 3, device="cuda", requires_grad=True), torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True)
+mask, scale = torch.ones(256, 256, dtype=torch.bool, device="cuda").tril(), torch.tensor(1.0, requires_grad=True)
+"""
+    source += "".join(f"({one}).backward()\nprint([{name!r}, seen()])\n" for name, one in ORDINARY.items())
+    assert on_gpu(SEEN + source).splitlines() == [str([name, None]) for name in ORDINARY]
