@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.proc import siblings_with
@@ -110,3 +111,12 @@ class Devices:
         if isinstance(made, str):
             raise DeviceUnavailable(made)
         return made
+
+
+def slugs_of(factories: Mapping[str, DeviceFactory], names: Iterable[str]) -> frozenset[str]:
+    """Return the slugs of those of the devices called ``names`` that this machine has."""
+    devices, present = Devices(factories), set()
+    for name in names:
+        with suppress(DeviceUnavailable):
+            present.add(devices.get(name).environment().slug)
+    return frozenset(present)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,15 +15,15 @@ from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
 from pytest_gpumem.session.marker import BudgetError, remember_markers
 from pytest_gpumem.session.options import GATE_OPTIONS, is_measured
 from pytest_gpumem.session.ranks import OneProcess, RankSession, ranks_of
-from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measured_of
+from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measured_of, whole_files_of
 from pytest_gpumem.session.settings import SettingsError, check_device, settings_of
-from pytest_gpumem.units import nearest
 from pytest_gpumem.values.option_words import EMULATED
 from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
+    from pathlib import Path
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.devices.registry import DeviceFactory, Devices
@@ -78,7 +75,9 @@ class GpumemSession:
                 give_worker_its_gpu(self._worker)
             return
         if self.settings.baseline or self.settings.update is not None:
-            self._check_store()
+            from pytest_gpumem.session.session_store import check
+
+            check(self.store(), self.settings)
         if self.settings.pack and getattr(config.option, "maxschedchunk", 1) is None:
             # One test at a time, or the first worker would be given all of the largest.
             config.option.maxschedchunk = 1
@@ -179,15 +178,15 @@ class GpumemSession:
         return True
 
     def _select(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
-        whole_folders = all(Path(argument).is_dir() for argument in self._config.args)
-        idle = idle_patterns(self.settings, everything, self._measured, self._is_whole) if whole_folders else ()
+        idle = idle_patterns(self.settings, everything, self._measured, self._config)
+        whole_files = whole_files_of(self._config, self._files)
         kept = {item: self._measured[item] for item in items if item in self._measured}
         self.selection = Selection(
             measured=frozenset((measured.file, measured.test) for measured in kept.values()),
-            files=self._whole_files() if len(kept) == len(self._measured) else frozenset(),
+            files=whole_files if len(kept) == len(self._measured) else frozenset(),
             idle_budgets=idle,
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
-            collected_files=self._whole_files(),
+            collected_files=whole_files,
         )
         missed = self._no_longer_measured(items)
         if not self._config.option.collectonly:
@@ -229,7 +228,9 @@ class GpumemSession:
 
     def _compared_slug(self, device: str | None) -> str | None:
         """Return the slug with whose baselines a device, by default the session's, is compared; ``None`` if it is not here."""
-        slug = self._slugs_of([device or self.settings.device])
+        from pytest_gpumem.devices.registry import slugs_of
+
+        slug = slugs_of(self._device_factories(), [device or self.settings.device])
         return self.settings.compared_slug(*slug) if slug else None
 
     def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, Measured]) -> None:
@@ -301,27 +302,6 @@ class GpumemSession:
         if self._controller is not None:
             self._controller.ended_red(status)
 
-    def _whole_files(self) -> frozenset[str]:
-        """Return the test files of which every test was collected."""
-        option = self._config.option
-        if getattr(option, "lf", False) or getattr(option, "stepwise", False):
-            return frozenset()
-        if any("::" in argument for argument in self._config.args):
-            return frozenset()
-        return frozenset(self._files)
-
-    def _is_whole(self, pattern: str) -> bool:
-        """Return whether all tests that a pattern may match are among those that were collected, from whole folders."""
-        option = self._config.option
-        if any(getattr(option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob")):
-            return False
-        # The whole suite. pytest-xdist gives it to its workers as arguments.
-        if list(self._config.args) == self._config.getini("testpaths"):
-            return True
-        literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]
-        folder = (self.root / literal.rpartition("/")[0]).resolve()
-        return any(folder.is_relative_to(Path(argument).resolve()) for argument in self._config.args)
-
     def _device_factories(self) -> dict[str, DeviceFactory]:
         from pytest_gpumem.devices.registry import factories
 
@@ -329,18 +309,10 @@ class GpumemSession:
 
     def present_devices(self) -> frozenset[str]:
         """Return the slugs of the devices that this machine has."""
-        return self._slugs_of(self._device_factories())
+        from pytest_gpumem.devices.registry import slugs_of
 
-    def _slugs_of(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the slugs of those of the devices called ``names`` that this machine has."""
-        from pytest_gpumem.devices.contract import DeviceUnavailable
-        from pytest_gpumem.devices.registry import Devices
-
-        devices, present = Devices(self._device_factories()), set()
-        for name in names:
-            with suppress(DeviceUnavailable):
-                present.add(devices.get(name).environment().slug)
-        return frozenset(present)
+        known = self._device_factories()
+        return slugs_of(known, known)
 
     def _register_measuring(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item]) -> bool:
         """Register the plugins that measure, and put ``items`` in order. Returns whether there was no error."""
@@ -395,35 +367,11 @@ class GpumemSession:
 
     def store(self) -> Store:
         """Return the store of this session. Raises ``pytest.UsageError`` when there is no such place."""
-        from pytest_gpumem.baselines.backend import BackendError, backend_of
-        from pytest_gpumem.baselines.store import Store
-
         if self._store is None:
-            try:
-                self._store = Store(backend_of(self.settings.store, self.settings.store_base))
-            except BackendError as error:
-                raise pytest.UsageError(str(error)) from None
+            from pytest_gpumem.session.session_store import opened
+
+            self._store = opened(self.settings)
         return self._store
-
-    def _check_store(self) -> None:
-        from pytest_gpumem.baselines.backend import BackendError
-        from pytest_gpumem.baselines.store import StoreError
-
-        try:
-            self.store().check()
-            self._check_against()
-        except (StoreError, BackendError) as error:
-            raise pytest.UsageError(str(error)) from None
-
-    def _check_against(self) -> None:
-        against = self.settings.against
-        if against is None:
-            return
-        keys = self.store().keys()
-        slugs = sorted({slug for slug, _ in keys})
-        if against not in slugs:
-            there = nearest(against, slugs) if slugs else "it is empty"
-            raise pytest.UsageError(f"--gpumem-against={against}: the store has no baseline of that device; {there}")
 
 
 def _distributes(config: pytest.Config) -> bool:

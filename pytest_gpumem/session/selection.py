@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +19,7 @@ from pytest_gpumem.session.settings import matches_test
 from pytest_gpumem.values.option_words import nearest_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pytest_gpumem.session.settings import Settings
 
@@ -112,17 +115,41 @@ def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
             item.add_marker(MARKER)
 
 
+def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str]:
+    """Return those of the collected test files, ``files``, of which every test was collected."""
+    option = config.option
+    if getattr(option, "lf", False) or getattr(option, "stepwise", False):
+        return frozenset()
+    return frozenset() if any("::" in argument for argument in config.args) else frozenset(files)
+
+
+def _is_whole(config: pytest.Config, pattern: str) -> bool:
+    """Return whether all tests that a pattern may match are among those that were collected, from whole folders."""
+    if any(getattr(config.option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob")):
+        return False
+    # The whole suite. pytest-xdist gives it to its workers as arguments.
+    if list(config.args) == config.getini("testpaths"):
+        return True
+    literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]
+    folder = (config.rootpath / literal.rpartition("/")[0]).resolve()
+    return any(folder.is_relative_to(Path(argument).resolve()) for argument in config.args)
+
+
 def idle_patterns(
     settings: Settings,
     items: Iterable[pytest.Item],
     measured: Mapping[pytest.Item, Measured],
-    is_whole: Callable[[str], bool],
+    config: pytest.Config,
 ) -> tuple[str, ...]:
     """Return budgets that nothing is held to, and patterns of ``measure`` that mark nothing, each as a sentence.
 
-    Their patterns match none of ``items``, of those for which this run ``is_whole``: it has collected whatever they may
-    match. Or they match some, but none that is measured; or, for limits on times, none that measures a step.
+    Their patterns match none of ``items``, of those of which this run has collected whatever they may match. Or they match
+    some, but none that is measured; or, for limits on times, none that measures a step. None are told where not only whole
+    folders were collected.
     """
+    if not all(Path(argument).is_dir() for argument in config.args):
+        return ()
+    is_whole = partial(_is_whole, config)
     everything = list(items)
     idle = [
         f"measure = {tests!r} marks nothing: {_MATCHES_NONE}"

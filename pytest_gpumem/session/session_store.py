@@ -1,0 +1,37 @@
+"""The store of a session: opened once, and read whole before anything runs where the session compares or writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.baselines.backend import BackendError, backend_of
+from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.units import nearest
+
+if TYPE_CHECKING:
+    from pytest_gpumem.session.settings import Settings
+
+
+def opened(settings: Settings) -> Store:
+    """Return the store. Raises ``pytest.UsageError`` when there is no such place."""
+    try:
+        return Store(backend_of(settings.store, settings.store_base))
+    except BackendError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def check(store: Store, settings: Settings) -> None:
+    """Read the store. Raises ``pytest.UsageError`` if a file cannot be understood, or a device that is asked for has none."""
+    try:
+        store.check()
+        stored = store.keys() if settings.against is not None else []
+    except (StoreError, BackendError) as error:
+        raise pytest.UsageError(str(error)) from None
+    slugs = sorted({slug for slug, _ in stored})
+    if settings.against is not None and settings.against not in slugs:
+        there = nearest(settings.against, slugs) if slugs else "it is empty"
+        raise pytest.UsageError(
+            f"--gpumem-against={settings.against}: the store has no baseline of that device; {there}"
+        )
