@@ -99,6 +99,8 @@ class HostValues(TorchDispatchMode):
         self._operators: dict[Any, Operator] = {}
         self._known: dict[int, _Known] = {}
         """The GPU's storages whose values are known, by address."""
+        self.captured: dict[int, StorageWeakRef] | None = None
+        """While a CUDA graph is captured: the GPU's storages that it writes to, by address."""
         self._unknown: StorageWeakRef | None = None
         """Of the tensor that was last noted as not known."""
         self._unknown_on_host: dict[int, _Unknown] = {}
@@ -227,8 +229,7 @@ class HostValues(TorchDispatchMode):
             if not tensor.is_cuda:
                 self._note_copy(tensor, known and tensor.nbytes <= BIGGEST_COPY)
                 continue
-            # Backward, which this mode does not see, adds to gradients that are set to zero.
-            is_known = computed and not (operator.name in ("zero_", "_foreach_zero_") and not is_exact(tensor))
+            is_known = computed
             # The rest of what is written in part is as it was.
             if is_known and id(tensor) in ids and not covers_its_storage(tensor) and not self._knows((tensor,)):
                 is_known = False
@@ -316,6 +317,9 @@ class HostValues(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
+        if self.captured is not None:
+            self.captured[where] = StorageWeakRef(storage)
+            known, constant = False, None
         self.constants.note(storage, constant)
         if known:
             if len(self._known) > _MOST_NOTED:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.emulation.backward import away_in_backward
+from pytest_gpumem.emulation.graphs import follow_graphs
 from pytest_gpumem.emulation.host_values import HostValues
 from pytest_gpumem.emulation.native_reads import answer_native_reads
 from pytest_gpumem.emulation.triton_kernels import forget_what_kernels_write
@@ -42,6 +43,7 @@ def begin() -> HostValues:
         away_in_backward(_mode)
         answer_native_reads(_mode)
         forget_what_kernels_write(_mode)
+        follow_graphs(_mode)
     return _mode
 
 

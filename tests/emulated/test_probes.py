@@ -169,6 +169,11 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "layer = torch.nn.BatchNorm2d(8).cuda()\nlayer(x[:8, :64].reshape(1, 8, 8, 8))\nlayer.running_var.nonzero()"),
     (CAUGHT, "layer = torch.nn.InstanceNorm1d(8, track_running_stats=True).cuda()\nlayer(x[:64].view(8, 8, 1000))\nlayer.running_var.nonzero()"),
     (CAUGHT, "layer = torch.nn.BatchNorm1d(10).cuda()\nwith torch.inference_mode(): layer(y.view(10, 10))\nlayer.running_mean.nonzero()"),
+    (CAUGHT, "layer = copy.deepcopy(expert)\nlayer(x).sum().backward()\nlayer.zero_grad(set_to_none=False)\nlayer(x).sum().backward()\nlayer.bias.grad.nonzero()"),
+    (CAUGHT, "layer = copy.deepcopy(expert)\ntrain = torch.optim.SGD(layer.parameters(), lr=.1)\nlayer(x).sum().backward()\ntrain.zero_grad(set_to_none=False)\ntorch.autograd.grad(layer(x).sum(), layer.weight)\n(layer.bias * 2).sum().backward(inputs=[layer.bias])\nlayer.bias.grad.nonzero()"),
+    # What a CUDA graph writes to when it is replayed.
+    (CAUGHT, "given, graph = torch.arange(8.).cuda(), torch.cuda.CUDAGraph()\nwith torch.cuda.graph(graph): made = given - 3\ngiven.zero_()\ngraph.replay()\nmade.nonzero()"),
+    (CAUGHT, "total, graph = torch.zeros(8, dtype=torch.int64).cuda(), torch.cuda.CUDAGraph()\nwith torch.cuda.graph(graph): total.add_(known)\ntotal.zero_()\ngraph.replay()\ntotal.nonzero()"),
     # A published way to run a mixture of experts (DeepSeek's).
     (CAUGHT, "idx = expert(x)[:, :8].softmax(-1).topk(2)[1]\nc = idx.new_zeros((len(idx), 8))\nc.scatter_(1, idx, 1)\nst, out = 0, []\nfor i, n in enumerate(c.sum(0).cpu().numpy()):\n    if n:\n        out.append(expert(x[st:st + n]))\n        st += n"),
     (CAUGHT, "if (score.argsort() == 5).any(): expert(x)"),
@@ -291,6 +296,8 @@ TABLE: list[tuple[str, str]] = [
     (HARMLESS, "w = x[:8].clone().requires_grad_()\n(w[known > 3] * w[known.cpu() > 3]).sum().backward()  # likewise"),
     (HARMLESS, "layer = torch.nn.BatchNorm1d(10).cuda().eval()\nlayer(y.view(10, 10))\nlayer.running_var.nonzero()  # does not train"),
     (HARMLESS, "layer = torch.nn.BatchNorm1d(2).cuda()\ngiven = torch.arange(8.0).view(4, 2)\nmade, theirs = layer(given.cuda()), torch.nn.BatchNorm1d(2)\nassert made.cpu().allclose(theirs(given)) and layer.running_var.cpu().allclose(theirs.running_var)  # all known"),
+    (HARMLESS, "layer = copy.deepcopy(expert)\nlayer(x).sum().backward()\nlayer.zero_grad(set_to_none=False)\nassert not len(layer.bias.grad.nonzero())  # known to be zero"),
+    (HARMLESS, "given, graph = torch.arange(8.).cuda(), torch.cuda.CUDAGraph()\nwith torch.cuda.graph(graph): made = given - 3\ngraph.replay()\ngiven.nonzero()  # not written to"),
     (HARMLESS, "w = torch.ones(8, requires_grad=True)\n(w * 2).sum().backward()\nw.grad.nonzero()  # of the host alone"),
     # The mixture of experts above, of experts that are known: its branches and its sizes are the true ones.
     (HARMLESS, "idx = torch.arange(1000).view(1000, 1).cuda() % 8\nc = idx.new_zeros((len(idx), 8))\nc.scatter_(1, idx, 1)\nst, out = 0, []\nfor i, n in enumerate(c.sum(0).cpu().numpy()):\n    if n:\n        out.append(expert(x[st:st + n]))\n        st += n\nassert [len(one) for one in out] == [125] * 8, [len(one) for one in out]  # all known"),
