@@ -137,6 +137,9 @@ class Baseline:
             and self.by_operator.keys() <= other.by_operator.keys()
             and (other.tells_lines or not self.tells_lines)
             and bool(other.step_peaks or not self.step_peaks)
+            # Tolerances are of what exceeds them; entries of older versions lack them.
+            and (other.workspaces is not None or self.workspaces is None)
+            and (other.unused_before is not None or self.unused_before is None)
             # Sessions on other devices look for the test by it.
             and self.named_device == other.named_device
         )

@@ -14,7 +14,7 @@ from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Measurement, largest
 from pytest_gpumem.metrics import METRICS, Metric, Tolerance
-from pytest_gpumem.units import format_bytes
+from pytest_gpumem.units import format_bytes, format_bytes_change
 from pytest_gpumem.values.operator_counts import kept, varied_clause
 from pytest_gpumem.values.step_peaks import StepPeaks, differ_by_chance, spread
 from pytest_gpumem.values.unknown_reads import decided_a_branch
@@ -111,7 +111,9 @@ def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
         return []
     before = int(baseline.metrics["peak_allocated"]) - baseline.workspaces
     after = measurement.peak_allocated - measurement.workspaces
-    beside = f"went from {format_bytes(before)} to {format_bytes(after)}" if after != before else "is as it was"
+    beside = "is as it was"
+    if after != before:
+        beside = f"went from {format_bytes(before)} to {format_bytes(after)} ({format_bytes_change(after - before)})"
     # What runs once makes workspaces that are kept as it goes, some after its peak.
     beside = "" if measurement.workload.step in ("call", "region") else f"; what is beside them {beside}"
     note = (

@@ -135,6 +135,15 @@ def test_a_composition_is_news_only_where_there_is_none():
     assert one.says_the_same(other), "a line moved, and no byte"
 
 
+@pytest.mark.parametrize("lacking", ["workspaces", "unused_before"])
+def test_an_entry_that_tells_what_an_older_version_did_not_says_something_else(lacking):
+    without = entry(peak_allocated=5)
+    one, other = (replace(without, **{lacking: nbytes}) for nbytes in (0, 1))
+    assert not one.says_the_same(without)
+    assert without.says_the_same(one)
+    assert one.says_the_same(other)
+
+
 # Times
 
 

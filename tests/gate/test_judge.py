@@ -902,7 +902,11 @@ def judged_over_releases(now: tuple[int, int], then: tuple[int, int], torch=(NEW
             (267 * MB, 67 * MB), (234 * MB, 34 * MB), Outcome.REGRESSED, "is as it was", id="the release's growth"
         ),
         pytest.param(
-            (277 * MB, 67 * MB), (234 * MB, 34 * MB), Outcome.REGRESSED, "went from 200.00 MB to 210.00 MB", id="both"
+            (277 * MB, 67 * MB),
+            (234 * MB, 34 * MB),
+            Outcome.REGRESSED,
+            "went from 200.00 MB to 210.00 MB (+10.00 MB)",
+            id="both",
         ),
         pytest.param(
             (234 * MB, 34 * MB), (267 * MB, 67 * MB), Outcome.IMPROVED, "is as it was", id="the release's saving"
@@ -911,8 +915,15 @@ def judged_over_releases(now: tuple[int, int], then: tuple[int, int], torch=(NEW
             (254 * MB, 34 * MB),
             (267 * MB, 67 * MB),
             Outcome.IMPROVED,
-            "went from 200.00 MB to 220.00 MB",
+            "went from 200.00 MB to 220.00 MB (+20.00 MB)",
             id="hidden growth",
+        ),
+        pytest.param(
+            (234 * MB + 4, 34 * MB),
+            (267 * MB, 67 * MB),
+            Outcome.IMPROVED,
+            "went from 200.00 MB to 200.00 MB (+4 B)",
+            id="a few bytes",
         ),
         pytest.param((267 * MB, 67 * MB), (200 * MB, 0), Outcome.REGRESSED, "is as it was", id="none before"),
     ],
