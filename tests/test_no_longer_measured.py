@@ -57,7 +57,7 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
     result = project.run(*workers, separate=bool(workers))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(failed=2, skipped=1)
-    result.stdout.fnmatch_lines(
+    result.stdout.fnmatch_lines_random(
         [
             GONE,
             '  accept:   gpumem prune "test_it.py::test_it?1000?" --gpumem-device=cpu',
@@ -338,3 +338,20 @@ def test_a_gate_with_something_to_compare_is_green_beside_tests_of_another_devic
     monkeypatch.setenv("NO_SECOND", "1")
     two_devices.write(MARKED.format("", "it") + SKIPS.format("other"))
     assert two_devices.run("--gpumem-baseline", "--gpumem-strict").ret == 0
+
+
+def test_an_update_tells_why_a_test_that_has_the_fixture_measured_nothing(project):
+    source = "def test_it(gpumem):\n    {}\n    gpumem.measure(lambda: torch.ones(10))\n"
+    project.write(source.format("pass"))
+    project.run("--gpumem-update=new")
+    before = project.stored()
+    project.write(source.format("return"))
+    result = project.run("--gpumem-update=all")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "gpumem store: 1 test has baselines here *: it has the gpumem fixture but measured nothing with it",
+            "*1 missing",
+        ]
+    )
+    assert project.stored() == before

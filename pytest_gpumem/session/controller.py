@@ -1,4 +1,4 @@
-"""Collects what was measured, writes the store and the reports, and ends the session.
+"""Collects what was measured, has it written into the store, writes the reports, and ends the session.
 
 In the process that sees every report: pytest-xdist's controller, or the only one there is.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial, reduce
@@ -16,10 +17,7 @@ import pytest
 
 from pytest_gpumem import __version__
 from pytest_gpumem.baselines.backend import BackendError
-from pytest_gpumem.baselines.selecting import unused, unused_line
-from pytest_gpumem.baselines.store import Store, StoreError
-from pytest_gpumem.baselines.update import entries_to_write, times_left_out
-from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
+from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.formats import ReportFiles
 from pytest_gpumem.reports.github import report_to_github
@@ -30,16 +28,17 @@ from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.session.packing import Packed
+from pytest_gpumem.session.store_at_end import StoreAtEnd
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import NO_CUDNN
 from pytest_gpumem.values.plain import from_plain
-from pytest_gpumem.values.ranks import rank_in
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from pytest_gpumem.gate.verdict import TestVerdict, Verdict
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.session.settings import Settings
 
 
@@ -49,7 +48,7 @@ class Controller:
     def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
         self._config = config
         self._settings = settings
-        self._store = store
+        self._store = StoreAtEnd(store, settings, config.rootpath)
         self._results = Results()
         self._selection: Selection | None = None
         self._packed: list[Callable[[], Packed]] = []
@@ -143,15 +142,14 @@ class Controller:
         if self._settings.gates:
             self._check_selected(session, results)
         if self._settings.update is not None:
-            self._update(results)
+            with self._or_error("baselines were not written: "):
+                self._closing += self._store.write(results, self._settings.update)
         self._note_too_low(results)
         if self._packed:
             self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
-        if self._complete and session.testsfailed == 0:
-            try:
-                self._note_unused(results)
-            except (StoreError, BackendError) as error:
-                self._errors.append(str(error))
+        if self._complete and session.testsfailed == 0 and self._selection is not None:
+            with self._or_error():
+                self._unused = self._store.unused(results, self._selection)
         self._report = self._reported(results, ended_early)
         if session.testsfailed and self._report.passed:
             # A report is never greener than pytest: a coverage that is too low, say.
@@ -163,6 +161,14 @@ class Controller:
         red = not self._report.passed if self._settings.gates else self._report.nothing_gated is not None
         if red or self._errors:
             session.testsfailed += 1
+
+    @contextmanager
+    def _or_error(self, what: str = "") -> Iterator[None]:
+        """Make the session red where the store cannot be read or written."""
+        try:
+            yield
+        except (StoreError, BackendError) as error:
+            self._errors.append(f"{what}{error}")
 
     def lost(self, verdict: TestVerdict | None, why: str) -> None:
         """Report, in place of the end of the session, that it cannot come to its end. Nothing is written into the store.
@@ -197,23 +203,8 @@ class Controller:
             # A shard may have left all its measured tests to others.
             self._errors.append("no test was collected")
         elif self._settings.baseline and not self._settings.strict and not results:
-            try:
-                self._check_others()
-            except (StoreError, BackendError) as error:
-                self._errors.append(str(error))
-
-    def _check_others(self) -> None:
-        """Tell of tests that have baselines of other devices, and are not measured, where no other was, either."""
-        others = self._results.others()
-        stored = self._store.keys(files={file for file, _ in others}) if others else ()
-        slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in others}
-        if slugs:
-            (file, test), *more = sorted(slugs)
-            count = "1 test has" if not more else f"{len(slugs)} tests have"
-            self._errors.append(
-                f"nothing was gated: no measured test was selected, and {count} baselines of other devices "
-                f"({', '.join(sorted({*slugs.values()}))}): {file}::{test}{', ...' if more else ''}"
-            )
+            with self._or_error():
+                self._errors += self._store.of_other_devices(self._results.others())
 
     @property
     def report(self) -> SessionReport | None:
@@ -233,6 +224,10 @@ class Controller:
     def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
         settings, selection = self._settings, self._selection or Selection()
         reported = {(result.verdict.file, result.verdict.test) for result in results}
+        stored = Stored()
+        if self._files.wanted:
+            with self._or_error():
+                stored = self._store.stored(results)
         return SessionReport(
             ended=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             version=__version__,
@@ -241,88 +236,13 @@ class Controller:
             results=tuple(results),
             not_run=tuple(sorted(selection.measured - reported)),
             selection=selection,
-            stored=self._stored(results) if self._files.wanted else Stored(),
+            stored=stored,
             said=tuple(self._closing),
             errors=tuple(self._errors),
             ended_early=ended_early,
             not_collected=tuple(sorted(self._not_collected)),
             others_failed=self._results.others_failed(selection.measured),
         )
-
-    def _stored(self, results: list[TestResult]) -> Stored:
-        """Return what a merged report needs to know of the store: a shard alone does not know what is unused."""
-        if not (self._settings.baseline or self._settings.update):
-            return Stored()
-        slugs = self._compared_slugs(results)
-        try:
-            keys = [entry for slug in sorted(slugs) for entry in self._store.keys(slug)]
-        except (StoreError, BackendError) as error:
-            self._errors.append(str(error))
-            return Stored()
-        root = self._config.rootpath
-        return Stored(tuple(keys), frozenset(key.file for _, key in keys if not (root / key.file).exists()))
-
-    def _compared_slugs(self, results: list[TestResult]) -> set[str]:
-        """Return the devices with whose baselines the results were compared."""
-        measured = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
-        return {self._settings.compared_slug(slug) for slug in measured}
-
-    def _update(self, results: list[TestResult]) -> None:
-        mode = self._settings.update
-        assert mode is not None, "only called for an update"
-        passed = [result for result in results if result.passed]
-        recorded, commit = datetime.now(timezone.utc).date().isoformat(), commit_of(self._config.rootpath)
-        measured: dict[Key, tuple[Verdict, Baseline]] = {}
-        for result in passed:
-            for verdict in result.verdict.verdicts:
-                key = Key(result.verdict.file, result.verdict.test, verdict.measurement.name)
-                named = result.verdict.named_device
-                measured[key] = (
-                    verdict,
-                    baseline_of(verdict.measurement, recorded, commit, self._settings.reason, named),
-                )
-        try:
-            stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
-            accepted = entries_to_write(mode, measured, stored)
-            gone = self._renamed(measured) if mode == "all" else []
-            unlocked = self._store.change(accepted, gone) if accepted or gone else None
-        except (StoreError, BackendError) as error:
-            self._errors.append(f"baselines were not written: {error}")
-            return
-        not_passed = len(results) - len(passed)
-        note = f"; {not_passed} not written, because the test did not pass" if not_passed else ""
-        left_out = times_left_out(mode, measured, stored)
-        if left_out:
-            note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"
-        reason = self._settings.reason
-        if reason is not None:
-            note += f"; the reason is kept with {sum(entry.reason == reason for entry in accepted.values())}"
-        self._closing.append(
-            f"store: {counted(len(accepted), 'baseline')} written ({mode}), "
-            f"{len(measured) - len(accepted)} left as they were{note}"
-        )
-        if unlocked is not None:
-            self._closing.append(f"store: {unlocked}")
-        no_longer = [one.verdict.nodeid for one in results if one.verdict.missing and not one.verdict.verdicts]
-        if no_longer:
-            tests = "1 test has" if len(no_longer) == 1 else f"{len(no_longer)} tests have"
-            self._closing.append(
-                f"store: {tests} baselines here and {'is' if len(no_longer) == 1 else 'are'} not measured any more "
-                f"({no_longer[0]}{', ...' if len(no_longer) > 1 else ''}); no update changes them: mark it again, or remove "
-                f"them with `gpumem prune {no_longer[0]}`"
-            )
-
-    def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
-        """Return baselines of tests that passed, for measurements that these tests no longer take."""
-        tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
-        worlds = {_world(key.name) for key in measured}
-        return [
-            (slug, key)
-            for slug in sorted({slug for slug, _, _ in tests})
-            for _, key in self._store.keys(slug)
-            # Those of jobs of another size stay: this one could not measure them.
-            if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
-        ]
 
     def _note_too_low(self, results: list[TestResult]) -> None:
         """Note how many measurements have peaks without what convolutions and recurrent layers take on a GPU."""
@@ -344,20 +264,6 @@ class Controller:
         ):
             if without:
                 self._closing.append(f"{title}: the peaks of {counted(without, 'measurement')} may be too low: {why}")
-
-    def _note_unused(self, results: list[TestResult]) -> None:
-        if self._selection is None or not (self._settings.baseline or self._settings.update):
-            return
-        slugs = self._compared_slugs(results)
-        gone = unused(
-            [entry for slug in sorted(slugs) for entry in self._store.keys(slug)],
-            # What an update says of tests that are not measured any more is a line of its own.
-            measured=self._selection.measured | {(one.verdict.file, one.verdict.test) for one in results},
-            whole_files=self._selection.files,
-            exists=lambda file: (self._config.rootpath / file).exists(),
-        )
-        if gone:
-            self._unused = (unused_line(gone),)
 
     def _selected(self) -> int:
         """Return how many measured tests were selected to run."""
@@ -387,12 +293,6 @@ class Controller:
             terminalreporter.write("\n")
         for text in report_to_github(report, self._config.rootpath, os.environ):
             terminalreporter.write_line(text)
-
-
-def _world(name: str) -> int:
-    """Return how many ranks the job had that took a measurement of this name."""
-    rank = rank_in(name)
-    return 1 if rank is None else rank.world
 
 
 def screen_of(reporter: pytest.TerminalReporter) -> Screen:

@@ -1,0 +1,147 @@
+"""The store at the end of a session: what is written into it, and what is to be said of what it holds."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baselines.selecting import unused, unused_line
+from pytest_gpumem.baselines.update import entries_to_write, times_left_out
+from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
+from pytest_gpumem.gate.verdict import NOT_MARKED
+from pytest_gpumem.git import commit_of
+from pytest_gpumem.reports.session_report import Stored
+from pytest_gpumem.units import counted
+from pytest_gpumem.values.ranks import rank_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+    from pathlib import Path
+
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.values.option_words import UpdateMode
+    from pytest_gpumem.values.selection import Selection
+
+
+class StoreAtEnd:
+    """The store of a session with what it measured. All methods raise `StoreError` and `BackendError`."""
+
+    def __init__(self, store: Store, settings: Settings, root: Path) -> None:
+        self._store = store
+        self._settings = settings
+        self._root = root
+
+    def write(self, results: list[TestResult], mode: UpdateMode) -> list[str]:
+        """Write what ``mode`` accepts, and return what became of the store, each as a line."""
+        passed = [result for result in results if result.passed]
+        recorded, commit = datetime.now(timezone.utc).date().isoformat(), commit_of(self._root)
+        measured: dict[Key, tuple[Verdict, Baseline]] = {}
+        for result in passed:
+            for verdict in result.verdict.verdicts:
+                key = Key(result.verdict.file, result.verdict.test, verdict.measurement.name)
+                named = result.verdict.named_device
+                measured[key] = (
+                    verdict,
+                    baseline_of(verdict.measurement, recorded, commit, self._settings.reason, named),
+                )
+        stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
+        accepted = entries_to_write(mode, measured, stored)
+        gone = self._renamed(measured) if mode == "all" else []
+        unlocked = self._store.change(accepted, gone) if accepted or gone else None
+        not_passed = len(results) - len(passed)
+        note = f"; {not_passed} not written, because the test did not pass" if not_passed else ""
+        left_out = times_left_out(mode, measured, stored)
+        if left_out:
+            note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"
+        reason = self._settings.reason
+        if reason is not None:
+            note += f"; the reason is kept with {sum(entry.reason == reason for entry in accepted.values())}"
+        said = [
+            (
+                f"store: {counted(len(accepted), 'baseline')} written ({mode}), "
+                f"{len(measured) - len(accepted)} left as they were{note}"
+            )
+        ]
+        return [*said, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
+
+    def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
+        """Return baselines of tests that passed, for measurements that these tests no longer take."""
+        tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
+        worlds = {_world(key.name) for key in measured}
+        return [
+            (slug, key)
+            for slug in sorted({slug for slug, _, _ in tests})
+            for _, key in self._store.keys(slug)
+            # Those of jobs of another size stay: this one could not measure them.
+            if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
+        ]
+
+    def unused(self, results: list[TestResult], selection: Selection) -> tuple[str, ...]:
+        """Return a line on baselines that belong to no test, if there are any, after a session that ran all its tests."""
+        if not (self._settings.baseline or self._settings.update):
+            return ()
+        gone = unused(
+            [entry for slug in sorted(self._compared_slugs(results)) for entry in self._store.keys(slug)],
+            # What an update says of tests that are not measured any more is a line of its own.
+            measured=selection.measured | {(one.verdict.file, one.verdict.test) for one in results},
+            whole_files=selection.files,
+            exists=self._exists,
+        )
+        return (unused_line(gone),) if gone else ()
+
+    def stored(self, results: list[TestResult]) -> Stored:
+        """Return what a merged report needs to know of the store: a shard alone does not know what is unused."""
+        if not (self._settings.baseline or self._settings.update):
+            return Stored()
+        slugs = self._compared_slugs(results)
+        keys = [entry for slug in sorted(slugs) for entry in self._store.keys(slug)]
+        return Stored(tuple(keys), frozenset(key.file for _, key in keys if not self._exists(key.file)))
+
+    def of_other_devices(self, others: Collection[tuple[str, str]]) -> list[str]:
+        """Return a sentence for a session without a measured test if ``others``, given as (file, test), have baselines."""
+        stored = self._store.keys(files={file for file, _ in others}) if others else ()
+        slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in others}
+        if not slugs:
+            return []
+        (file, test), *more = sorted(slugs)
+        count = "1 test has" if not more else f"{len(slugs)} tests have"
+        return [
+            (
+                f"nothing was gated: no measured test was selected, and {count} baselines of other devices "
+                f"({', '.join(sorted({*slugs.values()}))}): {file}::{test}{', ...' if more else ''}"
+            )
+        ]
+
+    def _compared_slugs(self, results: list[TestResult]) -> set[str]:
+        """Return the devices with whose baselines the results were compared."""
+        measured = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        return {self._settings.compared_slug(slug) for slug in measured}
+
+    def _exists(self, file: str) -> bool:
+        return (self._root / file).exists()
+
+
+def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
+    """Return a line on the tests that have baselines here and measured nothing, which no update changes."""
+    tests = [one.verdict for one in results if one.verdict.missing and not one.verdict.verdicts]
+    if not tests:
+        return []
+    first = tests[0]
+    count = "1 test has" if len(tests) == 1 else f"{len(tests)} tests have"
+    mend = f"mark it again, or remove them with `gpumem prune {first.nodeid}`"
+    return [
+        (
+            f"store: {count} baselines here and {'is' if len(tests) == 1 else 'are'} not measured any more "
+            f"({first.nodeid}{', ...' if len(tests) > 1 else ''}); no update changes them: "
+            f"{mend if first.unmeasured == NOT_MARKED else first.unmeasured}"
+        )
+    ]
+
+
+def _world(name: str) -> int:
+    """Return how many ranks the job had that took a measurement of this name."""
+    rank = rank_in(name)
+    return 1 if rank is None else rank.world
