@@ -25,6 +25,11 @@ _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
 _SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
 """Operators whose result has the elements of the tensor that it is given; so have those of `_EXTREMES`, of one tensor alone."""
 _EXTREMES = frozenset({"max", "min"})
+_BY_SIGN = {
+    **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
+    **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
+}
+"""Operators as inference mode leaves them, which are others elsewhere."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
 _OR = frozenset({"logical_or", "bitwise_or"})
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -75,7 +80,7 @@ class Constants:
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Constant | None:
         """Return what all elements of an operator's result are, where not all that it is given is known."""
-        name = operator.name.removesuffix("_")
+        name = _BY_SIGN.get(operator.name) or operator.name.removesuffix("_")
         first, second = (*args, None, None)[:2]
         if not isinstance(first, torch.Tensor):
             return None

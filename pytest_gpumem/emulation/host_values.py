@@ -154,6 +154,8 @@ class HostValues(TorchDispatchMode):
         read = self._read_by(operator, args, named) if operator.reads else []
         if read:
             if operator.name == "_local_scalar_dense":
+                if self.constants.is_assumed(read[0]):
+                    self.reads.of_float("branch")
                 value = func(*args, **named)
                 return UNKNOWN if isinstance(value, float) and not known else value
             if operator.name == "nonzero" and on_gpu:
@@ -171,9 +173,9 @@ class HostValues(TorchDispatchMode):
         read = operator.read_of(args, named)
         for tensor in read:
             if operator.name in _NUMBERS and self.constants.is_assumed(tensor):
-                self.reads.of_float("branch")
+                continue  # it decides a branch at most, which is noted where it is read
             # Floats that are read one by one are followed further.
-            elif self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
+            if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
                 self.reads.invalid(_READ.get(operator.name) or f"{operator.name.strip('_')} reads values")
                 break
         return read

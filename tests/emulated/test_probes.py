@@ -202,6 +202,7 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "int(torch.tensor(loss.item()) > 2)"),
     (CAUGHT, "losses = torch.zeros(4)\nlosses[0] = loss.item()\nlosses[1:2] = x[0, :1].cpu()\nif losses.mean() < 5: expert(x)"),
     (DECIDED, "if torch.isin(score.argsort(), known).any(): expert(x)"),
+    (DECIDED, "with torch.inference_mode():\n    if torch.isin(score.argsort(), known).any() & known.any(): expert(x)"),
     (DECIDED, "while not torch.isin(score.argsort(), known).all(0).item(): break"),
     (DECIDED, "going = torch.ones(1000, dtype=torch.int64, device='cuda') & ~torch.isin(score.argsort(), known)\nassert not going.max() == 0"),
     (DECIDED, "if float(loss) > .1: expert(x)"),

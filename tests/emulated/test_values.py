@@ -172,8 +172,9 @@ llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
     num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128, **ends))
 for model in (gpt2, llama):
     ids = torch.randint(6, 1000, (2, 8), device="cuda")
-    for sampled in (False, True):
-        out = model.cuda().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=sampled)
+    for sampled, inferring in ((False, False), (True, False), (False, True)):
+        with torch.inference_mode(inferring):
+            out = model.cuda().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=sampled)
         print(tuple(out.shape), seen(), *current().reads.take_others().notes())
 """
     for line in on_gpu(SEEN + source).splitlines():
