@@ -32,6 +32,7 @@ from pytest_gpumem.emulation.host_operators import (
     operator_of,
     tensors_among,
 )
+from pytest_gpumem.emulation.lent_memory import LentMemory
 from pytest_gpumem.emulation.libraries import BY_STEM
 from pytest_gpumem.emulation.reads import Reads
 from pytest_gpumem.emulation.unknown_float import UNKNOWN, is_unknown_number
@@ -105,6 +106,7 @@ class HostValues(TorchDispatchMode):
         """Of the tensor that was last noted as not known."""
         self._unknown_on_host: dict[int, _Unknown] = {}
         """The host's storages whose values are not known, by address."""
+        self.lent = LentMemory()
         self.constants = Constants(self.is_unknown)
         self._has_left = False
         """Whether an uncomputed value has ever been on the host."""
@@ -348,6 +350,10 @@ class HostValues(TorchDispatchMode):
         where = storage.data_ptr()
         if not known and where:
             self._has_left = True
+            if self.lent.holds(storage):
+                if is_exact(tensor):
+                    self.reads.invalid("NumPy or another library is given values")
+                self.reads.of_float()
             if len(self._unknown_on_host) > _MOST_NOTED:
                 kept = {at: one for at, one in self._unknown_on_host.items() if not one.storage.expired()}
                 self._unknown_on_host = kept

@@ -30,6 +30,8 @@ def watch_methods(mode: HostValues) -> None:
     """Note what the host reads by methods that no operator shows, or makes a float of; also where the mode is away."""
     for name, seen in _READING.items():
         setattr(torch.Tensor, name, _watched(mode, getattr(torch.Tensor, name), seen))
+    for name in ("numpy", "__dlpack__"):
+        setattr(torch.Tensor, name, _lending(mode, getattr(torch.Tensor, name)))
     torch.Tensor.__format__ = _formatting(mode, torch.Tensor.__format__)  # type: ignore[method-assign]
     for name in ("cpu", "to", "__deepcopy__"):
         setattr(torch.Tensor, name, _copying(mode, getattr(torch.Tensor, name)))
@@ -39,6 +41,8 @@ def watch_methods(mode: HostValues) -> None:
         watched = watching(mode, getattr(torch, name))
         setattr(torch, name, watched)
         script_as(watched, name)
+    for name in ("from_numpy", "frombuffer", "as_tensor", "asarray"):
+        setattr(torch, name, _borrowing(mode, getattr(torch, name)))
     for module in (torch, torch.utils.dlpack):
         module.to_dlpack = _giving(mode, module.to_dlpack)  # type: ignore[attr-defined]
     follow_serialized(mode, partial(_is_unknown, mode))
@@ -142,6 +146,35 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
             return mode.is_unknown(tensor)
     except (RuntimeError, NotImplementedError):  # one of a transformation (`torch.func`) has no storage
         return False
+
+
+def _lending(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that gives a tensor's memory to another library as one that notes it."""
+
+    @never_compiled
+    @wraps(original)
+    def lend(self: torch.Tensor, *args: Any, **named: Any) -> Any:
+        value = original(self, *args, **named)
+        if is_ordinary(type(self)):
+            with outside_torch_function():
+                mode.lent.note(self, value if original.__name__ == "numpy" else None)
+        return value
+
+    return lend
+
+
+def _borrowing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a tensor on memory of NumPy's or of a buffer as one that notes it."""
+
+    @never_compiled
+    @wraps(original)
+    def borrow(*args: Any, **named: Any) -> Any:
+        tensor = original(*args, **named)
+        if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
+            mode.lent.note(tensor)
+        return tensor
+
+    return borrow
 
 
 def _formatting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
