@@ -1,13 +1,17 @@
 """Tensors of which all elements are 0, or all 1, although some that they are made of were not computed.
 
-Uncomputed floats are taken as finite. Uncomputed token ids are *assumed* to be none of those that `torch.isin` looks for, so
-that text is generated up to its longest: what follows from that is noted where it decides a branch.
+Uncomputed floats are taken as finite, and uncomputed token ids as none of those that `torch.isin` looks for, so that text is
+generated up to its longest. Neither is certain: what follows from it may be read as one truth, which is noted, and how many
+there are is not known.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +23,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_gpumem.emulation.host_operators import Operator
+    from pytest_gpumem.emulation.reads import Use
 
+_OURS = str(Path(__file__).parents[1])
+_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
 """Operators that ask whether values are finite."""
 _SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
 """Operators whose result has the elements of the tensor that it is given; so have those of `_EXTREMES`, of one tensor alone."""
+_VALID = frozenset({"all", "_is_all_true"})
+"""Operators by which `torch.distributions` refuses values that are not valid."""
+_ASKING = _OF_FINITE | _VALID | {"isin"}
 _EXTREMES = frozenset({"max", "min"})
 _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
@@ -42,17 +52,28 @@ class Constant:
     """The value of all elements of a tensor."""
 
     value: bool
-    assumed: bool = False
-    """It is likely, and not certain."""
+    noted: Use | None = None
+    """As what a read of it is noted; ``None`` where it is certain."""
+
+
+def _doubt(constant: Constant) -> int:
+    return (None, "kept", "branch").index(constant.noted)
 
 
 def comparison_of_floats(operator: Operator, args: tuple[Any, ...], result: object) -> Constant | None:
     """Return what a comparison of single floats that Python had gives, as if Python had compared them."""
     if operator.name not in _COMPARISONS or not isinstance(result, torch.Tensor) or result.dim() > 0:
         return None
-    return (
-        None if any(isinstance(one, torch.Tensor) and is_exact(one) for one in args) else Constant(bool(result), True)
-    )
+    if any(isinstance(one, torch.Tensor) and is_exact(one) for one in args):
+        return None
+    return Constant(bool(result), "branch")
+
+
+def _validates() -> bool:
+    """Return whether `torch.distributions` looks at what it is given, and raises an error where that is not valid."""
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))  # noqa: SLF001 -- documented
+    theirs = next((file for file in files if not file.startswith(_OURS)), "")
+    return theirs.startswith(_DISTRIBUTIONS)
 
 
 class Constants:
@@ -73,10 +94,10 @@ class Constants:
         """Note that what the storage at an address is filled with is not known any more."""
         self._noted.pop(address, None)
 
-    def is_assumed(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor holds truths that are likely, and not certain."""
+    def noted_as(self, tensor: torch.Tensor) -> Use | None:
+        """Return as what a read of a tensor is noted if it holds truths that are likely, and not certain."""
         there = self._of_noted(tensor) if tensor.dtype == torch.bool else None
-        return there is not None and there.assumed
+        return None if there is None else there.noted
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Constant | None:
         """Return what all elements of an operator's result are, where not all that it is given is known."""
@@ -84,8 +105,10 @@ class Constants:
         first, second = (*args, None, None)[:2]
         if not isinstance(first, torch.Tensor):
             return None
-        if self._is_unknown(first) and (name in _OF_FINITE or name == "isin"):
-            return self._asked(name, first, second)
+        if name in _ASKING and self._is_unknown(first):
+            asked = self._asked(name, first, second)
+            if asked is not None:
+                return asked
         if name in _COMPARISONS and len(args) == 2:
             return self._compared(name, first, second)
         if name in _AND | _OR and isinstance(second, torch.Tensor):
@@ -94,24 +117,26 @@ class Constants:
         if there is None or name in _SAME or (name in _EXTREMES and len(args) == 1):
             return there
         negates = name == "logical_not" or (name == "bitwise_not" and first.dtype == torch.bool)
-        return Constant(not there.value, there.assumed) if negates else None
+        return Constant(not there.value, there.noted) if negates else None
 
     def _asked(self, name: str, values: torch.Tensor, among: object) -> Constant | None:
-        """Return what follows from uncomputed floats being finite, and token ids none of the given ones."""
-        if name != "isin":
-            return Constant(name == "isfinite")
+        """Return what follows from uncomputed floats being finite and valid, and token ids none of the given ones."""
+        if name in _VALID:
+            return Constant(True) if _validates() else None
+        if name in _OF_FINITE:
+            return Constant(name == "isfinite", "kept")
         is_given = isinstance(among, torch.Tensor) and is_exact(values) and not self._is_unknown(among)
-        return Constant(False, assumed=True) if is_given else None
+        return Constant(False, "branch") if is_given else None
 
     def _compared(self, name: str, first: torch.Tensor, second: Any) -> Constant | None:
         there = self._of_noted(first)
         if there is not None and isinstance(second, (int, float)):
-            return Constant(_COMPARISONS[name](int(there.value), second), there.assumed)
+            return Constant(_COMPARISONS[name](int(there.value), second), there.noted)
         if name not in ("eq", "ne") or not self._is_unknown(first):
             return None
         same = first is second
         infinite = isinstance(second, float) and abs(second) == float("inf")
-        return Constant((name == "eq") == same) if same or infinite else None
+        return Constant((name == "eq") == same, "kept") if same or infinite else None
 
     def _combined(self, first: torch.Tensor, second: torch.Tensor, *, decides: bool) -> Constant | None:
         """Return the conjunction of two tensors, or their disjunction, which is what one that ``decides`` is, if one does."""
@@ -122,9 +147,9 @@ class Constants:
         found = [self._of(first), self._of(second)]
         deciding = [one for one in found if one is not None and one.value == decides]
         if deciding:
-            return min(deciding, key=lambda one: one.assumed)
+            return min(deciding, key=_doubt)
         one, other = found
-        return None if one is None or other is None else Constant(not decides, one.assumed or other.assumed)
+        return None if one is None or other is None else Constant(not decides, max(one, other, key=_doubt).noted)
 
     def _of_noted(self, tensor: torch.Tensor) -> Constant | None:
         there = self._noted.get(tensor.untyped_storage().data_ptr()) if has_storage(tensor) else None

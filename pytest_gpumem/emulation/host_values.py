@@ -110,6 +110,12 @@ class HostValues(TorchDispatchMode):
         self.constants = Constants(self.is_unknown)
         self._has_left = False
         """Whether an uncomputed value has ever been on the host."""
+        self.values_read = 0
+        """How many uncomputed values were read."""
+        self.is_watched = False
+        """Whether a method that reads runs, which notes what it reads."""
+        self.running = ""
+        """The operator that runs on the GPU."""
         self._made_of_unknown = False
         """Whether `torch.tensor` is making a tensor of others, which are not all known."""
 
@@ -156,10 +162,7 @@ class HostValues(TorchDispatchMode):
         read = self._read_by(operator, args, named) if operator.reads else []
         if read:
             if operator.name == "_local_scalar_dense":
-                if self.constants.is_assumed(read[0]):
-                    self.reads.of_float("branch")
-                value = func(*args, **named)
-                return UNKNOWN if isinstance(value, float) and not known else value
+                return self._read_number(func, args, named, known)
             if operator.name == "nonzero" and on_gpu:
                 return func(*args, **named)  # by way of `NativeReads.positions`
             if any(tensor.is_cuda for tensor in read) and all(map(has_storage, tensors)):
@@ -170,12 +173,24 @@ class HostValues(TorchDispatchMode):
         run = self._communicate if operator.collective else self._run
         return run(func, operator, args, named, tensors, known)
 
+    def _read_number(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], known: bool) -> Any:
+        noted = self.constants.noted_as(args[0])
+        if noted is not None:
+            self.reads.of_float(noted)
+        value = func(*args, **named)
+        if known or not isinstance(value, float):
+            return value
+        self.values_read += 1
+        if not self.is_watched:  # C++, or a script that torch has compiled
+            self.reads.of_float()
+        return UNKNOWN
+
     def _read_by(self, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
         """Note what the host reads in a call of an operator, and return the tensors that it reads."""
         read = operator.read_of(args, named)
         for tensor in read:
-            if operator.name in _NUMBERS and self.constants.is_assumed(tensor):
-                continue  # it decides a branch at most, which is noted where it is read
+            if operator.name in _NUMBERS and self.constants.noted_as(tensor) is not None:
+                continue  # it is noted where it is read
             # Floats that are read one by one are followed further.
             if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
                 self.reads.invalid(_READ.get(operator.name) or f"{operator.name.strip('_')} reads values")
@@ -212,7 +227,9 @@ class HostValues(TorchDispatchMode):
         computed = known and not operator.reads and operator.name not in _NO_VALUES
         computed = computed and (not operator.random or operator.name in _DRAWN)
         room = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
+        self.running = operator.name
         result = func(*args, **named)
+        self.running = ""
         if room is not None and args[0].untyped_storage().nbytes() == room:
             return result  # another shape on the same bytes
         made = tensors_among((result,))
@@ -227,7 +244,7 @@ class HostValues(TorchDispatchMode):
             computed = computed and is_small((*on_gpu, *there)) and all(map(has_storage, made))
             computed = computed and self._compute(func, operator, args, named, result)
         else:
-            computed = not constant.assumed and is_small(there)
+            computed = constant.noted is None and is_small(there)
         ids = {id(tensor) for tensor in changed}
         for tensor in outcome:
             if not tensor.is_cuda:
@@ -263,7 +280,7 @@ class HostValues(TorchDispatchMode):
             of_floats = all(map(self._is_of_floats, tensors_among((*args, *named.values()))))
             if of_floats and constant is None:
                 constant = comparison_of_floats(operator, args, result)
-        if constant is not None and not constant.assumed:
+        if constant is not None and constant.noted is None:
             known = True
             for tensor in made:
                 tensor.fill_(constant.value)
@@ -338,6 +355,7 @@ class HostValues(TorchDispatchMode):
     def _note_copy(self, tensor: torch.Tensor, known: bool) -> None:
         """Note whether what was copied to the host is known; what is not is `UNKNOWN`, or 0, in every process alike."""
         self._has_left = self._has_left or not known
+        self.values_read += not known
         if not known and tensor.nbytes <= BIGGEST_COPY:
             tensor.fill_(0 if is_exact(tensor) or tensor.is_quantized else UNKNOWN)
         self._note_on_host(tensor, known, whole=covers_its_storage(tensor))

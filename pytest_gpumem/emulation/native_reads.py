@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _OURS = str(Path(__file__).parents[1])
 _SEEING = (host_values.__file__, watched_methods.__file__)
+_PASSING = frozenset({"normal"})
+"""Operators that read one truth: whether what they are given is valid."""
 _kept: list[object] = []
 """What C++ calls, for as long as the process."""
 
@@ -71,6 +73,10 @@ class NativeReads:
     def asked(self, to: int, at: int, nbytes: int) -> int:
         """Write what C++ reads of the GPU's memory in place of a copy, and return whether that was done."""
         number = getattr(self.counting, "number", None)
+        if number is None and self.mode.running in _PASSING:
+            number = 1
+        elif number is None and torch.is_anomaly_enabled():
+            number = 0  # autograd looks for numbers that are none
         if number is None and (_is_seen() or self.mode.knows(at)):
             return 0
         if number is None:

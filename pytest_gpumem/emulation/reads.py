@@ -29,12 +29,12 @@ _TORCHS = str(Path(torch.__file__).parent)
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
-_WARNING = frozenset({"warn_if_padding_and_no_attention_mask"})
-"""Functions that read values to warn, and for nothing else: transformers'."""
+_CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_loss"})
+"""Functions that read values to warn or to refuse them, and for nothing else: of transformers and torch."""
 
 _MENDS = {
     "a value is read": (
-        "; log a float in its place (`(prediction == target).float().mean().item()`), or read it outside of what is measured"
+        " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside of what is measured)"
     )
 }
 """What to do about a read, by its clause."""
@@ -71,7 +71,7 @@ class Reads:
         """Note a read that memory may depend on, as a clause without its line."""
         if self._trouble is None and not self._is_harmless():
             self._trouble = (
-                f"{what} that an emulated GPU does not compute, at {self._users_line()}{_MENDS.get(what, '')}"
+                f"{what} that an emulated GPU does not compute{_MENDS.get(what, '')}, at {self._users_line()}"
             )
             self.first_trouble = self.first_trouble or self._trouble
 
@@ -127,4 +127,4 @@ def _of_no_memory() -> bool:
     """Return whether weights are being initialised, some of them again while values are out of a range, or a library warns."""
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
     codes = (frame.f_code for frame, _ in frames)
-    return any(code.co_filename == torch.nn.init.__file__ or code.co_name in _WARNING for code in codes)
+    return any(code.co_filename == torch.nn.init.__file__ or code.co_name in _CHECKING for code in codes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +25,8 @@ class UnknownFloat(float):
     reads: ClassVar[Reads]
     """Where it is noted."""
 
-    def __new__(cls) -> UnknownFloat:  # noqa: PYI034 -- Self is of Python 3.11
+    def __new__(cls, *_: object) -> UnknownFloat:  # noqa: PYI034 -- Self is of Python 3.11
+        # Python's own modules make others of its class: means.
         return float.__new__(cls, UNKNOWN)
 
     def __bool__(self) -> bool:
@@ -36,7 +38,8 @@ class UnknownFloat(float):
         return False
 
     def as_integer_ratio(self) -> tuple[int, int]:
-        self.reads.of_float("integer")
+        is_mean = sys._getframe(1).f_code.co_filename == statistics.__file__  # noqa: SLF001 -- the interpreter's, documented
+        self.reads.of_float("kept" if is_mean else "integer")
         return super().as_integer_ratio()
 
     def __int__(self) -> int:

@@ -61,7 +61,7 @@ def _number(value: Any) -> Any:
 
 
 def _as_item(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if mode.constants.is_assumed(tensor):
+    if mode.constants.noted_as(tensor) is not None:
         return value  # the operator that read it has noted it
     return _as_number(mode, tensor, value)
 
@@ -90,7 +90,7 @@ def _as_float(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
 
 
 def _as_bool(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if mode.constants.is_assumed(tensor):
+    if mode.constants.noted_as(tensor) is not None:
         return value  # the operator that read it has noted it
     if is_exact(tensor):
         mode.reads.invalid("a value is read")
@@ -131,9 +131,16 @@ def _watched(
     @never_compiled
     @wraps(original)
     def read(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        value = original(self, *args, **named)
+        before, outer = mode.values_read, mode.is_watched
+        mode.is_watched = True
+        try:
+            value = original(self, *args, **named)
+        finally:
+            mode.is_watched = outer
+        # Of a tensor around others, which has no values of its own, theirs are read.
+        is_unknown = _is_unknown(mode, self) or (mode.values_read > before and not outer)
         with outside_torch_function():
-            return seen(mode, self, value) if _is_unknown(mode, self) else value
+            return seen(mode, self, value) if is_unknown else value
 
     return read
 

@@ -131,7 +131,7 @@ def test_a_test_that_lost_its_fixture_is_not_deselected_but_missing(session, tmp
     (tmp_path / "test_it.py").write_text(source, encoding="utf-8")
     done = session("--gpumem-baseline", "-k", "not train")
     assert done.returncode == 1
-    assert "accept:   gpumem prune test_it.py --gpumem-device=emulated:h100" in done.stdout
+    assert "accept:   gpumem prune test_it.py::test_reads --gpumem-device=emulated:h100" in done.stdout
     assert "gpumem: 0 gated, 1 missing" in done.stdout
     assert "1 failed, 2 deselected" in done.stdout
 
