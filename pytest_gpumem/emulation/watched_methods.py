@@ -29,28 +29,32 @@ if TYPE_CHECKING:
 def watch_methods(mode: HostValues) -> None:
     """Note what the host reads by methods that no operator shows, or makes a float of; also where the mode is away."""
     for name, seen in _READING.items():
-        setattr(torch.Tensor, name, _watched(mode, getattr(torch.Tensor, name), seen))
-    for name in ("numpy", "__dlpack__"):
-        setattr(torch.Tensor, name, _lending(mode, getattr(torch.Tensor, name)))
-    torch.Tensor.__format__ = _formatting(mode, torch.Tensor.__format__)  # type: ignore[method-assign]
-    for name in ("cpu", "to", "__deepcopy__"):
-        setattr(torch.Tensor, name, _copying(mode, getattr(torch.Tensor, name)))
-    torch.Tensor.new_tensor = _making(mode, torch.Tensor.new_tensor)  # type: ignore[method-assign]
-    torch.Tensor.tensor_split = _splitting(mode, torch.Tensor.tensor_split)  # type: ignore[method-assign]
+        _replace(torch.Tensor, name, partial(_watched, seen=seen), mode)
+    for name, watching in _METHODS.items():
+        _replace(torch.Tensor, name, watching, mode)
     for name, watching in _FUNCTIONS.items():
-        watched = watching(mode, getattr(torch, name))
-        setattr(torch, name, watched)
-        script_as(watched, name)
+        script_as(_replace(torch, name, watching, mode), name)
     for name in ("from_numpy", "frombuffer", "as_tensor", "asarray"):
-        setattr(torch, name, _borrowing(mode, getattr(torch, name)))
+        _replace(torch, name, _borrowing, mode)
     for module in (torch, torch.utils.dlpack):
-        module.to_dlpack = _giving(mode, module.to_dlpack)  # type: ignore[attr-defined]
+        _replace(module, "to_dlpack", _giving, mode)
     follow_serialized(mode, partial(_is_unknown, mode))
     comm = torch.nn.parallel.comm
     comm.broadcast_coalesced = _broadcasting(mode, comm.broadcast_coalesced)
     comm.reduce_add = _adding(mode, comm.reduce_add)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     plateau.step = _stepping(mode, plateau.step)  # type: ignore[method-assign]
+
+
+def _replace(
+    owner: Any, name: str, watching: Callable[[HostValues, Callable[..., Any]], Callable[..., Any]], mode: HostValues
+) -> Callable[..., Any]:
+    """Put a function that notes what is read in the place of one of a module or of `torch.Tensor`, where pickle finds it."""
+    function = watching(mode, getattr(owner, name))
+    is_method = owner is torch.Tensor
+    function.__module__, function.__qualname__ = ("torch", f"Tensor.{name}") if is_method else (owner.__name__, name)
+    setattr(owner, name, function)
+    return function
 
 
 def _number(value: Any) -> Any:
@@ -264,6 +268,18 @@ def _giving(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any
 
     return give
 
+
+_METHODS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any]]] = {
+    "numpy": _lending,
+    "__dlpack__": _lending,
+    "__format__": _formatting,
+    "cpu": _copying,
+    "to": _copying,
+    "__deepcopy__": _copying,
+    "new_tensor": _making,
+    "tensor_split": _splitting,
+}
+"""Methods that read or copy a tensor or give its memory away, and what makes each one that notes it."""
 
 _FUNCTIONS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any]]] = {
     "tensor": _making,
