@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.torch_support.private_api import parts_of_coo
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -132,6 +134,19 @@ def is_ordinary(kind: type) -> bool:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements are in one storage; those of sparse and nested ones are in several."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return a tensor, or the tensors that a sparse one is made of."""
+    if has_storage(tensor):
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [*parts_of_coo(tensor)]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 def covers_its_storage(tensor: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from pytest_gpumem.emulation.host_operators import (
     on_host,
     on_the_same_memory,
     operator_of,
+    parts_of,
     tensors_among,
 )
 from pytest_gpumem.emulation.lent_memory import LentMemory
@@ -383,7 +384,8 @@ class HostValues(TorchDispatchMode):
         """Return results of the host as tensors of the GPU."""
         if isinstance(value, torch.Tensor):
             there = value.to(device)
-            self._note(there, value.nbytes <= BIGGEST_COPY)
+            for part in parts_of(there):
+                self._note(part, part.nbytes <= BIGGEST_COPY)
             return there
         return type(value)(self._moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
 
@@ -440,11 +442,12 @@ class HostValues(TorchDispatchMode):
 
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
         """Note a copy that this mode did not see: it is known as far as the original is."""
-        known = not self.is_unknown(original) and copy.untyped_storage().nbytes() <= BIGGEST_COPY
-        if copy.is_cuda:
-            self._note(copy, known)
-        elif not known:
-            self._note_on_host(copy, known)
+        for part, of in zip(parts_of(copy), parts_of(original), strict=False):
+            known = not self.is_unknown(of) and part.untyped_storage().nbytes() <= BIGGEST_COPY
+            if part.is_cuda:
+                self._note(part, known)
+            elif not known:
+                self._note_on_host(part, known)
 
     def note_unknown(self, tensor: torch.Tensor) -> None:
         """Note that a tensor's values were not computed."""

@@ -53,7 +53,7 @@ class NativeReads:
         else:
             found = torch.empty((0, tensor.dim()), dtype=torch.int64)
         if not tensor.is_cuda:
-            return found
+            return found.t().contiguous().t()  # laid out as torch's: C++ reads its columns as they are in memory
         result = torch.empty(0, dtype=torch.int64, device=tensor.device)
         self.counting.number = len(found)
         try:
@@ -68,7 +68,9 @@ class NativeReads:
     def positions_into(self, tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """Write the positions to a tensor of the host."""
         found = self.positions(tensor)
-        return out.resize_(found.shape).copy_(found)
+        if out.shape != found.shape:
+            out.resize_(found.shape).as_strided_(found.shape, found.stride())
+        return out.copy_(found)
 
     def asked(self, to: int, at: int, nbytes: int) -> int:
         """Write what C++ reads of the GPU's memory in place of a copy, and return whether that was done."""

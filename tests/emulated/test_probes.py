@@ -284,6 +284,8 @@ TABLE: list[tuple[str, str]] = [
     (HARMLESS, "host = torch.zeros(1000, dtype=torch.int64)\nhost.numpy().sum()\nhost.copy_(score.argsort())  # no array is left"),
     (HARMLESS, "buffer = np.zeros(8, dtype=np.int64)\ntorch.from_numpy(buffer).copy_(known)\nassert buffer.tolist() == [*range(8)]\nscore.argsort().cpu()  # known"),
     (HARMLESS, "data = [(np.arange(4), np.ones(4)) for _ in range(8)]\nfor at, one in torch.utils.data.DataLoader(data, 4, pin_memory=True): x[at.cuda()].argmax(-1).cpu() == at  # read from NumPy alone"),
+    (HARMLESS, "rows = torch.eye(5, device='cuda').to_sparse_csr()\nassert rows.crow_indices().tolist() == [*range(6)] and rows.cpu().col_indices().tolist() == [*range(5)]\nrows.to(torch.float16)\ntorch.eye(5, device='cuda').to_sparse().cpu()  # all known"),
+    (HARMLESS, "assert torch.eye(5).to_sparse_csr().crow_indices().tolist() == [*range(6)] and torch.eye(5).nonzero().stride() == torch.nonzero(torch.eye(5), out=torch.empty(0, dtype=torch.int64)).stride() == torch.eye(5).cuda().nonzero().stride()  # laid out as torch does"),
     (HARMLESS, "for one in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__format__, torch.tensor, torch.from_numpy, torch.utils.dlpack.to_dlpack): assert pickle.loads(pickle.dumps(one)) is one  # a function, sent to another process"),
     (HARMLESS, "done = torch.isin(score.argsort(), known)\ndone |= torch.ones(1000, dtype=torch.bool, device='cuda')\nassert (torch.ones(1000, dtype=torch.int64, device='cuda') & ~done).max() == 0  # whatever the tokens are"),
     (HARMLESS, "assert not ((score > 0) & torch.zeros(1000, dtype=torch.bool, device='cuda')).any()  # whatever the values are"),
