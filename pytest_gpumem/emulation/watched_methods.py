@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.emulation.host_operators import is_exact, is_ordinary, tensors_among
+from pytest_gpumem.emulation.host_operators import is_exact, is_ordinary, on_host, tensors_among
 from pytest_gpumem.emulation.serialized import follow_serialized
 from pytest_gpumem.emulation.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
 from pytest_gpumem.emulation.use_of_float import TEXT, use_of_conversion
@@ -245,6 +245,26 @@ def _splitting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., 
     return split
 
 
+def _sizing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a sparse tensor as one that notes unknown indices that its size is made of."""
+    given = 2 if original.__name__ == "sparse_coo_tensor" else 3
+    """Arguments without a size."""
+
+    @never_compiled
+    @wraps(original)
+    def make(*args: Any, **named: Any) -> Any:
+        is_sized = len(args) > given or named.get("size") is not None
+        parts = [*args[: given - 1], *(one for name, one in named.items() if name.endswith("indices"))]
+        indices = [] if is_sized else tensors_among(parts)
+        if any(_is_unknown(mode, one) for one in indices):
+            mode.reads.invalid("a size is made of indices")
+        elif given > 2 and any(one.is_cuda for one in indices):
+            named["size"] = original(*on_host(args), **on_host(named)).shape  # no operator shows what C++ makes it of
+        return original(*args, **named)
+
+    return make
+
+
 def _deciding(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``is_nonzero`` as one that notes what it reads."""
 
@@ -286,6 +306,8 @@ _FUNCTIONS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., A
     "as_tensor": _making,
     "tensor_split": _splitting,
     "is_nonzero": _deciding,
+    "sparse_coo_tensor": _sizing,
+    **{f"sparse_{kind}_tensor": _sizing for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
 }
 """Functions of torch that read, and what makes each one that notes it."""
 

@@ -195,6 +195,9 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "total = 0\nfor one in score[:3]: total += float(one)\nrange(round(total / 3))"),
     (CAUGHT, "values = [float(one) for one in score[:3]]\nvalues.sort()"),
     (CAUGHT, "def value(): return 2 * float(loss)\nmath.floor(value())"),
+    (CAUGHT, "torch.sparse_coo_tensor(score.argsort()[None], score)"),
+    (CAUGHT, "torch.sparse_coo_tensor(values=score, indices=[score.argsort()])"),
+    (CAUGHT, "torch.sparse_csr_tensor(known[:5], score[:4].argsort(), score[:4])"),
     # Memory that NumPy or another library sees as well.
     (CAUGHT, "buffer = np.zeros(1000, dtype=np.int64)\ntorch.from_numpy(buffer).copy_(x.argmax(-1))\nx[: buffer.max()]"),
     (CAUGHT, "buffer = np.zeros(1000, dtype=np.int64)\ntorch.from_numpy(buffer[100:200])[:4] = score.argsort()[:4].cpu()"),
@@ -286,6 +289,7 @@ TABLE: list[tuple[str, str]] = [
     (HARMLESS, "data = [(np.arange(4), np.ones(4)) for _ in range(8)]\nfor at, one in torch.utils.data.DataLoader(data, 4, pin_memory=True): x[at.cuda()].argmax(-1).cpu() == at  # read from NumPy alone"),
     (HARMLESS, "rows = torch.eye(5, device='cuda').to_sparse_csr()\nassert rows.crow_indices().tolist() == [*range(6)] and rows.cpu().col_indices().tolist() == [*range(5)]\nrows.to(torch.float16)\ntorch.eye(5, device='cuda').to_sparse().cpu()  # all known"),
     (HARMLESS, "assert torch.eye(5).to_sparse_csr().crow_indices().tolist() == [*range(6)] and torch.eye(5).nonzero().stride() == torch.nonzero(torch.eye(5), out=torch.empty(0, dtype=torch.int64)).stride() == torch.eye(5).cuda().nonzero().stride()  # laid out as torch does"),
+    (HARMLESS, "torch.sparse_coo_tensor(score.argsort()[None], score, (1000,)), torch.sparse_coo_tensor(score.argsort()[None], score, size=(1000,)), torch.sparse_coo_tensor((3, 4), device='cuda')\nassert torch.sparse_coo_tensor(known[None], score[:8]).shape == (8,) and torch.sparse_csr_tensor(known[:5], known[:4], score[:4]).shape == (4, 4)  # of a given size, or all known"),
     (HARMLESS, "for one in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__format__, torch.tensor, torch.from_numpy, torch.utils.dlpack.to_dlpack): assert pickle.loads(pickle.dumps(one)) is one  # a function, sent to another process"),
     (HARMLESS, "done = torch.isin(score.argsort(), known)\ndone |= torch.ones(1000, dtype=torch.bool, device='cuda')\nassert (torch.ones(1000, dtype=torch.int64, device='cuda') & ~done).max() == 0  # whatever the tokens are"),
     (HARMLESS, "assert not ((score > 0) & torch.zeros(1000, dtype=torch.bool, device='cuda')).any()  # whatever the values are"),
