@@ -54,6 +54,12 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
     setattr(torch.Tensor, MARK, property(lambda _: False, read))
     torch.Tensor.__reduce_ex__ = marked(torch.Tensor.__reduce_ex__)  # type: ignore[method-assign]
     torch.UntypedStorage.share_memory_ = moving(torch.UntypedStorage.share_memory_)  # type: ignore[method-assign]
+
+    def sent(tensor: torch.Tensor, *args: Any) -> Any:
+        if is_unknown(tensor):
+            mode.reads.of_float()  # another process takes it, and what that reads is not seen
+        return reductions.reduce_tensor(tensor, *args)  # type: ignore[no-untyped-call]
+
     for kind in (torch.Tensor, torch.nn.Parameter):
-        ForkingPickler.register(kind, marked(reductions.reduce_tensor))
+        ForkingPickler.register(kind, marked(sent))
     ForkingPickler.register(torch.UntypedStorage, moving(reductions.reduce_storage))

@@ -274,6 +274,8 @@ TABLE: list[tuple[str, str]] = [
     (READ, "map(float, score[:8]).__next__()"),
     (READ, "buffer = np.zeros(1000, dtype=np.float32)\ntorch.from_numpy(buffer).copy_(score)"),
     (READ, "host = torch.zeros(1000)\nview = host.numpy()\nhost.copy_(score)"),
+    (READ, "torch.multiprocessing.SimpleQueue().put({'order': [score.argsort().cpu()]})"),
+    (READ, "torch.multiprocessing.SimpleQueue().put(torch.nn.Parameter(score.cpu()))"),
     # No value is read: sizes do not depend on any.
     (HARMLESS, "print(loss)  # text"),
     (HARMLESS, "print(score.argsort())  # text"),
@@ -290,6 +292,7 @@ TABLE: list[tuple[str, str]] = [
     (HARMLESS, "rows = torch.eye(5, device='cuda').to_sparse_csr()\nassert rows.crow_indices().tolist() == [*range(6)] and rows.cpu().col_indices().tolist() == [*range(5)]\nrows.to(torch.float16)\ntorch.eye(5, device='cuda').to_sparse().cpu()  # all known"),
     (HARMLESS, "assert torch.eye(5).to_sparse_csr().crow_indices().tolist() == [*range(6)] and torch.eye(5).nonzero().stride() == torch.nonzero(torch.eye(5), out=torch.empty(0, dtype=torch.int64)).stride() == torch.eye(5).cuda().nonzero().stride()  # laid out as torch does"),
     (HARMLESS, "torch.sparse_coo_tensor(score.argsort()[None], score, (1000,)), torch.sparse_coo_tensor(score.argsort()[None], score, size=(1000,)), torch.sparse_coo_tensor((3, 4), device='cuda')\nassert torch.sparse_coo_tensor(known[None], score[:8]).shape == (8,) and torch.sparse_csr_tensor(known[:5], known[:4], score[:4]).shape == (4, 4)  # of a given size, or all known"),
+    (HARMLESS, "queue = torch.multiprocessing.SimpleQueue()\nqueue.put([known.cpu()])\nassert queue.get()[0].tolist() == [*range(8)]  # known"),
     (HARMLESS, "for one in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__format__, torch.tensor, torch.from_numpy, torch.utils.dlpack.to_dlpack): assert pickle.loads(pickle.dumps(one)) is one  # a function, sent to another process"),
     (HARMLESS, "done = torch.isin(score.argsort(), known)\ndone |= torch.ones(1000, dtype=torch.bool, device='cuda')\nassert (torch.ones(1000, dtype=torch.int64, device='cuda') & ~done).max() == 0  # whatever the tokens are"),
     (HARMLESS, "assert not ((score > 0) & torch.zeros(1000, dtype=torch.bool, device='cuda')).any()  # whatever the values are"),
