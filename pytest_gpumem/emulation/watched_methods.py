@@ -189,13 +189,13 @@ def _borrowing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _formatting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``__format__`` as one that notes integers, and floats where a number is made of the text again."""
+    """Return a method that makes text as one that notes integers, and floats where a number is made of the text again."""
 
     @never_compiled
     @wraps(original)
-    def format_it(self: torch.Tensor, *args: Any) -> Any:
+    def format_it(self: torch.Tensor, *args: Any, **named: Any) -> Any:
         with mode.reads.ignored():
-            text = original(self, *args)
+            text = original(self, *args, **named)
         if self.dim() == 0 and _is_unknown(mode, self):
             use = use_of_conversion(_caller(), TEXT)
             if use != "kept" or is_exact(self):
@@ -293,6 +293,7 @@ _METHODS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any
     "numpy": _lending,
     "__dlpack__": _lending,
     "__format__": _formatting,
+    "__repr__": _formatting,  # `str` calls it
     "cpu": _copying,
     "to": _copying,
     "__deepcopy__": _copying,
