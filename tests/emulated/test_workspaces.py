@@ -64,7 +64,8 @@ def inferred(rows):
 
 def on_two_streams(rows):
     model, x, stream = net(rows), batch(), torch.cuda.Stream()
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # 2.6 warns of none
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     def step():
         with torch.cuda.stream(stream):
             model(x).backward()
