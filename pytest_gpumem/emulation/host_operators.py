@@ -24,6 +24,8 @@ BIGGEST_COPY = 1 << 20
 
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 """Operators that ask for the positions at which a boolean index is true: those are seen (`NativeReads.positions`)."""
+_READ_BEFORE = frozenset({"_ctc_loss", "_use_cudnn_ctc_loss"})
+"""Operators whose reads are noted where they are called from (`watched_methods`)."""
 _READ_UNTAGGED = frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
     | {"_pack_padded_sequence", "_coalesce", *(f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc"))}
@@ -106,7 +108,8 @@ def operator_of(func: Any) -> Operator:
         writes_if=next((at for at, one in enumerate(names) if one in _TRAINS), None) if statistics else None,
         collective=namespace.strip("_").startswith("c10d"),
         overwrites=name in _MADE_OF_NOTHING,
-        reads=name not in _INDEXED and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
+        reads=name not in _INDEXED | _READ_BEFORE
+        and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
     )
 
 

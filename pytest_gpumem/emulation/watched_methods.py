@@ -265,6 +265,33 @@ def _sizing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any
     return make
 
 
+def _losing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``ctc_loss`` as one that notes unknown lengths, and runs without the mode: else torch reads them elsewhere."""
+
+    @never_compiled
+    @wraps(original)
+    def lose(*args: Any, **named: Any) -> Any:
+        given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False)) | named
+        probabilities, targets = given.get("log_probs"), given.get("targets")
+        if not isinstance(probabilities, torch.Tensor) or not probabilities.is_cuda:
+            return original(*args, **named)
+        joined = isinstance(targets, torch.Tensor) and targets.dim() == 1
+        read = ("input_lengths", "target_lengths", *(("targets",) if joined else ()))
+        if any(_is_unknown(mode, given.get(name)) for name in read):
+            mode.reads.invalid("ctc_loss reads values")
+        if current_dispatch_mode() is not mode:
+            return original(*args, **named)
+        mode.__exit__(None, None, None)
+        try:
+            result = original(*args, **named)
+        finally:
+            mode.__enter__()
+        mode.note_unknown(result)
+        return result
+
+    return lose
+
+
 def _deciding(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``is_nonzero`` as one that notes what it reads."""
 
@@ -307,6 +334,7 @@ _FUNCTIONS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., A
     "as_tensor": _making,
     "tensor_split": _splitting,
     "is_nonzero": _deciding,
+    "ctc_loss": _losing,
     "sparse_coo_tensor": _sizing,
     **{f"sparse_{kind}_tensor": _sizing for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
 }

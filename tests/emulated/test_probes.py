@@ -198,6 +198,8 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "torch.sparse_coo_tensor(score.argsort()[None], score)"),
     (CAUGHT, "torch.sparse_coo_tensor(values=score, indices=[score.argsort()])"),
     (CAUGHT, "torch.sparse_csr_tensor(known[:5], score[:4].argsort(), score[:4])"),
+    (CAUGHT, "probabilities = x.view(50, 20, 1000)[:, :4, :20].log_softmax(-1).requires_grad_()\nF.ctc_loss(probabilities, known[:4, None] + 1, score[:4].argsort() + 9, known[:4] * 0 + 1)"),
+    (CAUGHT, "probabilities = x.view(50, 20, 1000)[:, :4, :20].log_softmax(-1).requires_grad_()\nF.ctc_loss(probabilities, known[:4] + 1, known[:4].cpu() + 40, score[:4].argsort().cpu())"),
     # Memory that NumPy or another library sees as well.
     (CAUGHT, "buffer = np.zeros(1000, dtype=np.int64)\ntorch.from_numpy(buffer).copy_(x.argmax(-1))\nx[: buffer.max()]"),
     (CAUGHT, "buffer = np.zeros(1000, dtype=np.int64)\ntorch.from_numpy(buffer[100:200])[:4] = score.argsort()[:4].cpu()"),
@@ -296,6 +298,7 @@ TABLE: list[tuple[str, str]] = [
     (HARMLESS, "assert torch.eye(5).to_sparse_csr().crow_indices().tolist() == [*range(6)] and torch.eye(5).nonzero().stride() == torch.nonzero(torch.eye(5), out=torch.empty(0, dtype=torch.int64)).stride() == torch.eye(5).cuda().nonzero().stride()  # laid out as torch does"),
     (HARMLESS, "torch.sparse_coo_tensor(score.argsort()[None], score, (1000,)), torch.sparse_coo_tensor(score.argsort()[None], score, size=(1000,)), torch.sparse_coo_tensor((3, 4), device='cuda')\nassert torch.sparse_coo_tensor(known[None], score[:8]).shape == (8,) and torch.sparse_csr_tensor(known[:5], known[:4], score[:4]).shape == (4, 4)  # of a given size, or all known"),
     (HARMLESS, "queue = torch.multiprocessing.SimpleQueue()\nqueue.put([known.cpu()])\nassert queue.get()[0].tolist() == [*range(8)]  # known"),
+    (HARMLESS, "probabilities = x.view(50, 20, 1000)[:, :4, :20].log_softmax(-1).requires_grad_()\nfor lengths in (known[:4] * 0 + 1, known[:4].cpu() * 0 + 1, [1] * 4):\n    F.ctc_loss(probabilities, known[:4, None] + 1, lengths, lengths).backward()\n    F.ctc_loss(probabilities, known[:4] + 1, lengths, lengths)\nwith torch.backends.cudnn.flags(enabled=False): F.ctc_loss(probabilities, known[:4].int() + 1, lengths, lengths, reduction='none')  # known lengths, on either side"),
     (HARMLESS, "for one in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__format__, torch.tensor, torch.from_numpy, torch.utils.dlpack.to_dlpack): assert pickle.loads(pickle.dumps(one)) is one  # a function, sent to another process"),
     (HARMLESS, "done = torch.isin(score.argsort(), known)\ndone |= torch.ones(1000, dtype=torch.bool, device='cuda')\nassert (torch.ones(1000, dtype=torch.int64, device='cuda') & ~done).max() == 0  # whatever the tokens are"),
     (HARMLESS, "assert not ((score > 0) & torch.zeros(1000, dtype=torch.bool, device='cuda')).any()  # whatever the values are"),
