@@ -260,7 +260,7 @@ if not PLANTED:
         (
             "Not measured any more: it has neither the marker *",
             "*baseline: call, *",
-            "*accept:   gpumem prune test_*.py *",
+            "*accept:   gpumem prune test_*.py::test_it *",
         ),
     ),
     Scenario(

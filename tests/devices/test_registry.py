@@ -65,8 +65,8 @@ def test_another_error_of_a_factory_is_not_taken_for_a_device_that_is_not_there(
         Devices({"cuda": broken, "cpu": Factory()}).get("auto")
 
 
-def test_an_unknown_name_is_a_mistake_of_the_caller():
-    with pytest.raises(KeyError):
+def test_a_name_that_no_device_has_is_a_device_that_cannot_be_used():
+    with pytest.raises(DeviceUnavailable, match=r"^there is no such device$"):
         Devices({"cpu": Factory()}).get("cud")
 
 
