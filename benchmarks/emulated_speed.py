@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from claims import Claim, conclude, parser_of, print_table
+from cost import cost_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,7 +130,7 @@ def _run_there(name: str, gpu: str) -> dict[str, Any]:
 
 def _session(folder: Path, *options: str, status: int = 0, **environment: str) -> Taken:
     """Run a session of pytest. Raises ``RuntimeError`` with what it wrote when it ends with another status."""
-    load, cpu, began = os.getloadavg()[0], _cpu_of_children(), time.perf_counter()
+    load = os.getloadavg()[0]
     command = [
         sys.executable,
         "-m",
@@ -141,29 +141,25 @@ def _session(folder: Path, *options: str, status: int = 0, **environment: str) -
         "--gpumem-device=emulated:h100",
         *options,
     ]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=_environment() | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LONGEST,
+    cost, done = cost_of(
+        lambda: subprocess.run(
+            command,
+            cwd=folder,
+            env=_environment() | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST,
+        )
     )
-    taken = Taken(round(time.perf_counter() - began, 2), round(_cpu_of_children() - cpu, 2), load)
     if done.returncode != status:
         raise RuntimeError(f"{' '.join(command)} in {folder} ended with {done.returncode}:\n{done.stdout[-6000:]}")
-    return taken
+    return Taken(round(cost.wall, 2), round(cost.cpu, 2), load)
 
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-
-
-def _cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def planted_sessions(folder: Path) -> dict[str, Taken]:

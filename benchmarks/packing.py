@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from claims import Claim, conclude, parser_of, print_table
+from cost import Cost, cost_of
 
 TESTS, LEAST_MB, MOST_MB = 40, 200, 4000
 CARD = "emulated:16GB"
@@ -48,10 +47,9 @@ def test_step(gpumem, size):
 
 @dataclass(frozen=True)
 class Run:
-    """One session: seconds on the wall and of the cores, and what it reported."""
+    """One session: what it took, and what it reported."""
 
-    wall: float
-    cpu: float
+    cost: Cost
     passed: int
     out_of_memory: int
     figures: dict[str, dict[str, float]]
@@ -63,16 +61,10 @@ def run(folder: Path, name: str, *options: str, card: str | None = None) -> Run:
     report = folder / f"{name}.json"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", f"--gpumem-device={CARD}"]
     environment = {**os.environ, **({} if card is None else {"GPUMEM_EMULATED_CARD": str(folder / card)})}
-    before, began = _cpu_of_children(), time.perf_counter()
-    done = subprocess.run(
-        [*command, "--gpumem-explain=never", f"--gpumem-report={report}", *options],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    command += ["--gpumem-explain=never", f"--gpumem-report={report}", *options]
+    cost, done = cost_of(
+        lambda: subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     )
-    wall, cpu = time.perf_counter() - began, _cpu_of_children() - before
     (folder / f"{name}.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
     if not report.exists():
         raise SystemExit(f"{name} did not run:\n{done.stdout}{done.stderr}")
@@ -83,17 +75,12 @@ def run(folder: Path, name: str, *options: str, card: str | None = None) -> Run:
         for verdict in result["verdict"]["verdicts"]
     }
     passed = sum(result["passed"] for result in results)
-    return Run(wall, cpu, passed, _out_of_memory(done.stdout), figures)
+    return Run(cost, passed, _out_of_memory(done.stdout), figures)
 
 
 def _out_of_memory(told: str) -> int:
     """Return how many tests ended with an out-of-memory error, by pytest's summary."""
     return sum(line.startswith("FAILED") and "OutOfMemoryError" in line for line in told.splitlines())
-
-
-def _cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> int:
@@ -121,9 +108,9 @@ def main() -> int:
             [
                 (
                     title,
-                    f"{one.wall:.1f}",
-                    f"{one.cpu:.1f}",
-                    f"{one.wall / alone.wall:.2f}",
+                    f"{one.cost.wall:.1f}",
+                    f"{one.cost.cpu:.1f}",
+                    f"{one.cost.wall / alone.cost.wall:.2f}",
                     str(one.passed),
                     str(one.out_of_memory),
                 )
@@ -131,7 +118,7 @@ def main() -> int:
             ],
         )
         claims += [
-            Claim("wall time, packed over -n 1", packed.wall / alone.wall, LIMIT),
+            Claim("wall time, packed over -n 1", packed.cost.wall / alone.cost.wall, LIMIT),
             Claim("tests that did not pass when packed", TESTS - packed.passed, 0),
             Claim("out of memory when packed", packed.out_of_memory, 0),
             Claim("tests whose figures differ from those alone", _differing(alone, packed), 0),

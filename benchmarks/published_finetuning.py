@@ -103,11 +103,11 @@ RUNS = {
     "8B LoRA": _lora("lora", "llama3_1_8b", length=2048),
     "8B QLoRA": _lora("qlora", "llama3_1_8b", length=2048),
 }
-"""Settings of each row that is run, by its config there. The other rows are listed in README.md with the reason."""
+"""Settings of each row that is run, by its config there; of the others see `results/emulated-a100/fine-tuning.md`."""
 GPUS = {"A100": "a100", "RTX 4090": "24GB"}
 """torch 2.7's kernel for flex attention's backward needs 102,144 bytes of shared memory, and an RTX 4090 has 101,376."""
 NO_CLAIM = ("LoRA", "QLoRA", "8B LoRA", "8B QLoRA")
-"""Rows that are off for a reason that is not known: README.md says by how much, and what was tried."""
+"""Rows that are off for a reason that is not known: that file says by how much, and what was tried."""
 METHODS = ("adalora", "lora", "glora", "ln_tuning", "tinylora")
 """PEFT's methods, by falling published peak."""
 LENGTHS = range(640, 705, 4)

@@ -93,7 +93,7 @@ JOBS = {
     "4 nodes x 8 H200, lbs 2": Job("h200", 32, _H200, compile_loss=True),
     "8 nodes x 8 H200, lbs 2": Job("h200", 64, _H200, compile_loss=True),
 }
-"""Jobs by their config in the table. The other rows are listed in README.md with the reason."""
+"""Jobs by their config in the table. Why the others are not run is in `results/emulated-95gib/pretraining.md`."""
 
 
 def run_job(asked: dict[str, Any]) -> list[dict[str, int]]:

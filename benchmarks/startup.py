@@ -6,29 +6,19 @@ everybody's on a busy machine; both are shown.
 
 from __future__ import annotations
 
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
+from cost import Cost, cost_of
 
 FILES, TESTS_A_FILE = 20, 100
 LIMIT = 1.02
 QUIET = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist", "-p", "no:rerunfailures")
 KINDS = {"with the plugin": (), "-p no:gpumem": ("-p", "no:gpumem")}
-
-
-@dataclass(frozen=True)
-class Run:
-    """Seconds of one run of pytest."""
-
-    cpu: float
-    wall: float
 
 
 def write_tests(folder: Path) -> None:
@@ -39,27 +29,17 @@ def write_tests(folder: Path) -> None:
         (folder / f"test_{number}.py").write_text(tests, encoding="utf-8")
 
 
-def run_pytest(folder: Path, options: tuple[str, ...]) -> Run:
+def run_pytest(folder: Path, options: tuple[str, ...]) -> Cost:
     """Run the tests in ``folder``. Raises when they do not all pass."""
-    before, began = _cpu_of_children(), time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "pytest", *QUIET, *options],
-        cwd=folder,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    return Run(_cpu_of_children() - before, time.perf_counter() - began)
-
-
-def _cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    command = [sys.executable, "-m", "pytest", *QUIET, *options]
+    cost, _ = cost_of(lambda: subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL))
+    return cost
 
 
 def main() -> int:
     """Run both kinds in turns, print what they took, and tell whether the claim holds."""
     options = parser_of(__doc__, rounds=15).parse_args()
-    runs: dict[str, list[Run]] = {kind: [] for kind in KINDS}
+    runs: dict[str, list[Cost]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tests(folder)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from claims import Claim, conclude, parser_of, print_table
+from cost import Cost, cost_of
 
 from pytest_gpumem.baselines.backend import Folder
 from pytest_gpumem.baselines.store import Store
@@ -23,9 +22,6 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 FILES, TESTS_A_FILE = 100, 100
 LIMIT = 2.0
 HERE = Environment(
@@ -33,14 +29,6 @@ HERE = Environment(
     "Some GPU",
     {"total_memory": 80 * 10**9, "torch": "2.13.0", "cuda": "13.0", "driver": "1.2", "allocator": "default"},
 )
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one part of a session."""
-
-    cpu: float
-    wall: float
 
 
 def made_up_measurements() -> dict[Key, Measurement]:
@@ -64,14 +52,7 @@ def made_up_measurements() -> dict[Key, Measurement]:
     }
 
 
-def timed(action: Callable[[], object]) -> Seconds:
-    """Seconds that ``action`` takes."""
-    cpu, began = time.process_time(), time.perf_counter()
-    action()
-    return Seconds(time.process_time() - cpu, time.perf_counter() - began)
-
-
-def one_round(folder: Path, measured: dict[Key, Measurement]) -> dict[str, Seconds]:
+def one_round(folder: Path, measured: dict[Key, Measurement]) -> dict[str, Cost]:
     """Write everything; then, with one store as a session has it, read when it starts, compare, and write it all again."""
     entries: dict[Key, Baseline] = {key: baseline_of(one, "2026-01-01", "abc123456") for key, one in measured.items()}
     Store(Folder(folder)).change(entries)
@@ -84,11 +65,8 @@ def one_round(folder: Path, measured: dict[Key, Measurement]) -> dict[str, Secon
             if verdict.outcome is not Outcome.OK:
                 raise AssertionError(f"{key} is {verdict.outcome.words}")
 
-    return {
-        "reading": timed(store.check),
-        "comparing": timed(compare),
-        "writing": timed(lambda: store.change(changed)),
-    }
+    parts = {"reading": store.check, "comparing": compare, "writing": lambda: store.change(changed)}
+    return {name: cost_of(action)[0] for name, action in parts.items()}
 
 
 def main() -> int:
@@ -101,7 +79,7 @@ def main() -> int:
             rounds.append(one_round(Path(name), measured))
     parts = {part: [taken[part] for taken in rounds] for part in rounds[0]}
     parts["all"] = [
-        Seconds(sum(one.cpu for one in taken.values()), sum(one.wall for one in taken.values())) for taken in rounds
+        Cost(sum(one.cpu for one in taken.values()), sum(one.wall for one in taken.values())) for taken in rounds
     ]
     print(f"{len(measured)} baselines in {FILES} files, {options.rounds} rounds\n")
     print_table(

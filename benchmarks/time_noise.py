@@ -7,15 +7,15 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from time_file import Series
-from time_rules import Trial, runs_of
+from time_judged import Trial, runs_of
+from time_recorded import Series
 from time_simulated import moderate_load
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Sequence
 
-    from time_file import Recording, Run
+    from time_recorded import Recording, Run
 
 BASELINE_RUNS, FEWEST_MEASURES = 5, 3
 FEWEST_SERIES = 5
@@ -23,13 +23,13 @@ FEWEST_SERIES = 5
 MOST_BASELINE_RUNS = 10
 IDLE, MODERATE, HEAVY, CROWDED = "idle", "moderate load", "heavy load", "crowded"
 LOADS = (IDLE, MODERATE, HEAVY, CROWDED)
-SIMULATED = "simulated moderate load"
 IDLE_WAITED, IDLE_OTHERS = 0.02, 0.25
 """Of the time, and in cores beside the step's: less is an idle machine."""
 MODERATE_WAITED, MODERATE_OTHERS = 0.20, 0.75
 """As much is a moderate load, and more a heavy one: a neighbour that works half of the time uses up to 0.75 in 5 seconds."""
 HEAVY_WAITED = 0.5
 """More is a machine with more than two processes for each core."""
+SIMULATED = "simulated moderate load"
 WORK, WAIT = "work", "busy wait"
 
 
@@ -117,8 +117,7 @@ def simulated(chance: random.Random, slowdown: Slowdown | None, count: int) -> I
     for _ in range(count):
         trial = moderate_load(chance, BASELINE_RUNS)
         if slowdown is not None:
-            now = reckoned(trial.now, slowdown)
-            trial = replace(trial, now=now, next=now)
+            trial = replace(trial, now=reckoned(trial.now, slowdown))
         yield trial
 
 
@@ -148,4 +147,4 @@ class _Drawn:
         of = self._measures[step] if only_measures else self._plain
         others = [run for run in of if run is not now]
         chosen = sorted(chance.sample(others, min(runs, len(others))), key=lambda run: run.began)
-        return Trial(tuple(run.series[step] for run in chosen), series, series, self._recording.cores)
+        return Trial(tuple(run.series[step] for run in chosen), series, self._recording.cores)

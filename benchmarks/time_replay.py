@@ -13,7 +13,7 @@ from pytest_gpumem.values.interference import Conditions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from time_file import Series
+    from time_recorded import Series
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.values.times import Sample
@@ -29,12 +29,6 @@ class Replay:
         self._cores = cores
         self.played = 0
         """Rounds that have been taken."""
-
-    @property
-    def spent(self) -> float:
-        """Seconds from the first reading to the latest: rounds, and what was read in between."""
-        readings = self._series.readings
-        return readings[self.played].at - readings[0].at
 
     @property
     def left(self) -> float:
@@ -62,14 +56,12 @@ class Replay:
         """What is timed: time passes by the recording."""
         self._steps += 1
 
-    def rest(self, seconds: float, leaving: float) -> bool:
-        """Let ``seconds`` of the series pass, if at least ``leaving`` are left of it then, and tell whether they are."""
+    def rest(self, seconds: float, leaving: float) -> None:
+        """Let ``seconds`` of the series pass, if at least ``leaving`` are left of it then."""
         readings = self._series.readings
         until = readings[self.played].at + seconds
-        if readings[-1].at - until < leaving:
-            return False
-        self.played = next(number for number, one in enumerate(readings) if one.at >= until)
-        return True
+        if readings[-1].at - until >= leaving:
+            self.played = next(number for number, one in enumerate(readings) if one.at >= until)
 
     def sample(self, seconds: float, fewest: int = 1) -> Sample:
         """The next sample, for which ``seconds`` may be spent; a shorter one where the series ends before."""
@@ -83,11 +75,8 @@ class Timed:
         self._replay = Replay(series, cores)
         time_budget = TimeBudget()
         self.first = self._replay.sample(time_budget.share)
-        self.seconds_of_first = self._replay.spent
         self._second_look = time_budget.second_sample
         self._again: list[Sample] = []
-        self._pauses = 0.0
-        """Seconds of those that the series had no time for."""
 
     @property
     def again(self) -> Sample:
@@ -106,12 +95,6 @@ class Timed:
             self._look_again()
         return self._again[1]
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that timing has taken so far, with its readings, and with the pauses before re-measurements."""
-        return self._replay.spent + self._pauses
-
     def _look_again(self) -> None:
-        if not self._replay.rest(SECONDS_BETWEEN_SAMPLES, leaving=self._second_look):
-            self._pauses += SECONDS_BETWEEN_SAMPLES
+        self._replay.rest(SECONDS_BETWEEN_SAMPLES, leaving=self._second_look)
         self._again.append(self._replay.sample(self._second_look, ROUNDS_TO_DECIDE))

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from time_file import Reading, Series
-from time_rules import PairedTrial, Trial, in_order
+from time_judged import PairedTrial, Trial, in_order
+from time_recorded import Reading, Series
 
 if TYPE_CHECKING:
     import random
@@ -69,8 +69,7 @@ def _trial(chance: random.Random, before: Machine, after: Machine, apart: float 
     step_seconds = math.exp(chance.uniform(math.log(0.003), math.log(0.06)))
     count = chance.randint(1, MOST_BASELINE_RUNS)
     baseline = tuple(before.run(step_seconds, apart * number) for number in range(count))
-    now, following = (after.run(step_seconds, apart * count + later) for later in (0.0, 10.0))
-    return Trial(baseline, now, following, CORES)
+    return Trial(baseline, after.run(step_seconds, apart * count), CORES)
 
 
 def _in_turns(chance: random.Random, machine: Machine, pairs: int) -> PairedTrial:
@@ -158,7 +157,7 @@ def moderate_load(chance: random.Random, runs: int) -> Trial:
     step_seconds = math.exp(chance.uniform(math.log(0.003), math.log(0.06)))
     baseline = tuple(machine().run(step_seconds, 60.0 * number) for number in range(runs))
     now = machine().run(step_seconds, 60.0 * runs, seconds_to_run=3 * SERIES_SECONDS / 2)
-    return Trial(baseline, now, now, CORES_UNDER_LOAD)
+    return Trial(baseline, now, CORES_UNDER_LOAD)
 
 
 def frequency_step(chance: random.Random) -> Trial:
@@ -172,12 +171,6 @@ def frequency_step_in_turns(chance: random.Random, pairs: int) -> PairedTrial:
     clock, since = 1 - chance.uniform(0.10, 0.30), chance.uniform(0, 240)
     machine = Machine(chance, lambda seconds: Moment(1 / clock, clock) if seconds > since else Moment())
     return _in_turns(chance, machine, pairs)
-
-
-def unseen_frequency_step(chance: random.Random) -> Trial:
-    """As `frequency_step`, and the pace does not tell. No rule can know that it is not the step."""
-    clock = 1 - chance.uniform(0.10, 0.30)
-    return _trial(chance, Machine(chance), Machine(chance, lambda _: Moment(1 / clock)))
 
 
 def heavy_tails(chance: random.Random) -> Trial:
@@ -204,7 +197,3 @@ SCENARIOS_IN_TURNS: dict[str, Callable[[random.Random, int], PairedTrial]] = {
     "frequency steps": frequency_step_in_turns,
 }
 """Those in which a machine changes from run to run."""
-UNSEEN: dict[str, Callable[[random.Random], Trial]] = {
-    "frequency steps that the pace does not follow": unseen_frequency_step
-}
-"""Shown, and not claimed."""

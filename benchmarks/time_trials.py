@@ -6,13 +6,13 @@ import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from time_rules import PairedTrial, Trial, in_order
+from time_judged import PairedTrial, Trial, in_order
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from time_file import Recording, Run
+    from time_recorded import Recording, Run
 
 MOST_BASELINE_RUNS = 10
 QUIET = "quiet"
@@ -27,14 +27,14 @@ def same_step(recording: Recording, chance: random.Random, count: int) -> Iterat
     for run in recording.runs:
         if run.is_plain:
             by_load[run.load].append(run)
-    loads = [load for load, runs in by_load.items() if len(runs) >= 3]
+    loads = [load for load, runs in by_load.items() if len(runs) >= 2]
     if not loads:
         return
     for _ in range(count):
         before, after = (by_load[chance.choice(loads)] for _ in range(2))
-        now, following = chance.sample(after, 2)
-        others = [run for run in before if run is not now and run is not following]
-        yield _trial(recording, chance, others, now, following, chance.randint(1, MOST_BASELINE_RUNS))
+        now = chance.choice(after)
+        others = [run for run in before if run is not now]
+        yield _trial(recording, chance, others, now, chance.randint(1, MOST_BASELINE_RUNS))
 
 
 def planted(recording: Recording, chance: random.Random, percent: int, runs: int, count: int) -> Iterator[Trial]:
@@ -42,12 +42,11 @@ def planted(recording: Recording, chance: random.Random, percent: int, runs: int
     quiet = [run for run in recording.runs if run.load == QUIET and run.wait == 0]
     slow = [run for run in quiet if run.percent == percent]
     plain = [run for run in quiet if run.percent == 0]
-    if len(slow) < 2 or any(len(_apart(plain, run)) <= runs for run in slow):
+    if not slow or any(len(_apart(plain, run)) < runs for run in slow):
         return
     for _ in range(count):
-        now, following = chance.sample(slow, 2)
-        others = [run for run in _apart(plain, now) if run is not following]
-        yield _trial(recording, chance, others, now, following, runs)
+        now = chance.choice(slow)
+        yield _trial(recording, chance, _apart(plain, now), now, runs)
 
 
 def _apart(runs: list[Run], one: Run) -> list[Run]:
@@ -100,10 +99,8 @@ def same_in_turns(
         )
 
 
-def _trial(
-    recording: Recording, chance: random.Random, before: list[Run], now: Run, following: Run, runs: int
-) -> Trial:
+def _trial(recording: Recording, chance: random.Random, before: list[Run], now: Run, runs: int) -> Trial:
     step = chance.choice(sorted(now.series))
     chosen = chance.sample(before, min(runs, len(before)))
     baseline = tuple(run.series[step] for run in sorted(chosen, key=lambda run: run.began))
-    return Trial(baseline, now.series[step], following.series[step], recording.cores)
+    return Trial(baseline, now.series[step], recording.cores)

@@ -1,38 +1,241 @@
 """The table of truth: memory at the peak of each phase of a training step, and its time, by model and step config.
 
-216 cases, each settled, timed, and run once more while the allocator's counters are read. A result is on the disk as soon as
-it is there; started again, the command goes on with the cases that are missing.
+216 cases. Each is run until its step repeats, timed for five rounds, and run once more while the allocator's counters are read.
+A result is on the disk as soon as it is there; started again, the command goes on with the cases that are missing or failed.
+
+- ``peaks`` are bytes over what was there before the case, by phase: ``forward``, ``backward``, ``optimizer`` (with
+  ``zero_grad``), and ``rest``, what is held between steps. The step that they are read in begins with an empty cache; at every
+  border of a phase the peaks are reset to what is in use.
+- On CUDA they are four counters of ``torch.cuda.memory_stats()``, those of ``.all.peak``: ``requested`` (what tensors asked
+  for), ``allocated`` (the same in rounded blocks), ``active`` (with freed blocks that wait for another stream) and ``reserved``
+  (what the allocator holds from the driver). A CPU has one figure, what tensors hold; it is called ``allocated``.
+- ``step_time`` is the median of ``step_times``, in seconds. ``settled`` is false, with a note, where a step never repeated.
+- A case that does not fit, or that the device lacks something for, has its reason under ``cannot_run``; one that broke, under
+  ``failed``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import platform
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from claims import print_table
-from counters import counters_of
-from truth_cases import PHASES, Case, cases, result_of
-from truth_file import TruthFile
-from truth_models import SIZES
+from truth_models import SIZES, Subject, subjects
 
-from pytest_gpumem.devices.contract import DeviceUnavailable
+from pytest_gpumem.devices.contract import CannotRun, DeviceUnavailable
+from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
+from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
+from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from counters import Counters
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+    from pytest_gpumem.steps.reading import Phase
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {"full": "truth.json", "small": "truth-small.json"}
+FORMAT = 1
 INTERRUPTED = 130
+AXES = {
+    "precision": ("fp32", "amp-bf16", "amp-fp16", "bf16"),
+    "checkpoint": ("none", "blocks", "ops"),
+    "optimizer": ("sgd", "adamw-foreach", "adamw-fused"),
+}
+PHASES = ("forward", "backward", "optimizer")
+COUNTERS = ("allocated", "active", "requested", "reserved")
+SEED = 0
+Bytes = dict[str, int]
+"""By counter. Only differences of two readings mean anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model that takes a training step under a config."""
+
+    model: str
+    subject: Subject
+    config: StepConfig
+
+    @property
+    def name(self) -> str:
+        """``"gpt2-small/amp-bf16-ckpt-blocks-adamw-fused"``."""
+        return f"{self.model}/{self.config.id}"
+
+
+def cases(size: str, patterns: Sequence[str] = ()) -> list[Case]:
+    """Return the cases of a size, or those whose name has one of the ``patterns`` in it (``*`` and ``?`` as in a shell)."""
+    made = [Case(model, subject, config) for model, subject in subjects(size).items() for config in combinations(AXES)]
+    return [
+        case for case in made if not patterns or any(fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)
+    ]
+
+
+class CudaCounters:
+    """The statistics of ``torch.cuda.memory_stats()`` over all of its pools."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+
+    def current(self) -> Bytes:
+        """Return the bytes now."""
+        return self._read("current")
+
+    def take_peaks(self) -> Bytes:
+        """Return the peaks since the last call of this; the next ones begin at what is there now."""
+        peaks = self._read("peak")
+        self._runtime.reset_peaks()
+        return peaks
+
+    def _read(self, which: str) -> Bytes:
+        statistics = self._runtime.statistics()
+        # Not every allocator that torch may be told to use keeps all of them.
+        keys = {name: f"{name}_bytes.all.{which}" for name in COUNTERS}
+        return {name: statistics[key] for name, key in keys.items() if key in statistics}
+
+
+class DeviceCounters:
+    """As `CudaCounters`, for a device without an allocator to ask."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def current(self) -> Bytes:
+        return {"allocated": self._device.live()}
+
+    def take_peaks(self) -> Bytes:
+        return {"allocated": self._device.pop_peak().allocated}
+
+
+Counters = CudaCounters | DeviceCounters
+
+
+def result_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]:
+    """Return the case's figures, or under ``cannot_run`` or ``failed`` why there are none."""
+    head = {"model": case.model, "config": str(case.config)}
+    try:
+        return head | figures_of(case, device, counters)
+    except (CannotRun, ConfigError) as error:
+        return head | {"cannot_run": str(error)}
+    except Exception as error:  # noqa: BLE001 - the others are to run whatever becomes of this one
+        first_line = str(error).strip().partition("\n")[0]
+        # Of a GPU, or of the host, for which torch has no class of its own.
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+            # Who held the rest of the GPU is another each time.
+            return head | {"cannot_run": first_line.partition(" GPU ")[0]}
+        return head | {"failed": f"{type(error).__name__}: {first_line}"}
+
+
+def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]:
+    """Settle the step, time it, and read the counters over one more."""
+    device.quiesce()
+    torch.manual_seed(SEED)
+    before = counters.current()
+    bench = MeasuringContext(device, TimeBudget())
+    with (
+        _collections_made_short(),
+        prepared_train_step(bench, case.subject.build, case.subject.batch, config=case.config) as prepared,
+    ):
+        step = prepared.measure()
+        figures, workload = step.figures, step.workload
+        assert figures.times is not None, "the bench times"
+        rest = counters.current()
+        peaks = {"rest": rest} | peaks_of(prepared.phases, counters)
+        notes = list(step.notes)
+    return {
+        "batch": workload.batch,
+        "parameters": workload.parameters,
+        "settled": figures.settled,
+        "notes": notes,
+        "step_time": round(figures.times.median, 6),
+        "step_times": [round(seconds, 6) for seconds in figures.times.rounds],
+        "peaks": {
+            phase: {name: size - before[name] for name, size in reading.items()} for phase, reading in peaks.items()
+        },
+    }
+
+
+def peaks_of(phases: Sequence[Phase], counters: Counters) -> dict[str, Bytes]:
+    """Run a step. Returns the peaks of each of its phases, which are begun anew at every border."""
+    peaks: dict[str, Bytes] = {}
+    with cyclic_collector_off():
+        counters.take_peaks()
+        for phase in phases:
+            phase.run()
+            peak, seen = counters.take_peaks(), peaks.get(phase.name, {})
+            peaks[phase.name] = {name: max(size, seen.get(name, size)) for name, size in peak.items()}
+    return peaks
+
+
+@contextmanager
+def _collections_made_short() -> Iterator[None]:
+    """Every step ends with a collection, which would look at all that transformers imports: more work than the step."""
+    heap = FrozenHeap()
+    heap.freeze()
+    try:
+        yield
+    finally:
+        heap.thaw()
+
+
+class TruthFile:
+    """Results by case, of one environment. Each is on the disk as soon as it is there.
+
+    What another environment gave is not mixed in, and not lost: its file is kept beside this one as ``before``.
+    """
+
+    def __init__(self, path: Path, environment: Mapping[str, str | int]) -> None:
+        self.path = path
+        self.before: Path | None = None
+        self._head = {"format": FORMAT, "environment": dict(environment)}
+        self.cases: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            document = json.loads(path.read_text(encoding="utf-8"))
+            cases = document.pop("cases")
+            if document == self._head:
+                self.cases = cases
+            else:
+                names = (path.with_suffix(f".before-{number}.json") for number in itertools.count(1))
+                self.before = next(name for name in names if not name.exists())
+
+    def has(self, case: str) -> bool:
+        """Tell whether the case has a result that another run would give, too. A failure is tried again."""
+        return case in self.cases and "failed" not in self.cases[case]
+
+    def put(self, case: str, result: dict[str, Any]) -> None:
+        """Keep a result, and write the file: whole, or not at all."""
+        self.cases[case] = result
+        if self.before is not None and not self.before.exists():
+            self.path.replace(self.before)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(_lines(self._head | {"cases": self.cases}) + "\n", encoding="utf-8")
+        beside.replace(self.path)
+
+
+def _lines(value: object, indent: str = "") -> str:
+    """JSON with sorted keys, in which a mapping or list of plain values is one line."""
+    if not isinstance(value, dict) or not any(isinstance(inner, (dict, list)) for inner in value.values()):
+        return json.dumps(value, sort_keys=True, ensure_ascii=False)
+    deeper = indent + "  "
+    entries = [f"{deeper}{json.dumps(key)}: {_lines(value[key], deeper)}" for key in sorted(value)]
+    return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,11 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = Devices(BUILT_IN).get(options.device)
         file = TruthFile(options.out / device.environment().slug / FILES[options.size], environment_of(device))
         device.open()
-    except (DeviceUnavailable, ValueError) as error:
+    except DeviceUnavailable as error:
         print(error, file=sys.stderr)
         return 2
     try:
-        run(chosen, device, counters_of(device), file, again=options.again)
+        run(chosen, device, file, again=options.again)
     except KeyboardInterrupt:
         print(f"\ninterrupted; what was measured is in {file.path}", file=sys.stderr)
         return INTERRUPTED
@@ -75,17 +278,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s")
     made.add_argument("--list", action="store_true", help="print the names of the cases and run none")
-    made.set_defaults(again=False)
-    earlier = made.add_mutually_exclusive_group()
-    earlier.add_argument(
-        "--resume", dest="again", action="store_false", help="leave out cases that the file has already (the default)"
-    )
-    earlier.add_argument("--again", action="store_true", help="measure them again")
+    made.add_argument("--again", action="store_true", help="measure cases that the file has already, too")
     return made
 
 
 def environment_of(device: Device) -> Mapping[str, str | int]:
-    """What the figures depend on: the device's own account, and what the models are built by."""
+    """Return what the figures depend on: the device's own account, and what the models are built by."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -98,8 +296,9 @@ def environment_of(device: Device) -> Mapping[str, str | int]:
     }
 
 
-def run(chosen: Sequence[Case], device: Device, counters: Counters, file: TruthFile, *, again: bool) -> None:
+def run(chosen: Sequence[Case], device: Device, file: TruthFile, *, again: bool) -> None:
     """Run the cases one after the other, and say so."""
+    counters = CudaCounters(TorchCuda()) if device.name == "cuda" else DeviceCounters(device)
     todo = [case for case in chosen if again or not file.has(case.name)]
     kept = f"; {len(chosen) - len(todo)} are in {file.path} already" if len(todo) < len(chosen) else ""
     print(f"{len(todo)} cases on {device.environment().device}{kept}", flush=True)

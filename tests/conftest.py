@@ -140,7 +140,6 @@ def _no_job_of_github() -> Iterator[None]:
 
 
 ALL_OBJECTS_IN_SIGHT = (
-    "benchmarks/test_truth.py",
     "emulated",
     "explain/test_cycles.py",
     "explain/test_holders.py",

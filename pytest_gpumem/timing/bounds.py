@@ -5,8 +5,8 @@ divided out there. What *slowed* the step while it ran is known of a whole sampl
 memory, a core's two halves) slows the pace, too, so of both factors the larger one holds. That caches are another process's
 after waiting does not show in the pace, which is the best of a few, so it comes on top of what the pace lost.
 
-Measured are those of the CPU, with `benchmarks/time_samples.py` and the loads of `benchmarks/time_load.py`, on virtual machines
-with two cores (AMD EPYC, Intel Xeon), as the time of a step without its waiting, over that of quiet runs.
+Measured are those of the CPU, on virtual machines with two cores (AMD EPYC, Intel Xeon), as the time of a step without its
+waiting, over that of quiet runs (`benchmarks/results/cpu-x86_64/time-gate.md`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What our gate says of a trial, and how a rule is scored over many."""
+"""What the gate says of a trial, and how it is scored over many."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.git import Revision
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.timing.comparison import SLOWER_RUN, Comparison, Runs, compare, is_undecided, run_of, slower_machine
+from pytest_gpumem.timing.comparison import SLOWER_RUN, Runs, compare, is_undecided, run_of, slower_machine
 from pytest_gpumem.units import parse_ratio
 from pytest_gpumem.values.times import Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from time_file import Series
+    from time_recorded import Series
 
     from pytest_gpumem.ab.runs import Side
     from pytest_gpumem.reports.comparison import Compared
@@ -43,14 +43,10 @@ _OUTCOMES: dict[str, Outcome] = {
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A comparison: runs of a step that are the ``baseline``, the latest last, and the run that is judged.
-
-    ``next`` is another one like ``now``, for a rule that wants two processes.
-    """
+    """A comparison: runs of a step that are the ``baseline``, the latest last, and the run that is judged, ``now``."""
 
     baseline: tuple[Series, ...]
     now: Series
-    next: Series
     cores: int
 
 
@@ -102,25 +98,23 @@ def runs_of(baseline: Sequence[Series], cores: int) -> Runs | None:
     return kept
 
 
-def judged(trial: Trial) -> tuple[Comparison | None, Sequence[Sample]]:
-    """What our gate says: of a first sample and, if that one is doubted, of a re-measurement; ``None`` without a baseline."""
-    runs = runs_of(trial.baseline, trial.cores)
-    timed = _first(trial.now, trial.cores)
-    if runs is None:
-        return None, (timed.first,)
-    comparison = compare([timed.first], runs, tolerance())
-    if comparison.outcome == "not slower":
-        return comparison, (timed.first,)
-    samples = [timed.first, timed.again]
-    if is_undecided(samples, runs, tolerance()) and timed.once_more is not None:
-        samples.append(timed.once_more)
-    return compare(samples, runs, tolerance()), samples
-
-
 def ours(trial: Trial) -> Outcome:
-    """Our gate against a stored baseline. Without a baseline to go by it is uncertain."""
-    comparison, _ = judged(trial)
-    return "uncertain" if comparison is None else _OUTCOMES[comparison.outcome]
+    """Our gate against a stored baseline: a first sample and, where that is doubted, re-measurements of it.
+
+    Without a baseline to go by it is uncertain.
+    """
+    runs = runs_of(trial.baseline, trial.cores)
+    if runs is None:
+        return "uncertain"
+    timed = _first(trial.now, trial.cores)
+    samples = [timed.first]
+    comparison = compare(samples, runs, tolerance())
+    if comparison.outcome != "not slower":
+        samples.append(timed.again)
+        if is_undecided(samples, runs, tolerance()) and timed.once_more is not None:
+            samples.append(timed.once_more)
+        comparison = compare(samples, runs, tolerance())
+    return _OUTCOMES[comparison.outcome]
 
 
 def ours_in_turns(trial: PairedTrial, tolerated: float) -> Outcome:
@@ -154,7 +148,7 @@ def _run_of_pytest(side: Side, sample: Sample) -> AbRun:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How often a rule failed, and could not tell, over all trials."""
+    """How often the gate failed, and could not tell, over all trials."""
 
     fails: int
     uncertain: int
@@ -168,11 +162,6 @@ class Score:
     def interval(self) -> tuple[float, float]:
         """The exact 95 % confidence interval of the share (Clopper and Pearson, 1934)."""
         return exact_interval(self.fails, self.trials)
-
-
-def score(rule: Callable[[Trial], Outcome], trials: Iterable[Trial]) -> Score:
-    """Judge every trial by ``rule``."""
-    return counted(rule(trial) for trial in trials)
 
 
 def counted(outcomes: Iterable[Outcome]) -> Score:
