@@ -35,9 +35,10 @@ from truth_models import SIZES, Subject, subjects
 from pytest_gpumem.devices.contract import CannotRun, DeviceUnavailable
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
-from pytest_gpumem.steps.config import ConfigError, StepConfig, combinations
-from pytest_gpumem.steps.prepared import MeasuringContext
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.steps.config import StepConfig, combinations
+from pytest_gpumem.steps.context import MeasuringContext
+from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.units import format_bytes, format_seconds

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
-    from pytest_gpumem.steps.config import ConfigError, StepConfig
+    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.errors import ConfigError
     from pytest_gpumem.values.composition import Composition, Explanation, MissingComposition, Row
 
 __all__ = [

@@ -12,12 +12,13 @@ from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.session.stepping import Steps
-from pytest_gpumem.steps.config import ConfigError, StepConfig, as_config
+from pytest_gpumem.steps.config import StepConfig, as_config
+from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.steps.function import prepared_function
 from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.looped import STEPS
-from pytest_gpumem.steps.prepared import prepared_function
 from pytest_gpumem.steps.state import state_of
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

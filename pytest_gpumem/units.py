@@ -183,3 +183,22 @@ def format_large_count(count: int) -> str:
 def format_flops(count: int) -> str:
     """Return ``"1.23 GFLOP"``: two decimals in the largest unit that keeps the number at one or more."""
     return _in_largest_unit(count, 1000, _FLOPS)
+
+
+def whole_number(value: object, least: int = 1) -> int:
+    """Return the number, ``least`` or more, that ``value`` is or says."""
+    try:
+        count = int(str(value))
+    except ValueError:
+        count = least - 1
+    if count < least or isinstance(value, bool) or not str(value).isascii():
+        raise ValueError(f"expected a whole number, {least} or more")
+    return count
+
+
+def number(value: object) -> float:
+    """Return the number that ``value`` is or says."""
+    try:
+        return float(str(value).encode("ascii"))
+    except ValueError:
+        raise ValueError("expected a number") from None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.steps.function import prepared_function
 from pytest_gpumem.steps.inference import prepared_infer_step
-from pytest_gpumem.steps.prepared import prepared_function
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:
     from pytest_gpumem.steps.prepared import MeasuredStep

@@ -14,10 +14,10 @@ from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.blocks import repeated_blocks
-from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.model_step import NotAStep, built_on
-from pytest_gpumem.steps.prepared import MeasuringContext
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.context import MeasuringContext
+from pytest_gpumem.steps.errors import ConfigError, NotAStep
+from pytest_gpumem.steps.model_step import built_on
+from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:

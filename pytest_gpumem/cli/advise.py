@@ -21,7 +21,7 @@ from pytest_gpumem.emulation.before_torch import install
 from pytest_gpumem.emulation.load import current_emulation, emulate
 from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.reports.matrix import Row, matrix_table
-from pytest_gpumem.steps.model_step import NotAStep
+from pytest_gpumem.steps.errors import NotAStep
 from pytest_gpumem.units import counted, format_bytes, format_seconds, parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 

@@ -27,7 +27,7 @@ from pytest_gpumem.session.judging import (
     record_verdict,
 )
 from pytest_gpumem.session.test_run import TestRun
-from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import is_out_of_memory
-from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.session.callbacks import callback_of
+from pytest_gpumem.steps.batches import work_of_items
 from pytest_gpumem.steps.borders import Borders
 from pytest_gpumem.steps.loop import EndOfLoop, Loop
 from pytest_gpumem.steps.looped import FEWEST_STEPS, FirstStep, PreparedLoop
@@ -120,12 +121,12 @@ class Steps:
         assert self._first is not None, "measured only within the with block"
         prepared = PreparedLoop(
             context=self._run.context,
-            name="steps",
+            workload=Workload("steps"),
+            work=work_of_items(self._items),
             phases=[Phase("step", self._loop.next_step)],
             run_counted=partial(self._loop.next_step, counted=True),
             foreign=self._run.foreign,
             held=None,
-            items=self._items,
             steps=self._steps,
             first=self._first.ended(),
             optimizers=self._borders.optimizers,

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.explaining import ExplainPolicy
     from pytest_gpumem.session.judging import Judged, Judging
     from pytest_gpumem.session.ownership import Ownership
-    from pytest_gpumem.steps.prepared import MeasuredStep, MeasuringContext, PreparedStep
+    from pytest_gpumem.steps.context import MeasuringContext
+    from pytest_gpumem.steps.prepared import MeasuredStep, PreparedStep
     from pytest_gpumem.steps.reading import Figures
     from pytest_gpumem.values.composition import Explanation
     from pytest_gpumem.values.unknown_reads import UnknownReads

@@ -134,6 +134,14 @@ def work_in(batch: object, items: float | str | None) -> dict[str, float]:
     return {items: work[items], **work} if items in work else {}
 
 
+def work_of_items(items: float | None) -> dict[str, float]:
+    """Return what a step without a batch works on, by name: nothing unless ``items`` are given.
+
+    Raises as `number_of_items`.
+    """
+    return {} if items is None else {ITEMS: number_of_items(items)}
+
+
 def number_of_items(items: object) -> float:
     """Return ``items`` as a plain number. Raises ``ValueError`` unless it is finite and above zero."""
     if isinstance(items, Real) and not isinstance(items, bool):

@@ -6,7 +6,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.torch_support.static_access import class_name, elements_of, is_a
 
 if TYPE_CHECKING:

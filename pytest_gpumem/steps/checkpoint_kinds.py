@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.torch_support.private_api import activation_memory_budget
+from pytest_gpumem.units import number, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,25 +87,6 @@ class Checkpointing(NamedTuple):
 
     kind: CheckpointKind
     argument: Any = None
-
-
-def whole_number(value: object, least: int = 1) -> int:
-    """Return the number, ``least`` or more, that ``value`` is or says."""
-    try:
-        count = int(str(value))
-    except ValueError:
-        count = least - 1
-    if count < least or isinstance(value, bool) or not str(value).isascii():
-        raise ValueError(f"expected a whole number, {least} or more")
-    return count
-
-
-def number(value: object) -> float:
-    """Return the number that ``value`` is or says."""
-    try:
-        return float(str(value).encode("ascii"))
-    except ValueError:
-        raise ValueError("expected a number") from None
 
 
 def _fraction(text: str) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.blocks import Block, Segment, described, modules_matching, pattern_of_called, repeated_blocks
 from pytest_gpumem.steps.checkpoint_kinds import each_alone
-from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.steps.blocks import Forward
+    from pytest_gpumem.steps.config import StepConfig
 
 
 class Runs:

@@ -9,9 +9,10 @@ import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_gpumem.steps.checkpoint_kinds import KINDS, Checkpointing, number, whole_number
+from pytest_gpumem.steps.checkpoint_kinds import KINDS, Checkpointing
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.shard_kinds import NONE, Sharding, read_offload
-from pytest_gpumem.units import nearest
+from pytest_gpumem.units import nearest, number, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,10 +35,6 @@ WEIGHTS = ("int8",)
 REDUCES = ("fp32", "bf16", "fp16")
 PLAIN = "plain"
 """The text of a config that asks for nothing."""
-
-
-class ConfigError(ValueError):
-    """A step config that cannot be read, or that has nothing to act on; the message says what would be right."""
 
 
 @dataclass(frozen=True, slots=True)

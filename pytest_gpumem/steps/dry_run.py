@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.ranks.together import ALONE
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.torch_support.reachability import tensors_in
 

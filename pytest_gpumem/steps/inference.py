@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.batches import describe, feed, on_device
+from pytest_gpumem.steps.batches import describe, feed, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.dry_run import dry_run_inference
-from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of
+from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of, workload_of
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
-from pytest_gpumem.steps.prepared import PLAIN, PreparedStep, can_run, initialise, surroundings
+from pytest_gpumem.steps.prepared import PreparedStep
 from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.reading import Phase
+from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
@@ -24,9 +26,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.context import MeasuringContext
     from pytest_gpumem.steps.model_step import ModelOrFactory
-    from pytest_gpumem.steps.prepared import MeasuringContext
 
 
 def infer_phases(
@@ -131,7 +132,7 @@ def prepared_infer_step(
 
     Raises as `prepared_train_step`.
     """
-    config = config or PLAIN
+    config = config or StepConfig()
     config.only_for("infer_step")
     device = context.device.torch_device
     can_run(context.device, config)
@@ -154,15 +155,14 @@ def prepared_infer_step(
             compile_now(phases, config.compile)
         yield PreparedStep(
             context=context,
-            name="infer_step",
+            workload=workload_of("infer_step", model, batch, config, precision),
+            work=work_in(batch, items),
             phases=phases,
             foreign=foreign,
             held=(model, batch),
             model=model,
             batch=batch,
-            config=config,
-            precision=precision,
-            items=items,
+            compiled=compiles,
             state=compiled_graphs if compiles else None,
             creation_sites=creation_sites,
         )

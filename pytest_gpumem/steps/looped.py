@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.owners import parameters_of_optimizer
-from pytest_gpumem.measurement import MeasuringError, Workload
+from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.counting import NOTHING_COUNTED, count_step
 from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_elsewhere, growth_of, keeps_now_and_then
 from pytest_gpumem.steps.loop import LoopEnded
@@ -89,7 +89,9 @@ class PreparedLoop(PreparedStep):
                     longer = list(self._steps(WINDOW))
                 times, notes = self._timed(earlier)
         figures = replace(loop_figures(seen, longer), counted=counted, times=times)
-        return MeasuredStep(figures, self._workload(), self._work(), (*notes, *figures.notes()))
+        parameters = {id(parameter): parameter.numel() for parameter in self._parameters()}
+        workload = replace(self.workload, parameters=sum(parameters.values()) or None)
+        return MeasuredStep(figures, workload, self.work, (*notes, *figures.notes()))
 
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
         """Return ``step``, which was measured and timed, with one more sample of its time, if the loop has steps for it."""
@@ -159,10 +161,6 @@ class PreparedLoop(PreparedStep):
     def _parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
             yield from parameters_of_optimizer(optimizer)
-
-    def _workload(self) -> Workload:
-        parameters = {id(parameter): parameter.numel() for parameter in self._parameters()}
-        return Workload(self.name, parameters=sum(parameters.values()) or None)
 
 
 def loop_figures(seen: Sequence[Figures], longer: Sequence[Figures] = ()) -> StepFigures:

@@ -6,10 +6,10 @@ import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, built_on, given_model
 from pytest_gpumem.steps.precision import in_precision
-from pytest_gpumem.steps.prepared import is_uninitialised
+from pytest_gpumem.steps.surroundings import is_uninitialised
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import is_a

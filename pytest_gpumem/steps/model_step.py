@@ -8,33 +8,28 @@ import logging
 import traceback
 import warnings
 import weakref
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import is_out_of_memory
-from pytest_gpumem.measurement import tensor_text
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.measurement import Workload, tensor_text
+from pytest_gpumem.steps.batches import describe
+from pytest_gpumem.steps.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.random_numbers import RandomNumbers
 from pytest_gpumem.torch_support.private_api import load_compiler
 from pytest_gpumem.torch_support.static_access import (
-    attribute,
     class_name,
     dtype_and_shape,
     elements_of,
     is_a,
-    named_modules,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable
     from types import ModuleType
 
     import torch
 
-    from pytest_gpumem.explain.sites import Site
-    from pytest_gpumem.steps.pipeline import Pipeline
+    from pytest_gpumem.steps.config import StepConfig
 
     ModelOrFactory = torch.nn.Module | Callable[[], torch.nn.Module]
     OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -44,30 +39,6 @@ if TYPE_CHECKING:
 
 _CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adafactor": "Adafactor"}
 _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
-
-
-class NotAStep(ValueError):
-    """Model, batch, loss and optimizer do not make a step; the message says what is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """The model of a training step, on its device."""
-
-    model: torch.nn.Module
-    run: torch.nn.Module
-    """The model as it is called: itself, or what is around it."""
-    blocks: str | None
-    """The pattern of its repeated blocks, if they are not to be found."""
-    creation_sites: Mapping[int, Site]
-    """The lines that made its tensors, by address."""
-    pipeline: Pipeline | None = None
-    """The stage that runs its micro-batches."""
-    unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context around forward in which backward leaves gradients as this rank's own."""
-    buckets: Mapping[int, torch.Tensor] | None = None
-    """The copies of gradients that ``DistributedDataParallel`` sends, as far as it shows them; ``None`` without it."""
-    notes: tuple[str, ...] = ()
 
 
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
@@ -232,45 +203,6 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     return value
 
 
-@contextmanager
-def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """Put the model into training or evaluation mode; each module goes back to its own afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
-def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
-    """Set whether the model keeps keys and values by default (``config.use_cache``); ``None`` leaves it.
-
-    Raises `ConfigError` for a model without such a switch, if it is ``required``.
-    Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
-    """
-    # As they are kept: what has a config may be anybody's module, and what it calls its config anything.
-    found = (attribute(module, "config") for _, module in named_modules(model))
-    configs = {id(config): config for config in found if is_a(attribute(config, "use_cache"), bool)}
-    if cache is None:
-        yield
-        return
-    if required and not configs:
-        raise ConfigError(
-            f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
-        )
-    before = [(config, attribute(config, "use_cache")) for config in configs.values()]
-    for config, _ in before:
-        object.__setattr__(config, "use_cache", cache)
-    try:
-        yield
-    finally:
-        for config, value in before:
-            object.__setattr__(config, "use_cache", value)
-
-
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
@@ -278,6 +210,21 @@ def precision_of(model: torch.nn.Module) -> str:
     """Return the precision of a plain step of the model, by its floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
     kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
     return "+".join(sorted(_PRECISIONS.get(kind, kind) for kind in kinds)) or "fp32"
+
+
+def workload_of(
+    name: str, model: torch.nn.Module, batch: object, config: StepConfig, precision: str | None = None
+) -> Workload:
+    """Return what a model's step is.
+
+    Args:
+        name: ``"train_step"`` or ``"infer_step"``.
+        model: The model as it runs.
+        batch: The batch of a step.
+        config: As the test's author wrote it.
+        precision: That of the model before its weights were quantised; by default it has it still.
+    """
+    return Workload(name, config.text(precision or precision_of(model)), parameters_of(model), describe(batch))
 
 
 def parameters_of(model: torch.nn.Module) -> int:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.steps.batches import mapped, micro_batches
 from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.checkpoint_kinds import in_segments
-from pytest_gpumem.steps.config import ConfigError
-from pytest_gpumem.steps.model_step import caching, loss_of
+from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.steps.model_step import loss_of
+from pytest_gpumem.steps.surroundings import caching
 from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:

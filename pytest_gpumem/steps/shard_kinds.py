@@ -6,7 +6,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.checkpoint_kinds import whole_number
+from pytest_gpumem.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

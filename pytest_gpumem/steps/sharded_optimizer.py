@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import import_quietly
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 

@@ -11,13 +11,14 @@ from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.steps.batches import mapped
 from pytest_gpumem.steps.blocks import repeated_blocks
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.built import Built
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.meta_model import built, materialise
-from pytest_gpumem.steps.model_step import Built, build_model
+from pytest_gpumem.steps.model_step import build_model
 from pytest_gpumem.steps.pipeline import Pipeline
 from pytest_gpumem.steps.precision import dtype_of, in_precision, precision_named
-from pytest_gpumem.steps.prepared import initialise
 from pytest_gpumem.steps.process_group import is_alone
+from pytest_gpumem.steps.surroundings import initialise
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.steps.context import MeasuringContext
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory
-    from pytest_gpumem.steps.prepared import MeasuringContext
     from pytest_gpumem.steps.shard_kinds import Layout
 
 

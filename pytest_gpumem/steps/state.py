@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.steps.precision import precision_named
-from pytest_gpumem.steps.prepared import is_uninitialised
 from pytest_gpumem.steps.sharded_optimizer import local_optimizer
+from pytest_gpumem.steps.surroundings import is_uninitialised
 from pytest_gpumem.torch_support.reachability import blocks_of, is_host, is_on, reachable_tensors
 from pytest_gpumem.torch_support.static_access import gradient_of, is_a, parts_of
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.steps.settling import StepFigures
-    from pytest_gpumem.steps.training import PreparedTrainStep, Training
+    from pytest_gpumem.steps.train_step import PreparedTrainStep
+    from pytest_gpumem.steps.training import Training
 
 
 COUNT = 4

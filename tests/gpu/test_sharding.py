@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.steps.state import StateBytes, state_of
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.train_step import prepared_train_step
 from tests.steps.test_sharding import BLOCKS, F32, SHAPES, WIDTH, Net, shards
 
 if TYPE_CHECKING:

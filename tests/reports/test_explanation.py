@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.baseline import Baseline, Budget
 from pytest_gpumem.gate.difference import Difference, difference
-from pytest_gpumem.gate.judge import FAILING, failing_metrics, judge
+from pytest_gpumem.gate.verdict import FAILING
+from pytest_gpumem.gate.judge import failing_metrics, judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.explanation import (

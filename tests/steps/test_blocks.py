@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from pytest_gpumem.steps.blocks import modules_matching, repeated_blocks
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.errors import ConfigError
 
 
 class Layer(nn.Module):

@@ -12,7 +12,8 @@ from torch import nn
 
 from pytest_gpumem.steps.blocks import Segment, repeated_blocks
 from pytest_gpumem.steps.checkpointing import checkpointed
-from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.errors import ConfigError
 
 ADVICE = "use checkpoint=blocks or checkpoint=every:N"
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.steps.blocks import Block as Repeated
 from pytest_gpumem.steps.checkpoint_kinds import EXPENSIVE_OPS, KINDS, each_alone, in_segments
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
-from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.errors import ConfigError
 
 if TYPE_CHECKING:
     from pytest_gpumem.devices.cpu import CpuDevice

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.config import ConfigError
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.reading import Phase
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.torch_support.private_api import compiled_graphs

@@ -21,11 +21,11 @@ from pytest_gpumem.steps.config import (
     REDUCES,
     WEIGHTS,
     ZERO_GRADS,
-    ConfigError,
     StepConfig,
     as_config,
     combinations,
 )
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.shard_kinds import OFFLOADS, Sharding
 
 unhurried = settings(deadline=None)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gpumem.steps.config import ConfigError, StepConfig
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.inference import infer_phases, quantized
-from pytest_gpumem.steps.model_step import caching
+from pytest_gpumem.steps.surroundings import caching
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,10 @@ import torch
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.prepared import MeasuringContext, is_uninitialised
+from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.steps.state import state_of
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.surroundings import is_uninitialised
+from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.torch_support.static_access import elements_of
 from tests.measuring import measure_infer_step, measure_train_step
 

@@ -9,14 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gpumem.steps.model_step import (
-    build_model,
-    build_optimizer,
-    in_mode,
-    loss_of,
-    parameters_of,
-    precision_of,
-)
+from pytest_gpumem.steps.model_step import build_model, build_optimizer, loss_of, parameters_of, precision_of
+from pytest_gpumem.steps.surroundings import in_mode
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

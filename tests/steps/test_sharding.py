@@ -20,10 +20,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.relations.gradients import assert_same_gradients
-from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.context import MeasuringContext
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.state import state_of
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
 from tests.workspaces import RELEASE
@@ -227,7 +228,7 @@ import gc, json, os, statistics, sys
 import torch
 sys.path.insert(0, {repository!r})
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.ranks.together import Alone, Together
 from pytest_gpumem.steps.reading import run_one_step
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.steps.state import Share, StateBytes
 from pytest_gpumem.steps.state import state_of as state_of_step
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:
     from pytest_gpumem.steps.prepared import MeasuredStep

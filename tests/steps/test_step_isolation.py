@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from pytest_gpumem.relations.gradients import assert_same_gradients
-from pytest_gpumem.steps.config import ConfigError, StepConfig
-from pytest_gpumem.steps.prepared import MeasuringContext
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.context import MeasuringContext
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.state import state_of
-from pytest_gpumem.steps.training import prepared_train_step
+from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.torch_support.private_api import outside_autocast
 from tests.measuring import measure_infer_step, measure_train_step
 

@@ -1,0 +1,11 @@
+"""What makes no step, or none under its config."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A step config that cannot be read, or that has nothing to act on; the message says what would be right."""
+
+
+class NotAStep(ValueError):
+    """Model, batch, loss and optimizer do not make a step; the message says what is missing."""

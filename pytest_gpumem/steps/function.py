@@ -1,0 +1,34 @@
+"""A function of the test's own, made ready to run as a step that repeats."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.measurement import Workload
+from pytest_gpumem.steps.batches import work_of_items
+from pytest_gpumem.steps.prepared import PreparedStep
+from pytest_gpumem.steps.random_numbers import random_numbers_given_back
+from pytest_gpumem.steps.reading import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_gpumem.steps.context import MeasuringContext
+
+
+@contextmanager
+def prepared_function(
+    context: MeasuringContext, fn: Callable[[], object], items: float | None = None
+) -> Iterator[PreparedStep]:
+    """Make ``fn()`` ready to run as a step that repeats. What it holds belongs to the step."""
+    with random_numbers_given_back(context.device):
+        foreign = context.begin(fn)
+        yield PreparedStep(
+            context=context,
+            workload=Workload("measure"),
+            work=work_of_items(items),
+            phases=[Phase("step", fn)],
+            foreign=foreign,
+            held=fn,
+        )
