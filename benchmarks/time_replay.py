@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, cast
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
+from pytest_gpumem.measure.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
 from pytest_gpumem.timing.sampling import SECONDS_A_ROUND, TimeBudget, sample_step
 from pytest_gpumem.values.interference import Conditions
 

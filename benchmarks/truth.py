@@ -35,9 +35,9 @@ from truth_models import SIZES, Subject, subjects
 from pytest_gpumem.devices.contract import CannotRun, DeviceUnavailable
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.steps.config import StepConfig, combinations
-from pytest_gpumem.steps.context import MeasuringContext
+from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
@@ -46,9 +46,10 @@ from pytest_gpumem.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from pytest_gpumem.steps.reading import Phase
+
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
-    from pytest_gpumem.steps.reading import Phase
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {"full": "truth.json", "small": "truth-small.json"}

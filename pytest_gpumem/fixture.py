@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.measure.looped import STEPS
 from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
 from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
-from pytest_gpumem.session.stepping import Steps
+from pytest_gpumem.relations.state import state_of
+from pytest_gpumem.runtest.stepping import Steps
 from pytest_gpumem.steps.config import StepConfig, as_config
 from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.function import prepared_function
 from pytest_gpumem.steps.inference import prepared_infer_step
-from pytest_gpumem.steps.looped import STEPS
-from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.session.test_run import TestRun
+    from pytest_gpumem.runtest.run import TestRun
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.session.options import (
+from pytest_gpumem.config.options import (
     CONFIG_FIXTURE,
     CONFIG_MARKER,
     CONFIG_MARKER_HELP,
@@ -169,7 +169,7 @@ class Collecting:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         result = yield
         if item.get_closest_marker(MARKER) is not None:
-            from pytest_gpumem.session.marker import report_late_marker
+            from pytest_gpumem.config.marker import report_late_marker
 
             known = self._config.stash.get(SESSION, None)
             report_late_marker(item, gates=known is not None and known.settings.gates)
@@ -180,14 +180,14 @@ class Collecting:
 def gpumem(request: pytest.FixtureRequest) -> Gpumem:
     """Measure GPU memory and throughput of steps: ``gpumem.train_step(model, batch)``, ``.measure(fn)``, ``.track()``."""
     from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.session.measuring import refuse, run_of
+    from pytest_gpumem.runtest.hooks import refuse, run_of
 
     return Gpumem(run_of(request.node), lambda why: refuse(request.node, why))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker(CONFIG_MARKER) is not None:
-        from pytest_gpumem.session.marker import parametrize
+        from pytest_gpumem.config.marker import parametrize
 
         parametrize(metafunc)
 

@@ -9,7 +9,7 @@ from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:
-    from pytest_gpumem.steps.prepared import MeasuredStep
+    from pytest_gpumem.measure.prepared import MeasuredStep
 
 
 def measure_function(*args: Any, **kwargs: Any) -> MeasuredStep:

@@ -13,6 +13,7 @@ from pytest_gpumem.baselines.backend import backend_of
 from pytest_gpumem.baselines.format import render
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Workload
@@ -23,7 +24,6 @@ from pytest_gpumem.reports.comparison_formats import to_json as comparison_json
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.git_store import H100, MB, Repository, entry

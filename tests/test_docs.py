@@ -22,6 +22,9 @@ from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.fit import fit
 from pytest_gpumem.cli.run import run
+from pytest_gpumem.config.marker import _ARGUMENTS
+from pytest_gpumem.config.options import EXPLAIN_MODES, add_options
+from pytest_gpumem.config.settings import _KEYS, Settings, kind_name, read_table, settings_from_table
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.verdict import Outcome
@@ -29,9 +32,6 @@ from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.relations.estimate import Estimate
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.reports.explanation import growth_table, part_lines
-from pytest_gpumem.session.marker import _ARGUMENTS
-from pytest_gpumem.session.options import EXPLAIN_MODES, add_options
-from pytest_gpumem.session.settings import _KEYS, Settings, kind_name, read_table, settings_from_table
 from pytest_gpumem.steps.config import (
     _NOT_IN,
     AXES,

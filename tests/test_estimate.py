@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.relations.estimate import Estimate, findings_of
-from pytest_gpumem.steps.state import Share, StateBytes
+from pytest_gpumem.relations.state import Share, StateBytes
 
 KB = 1000
 

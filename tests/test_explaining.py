@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.session.explaining import asks_for_composition
+from pytest_gpumem.runtest.explaining import asks_for_composition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

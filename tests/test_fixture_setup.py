@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.session.fixture_setup import SharedFixtures, note_import
+from pytest_gpumem.runtest.fixture_setup import SharedFixtures, note_import
 from pytest_gpumem.values.unknown_reads import NOTHING_READ, UnknownReads
 
 

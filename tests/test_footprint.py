@@ -11,7 +11,7 @@ import sys
 def test_nothing_heavy_was_loaded():
     heavy = {"torch", "pynvml", "rich", "fsspec", "filelock", "numpy", "tomli_w"}
     assert not heavy & set(sys.modules)
-    assert "pytest_gpumem.session.measuring" not in sys.modules
+    assert "pytest_gpumem.runtest.hooks" not in sys.modules
 """
 
 
@@ -25,7 +25,7 @@ def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measu
 
 def test_a_gate_without_measured_tests_loads_no_torch_either(project):
     (project.path / "test_it.py").write_text(
-        WATCH.replace('    assert "pytest_gpumem.session.measuring"', '    assert "measuring"')
+        WATCH.replace('    assert "pytest_gpumem.runtest.hooks"', '    assert "measuring"')
     )
     project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True).assert_outcomes(passed=1)
 

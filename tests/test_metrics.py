@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import pytest
 
+from pytest_gpumem.config.marker import budget_from_arguments
+from pytest_gpumem.measure.counting import Counts
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS, WHOLE, RealMetric, WholeMetric
-from pytest_gpumem.session.marker import budget_from_arguments
-from pytest_gpumem.steps.counting import Counts
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)

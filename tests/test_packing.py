@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.backend import Folder
 from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.config.selection import Measured
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.session import packing
 from pytest_gpumem.session.packing import Packed, Planner, Share, largest_first, wanted_bytes
-from pytest_gpumem.session.selection import Measured
 
 GB, MIB = 10**9, 2**20
 

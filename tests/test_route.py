@@ -14,10 +14,10 @@ import pytest_gpumem
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.judge import judge
+from pytest_gpumem.measure.reading import Figures
+from pytest_gpumem.measure.runner import FURTHER_STEPS
 from pytest_gpumem.measurement import Measurement
-from pytest_gpumem.session.judging import Judging
-from pytest_gpumem.steps.reading import Figures
-from pytest_gpumem.steps.runner import FURTHER_STEPS
+from pytest_gpumem.runtest.judging import Judging
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.baseline import Budget
-from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.session.settings import (
+from pytest_gpumem.config.settings import (
     DEFAULT_TOLERANCES,
     PatternBudget,
     Settings,
@@ -24,6 +22,8 @@ from pytest_gpumem.session.settings import (
     settings_from_table,
     settings_of,
 )
+from pytest_gpumem.gate.baseline import Budget
+from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.units import Rate
 
 if TYPE_CHECKING:

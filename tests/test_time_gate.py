@@ -161,7 +161,7 @@ class Timed:
 
 @pytest.fixture
 def timed(project, monkeypatch) -> Timed:
-    monkeypatch.setattr("pytest_gpumem.steps.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     return Timed(project)
 
 

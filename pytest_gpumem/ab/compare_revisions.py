@@ -16,10 +16,10 @@ from pytest_gpumem.ab.checkout import clear_leftovers, temporary_folder, worktre
 from pytest_gpumem.ab.processes import Stopped
 from pytest_gpumem.ab.runs import BASE, HEAD, RunFailed, Runner
 from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
 from pytest_gpumem.timing.comparison import FEWEST_PAIRS
 from pytest_gpumem.units import counted
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START, Tried
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.explain.recording import is_out_of_memory
+from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.blocks import repeated_blocks
-from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.steps.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.model_step import built_on
 from pytest_gpumem.steps.train_step import prepared_train_step

@@ -10,9 +10,9 @@ import click
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli.project import committed, place_of_store, project_settings, read_baselines
 from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lines
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compared, side_of_report, side_of_store
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, Settings
 
 
 @click.command()

@@ -14,10 +14,10 @@ from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.baselines.backend import BackendError, Folder, GitBackend, backend_of
 from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.cli.streams import InputError, input_errors
+from pytest_gpumem.config.settings import Settings, SettingsError, settings_of
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.stored import StoredBaseline
-from pytest_gpumem.session.settings import Settings, SettingsError, settings_of
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:

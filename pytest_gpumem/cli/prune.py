@@ -12,8 +12,8 @@ from pytest_gpumem.baselines.selecting import of_absent_devices, unused
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import InputError, write_lines
-from pytest_gpumem.session.options import SESSION, is_measured
-from pytest_gpumem.session.selection import without_group
+from pytest_gpumem.config.options import SESSION, is_measured
+from pytest_gpumem.config.selection import without_group
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession

@@ -18,7 +18,7 @@ from pytest_gpumem.devices.live_blocks import FreeCallbacks, LiveBlocks
 from pytest_gpumem.devices.profiled import tokens_of
 from pytest_gpumem.devices.reference_workload import ReferenceWorkload
 from pytest_gpumem.measurement import Environment, MeasuringError
-from pytest_gpumem.ranks.together import let_threads_rest
+from pytest_gpumem.ranks.consensus import let_threads_rest
 from pytest_gpumem.torch_support.private_api import (
     allocation_events,
     around_collectives,

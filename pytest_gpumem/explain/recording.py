@@ -22,7 +22,7 @@ from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
-from pytest_gpumem.ranks.together import ALONE
+from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import format_bytes, parse_size
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
-    from pytest_gpumem.ranks.together import Alone
+    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.values.events import Token
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ranks.together import Point
-from pytest_gpumem.values.ranks import Rank, in_words
+from pytest_gpumem.ranks.consensus import Point
+from pytest_gpumem.values.rank import Rank, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

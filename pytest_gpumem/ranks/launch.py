@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.values.ranks import Rank
+from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

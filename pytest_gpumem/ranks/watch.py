@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.ranks.beat import Beat, Place, is_stuck, place_of, stuck_text
 from pytest_gpumem.ranks.board import Board, BoardError
-from pytest_gpumem.ranks.together import Point, failure_key
-from pytest_gpumem.values.ranks import Rank, in_words
+from pytest_gpumem.ranks.consensus import Point, failure_key
+from pytest_gpumem.values.rank import Rank, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from pytest_gpumem.ranks.consensus import Together
     from pytest_gpumem.ranks.launch import Launch
-    from pytest_gpumem.ranks.together import Together
 
 _SECONDS_BETWEEN_BEATS = 0.5
 _SECONDS_AFTER_A_FAILURE = 30.0

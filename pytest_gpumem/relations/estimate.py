@@ -10,7 +10,7 @@ from pytest_gpumem.units import UnitSystem, format_bytes, format_ratio
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.steps.state import Share, StateBytes
+    from pytest_gpumem.relations.state import Share, StateBytes
 
 OFF = 0.02
 """Largest ratio by which a state may be off its formula without a finding."""

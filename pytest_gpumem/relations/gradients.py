@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
@@ -17,7 +18,6 @@ from pytest_gpumem.steps.dry_run import CastTo
 from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, given_model, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
-from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.steps.training import Training
 

@@ -7,9 +7,9 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.measure.growth import grows
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import describe
-from pytest_gpumem.steps.growth import grows
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, storages_of
 from pytest_gpumem.torch_support.static_access import is_a, tensor_property

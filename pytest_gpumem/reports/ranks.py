@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.ranks import rank_in, without_rank
+from pytest_gpumem.values.rank import rank_in, without_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

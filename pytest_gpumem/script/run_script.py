@@ -10,7 +10,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.loop import EndOfLoop
+from pytest_gpumem.measure.loop import EndOfLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

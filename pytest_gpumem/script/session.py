@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.config.options import COMMAND, FIXTURE, Command
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.runtest.hooks import refuse, run_of
 from pytest_gpumem.script.run_script import ScriptFailed, failure_of_script, run_script
 from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
-from pytest_gpumem.session.measuring import refuse, run_of
-from pytest_gpumem.session.options import COMMAND, FIXTURE, Command
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

@@ -18,6 +18,7 @@ import pytest
 from pytest_gpumem import __version__
 from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.store import StoreError
+from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.formats import ReportFiles
 from pytest_gpumem.reports.github import report_to_github
@@ -26,7 +27,6 @@ from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
-from pytest_gpumem.session.options import is_measured
 from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.session.store_at_end import StoreAtEnd
 from pytest_gpumem.units import counted
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.gate.verdict import TestVerdict
-    from pytest_gpumem.session.settings import Settings
 
 
 class Controller:

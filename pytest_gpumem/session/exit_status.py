@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.session.options import SESSION
+from pytest_gpumem.config.options import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable

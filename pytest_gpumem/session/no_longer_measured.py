@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.config.options import is_measured
+from pytest_gpumem.config.selection import Measured, location_of, without_group
 from pytest_gpumem.gate.baseline import Budget, NoBaseline
 from pytest_gpumem.gate.verdict import NOT_MARKED
-from pytest_gpumem.session.judging import Judging, complete_report, forget_verdict
-from pytest_gpumem.session.options import is_measured
-from pytest_gpumem.session.selection import Measured, location_of, without_group
-from pytest_gpumem.values.ranks import rank_in
+from pytest_gpumem.runtest.judging import Judging, complete_report, forget_verdict
+from pytest_gpumem.values.rank import rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
 
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.session.ranks import OneProcess
-    from pytest_gpumem.session.settings import Settings
-    from pytest_gpumem.values.ranks import Rank
+    from pytest_gpumem.config.settings import Settings
+    from pytest_gpumem.session.rank_session import OneProcess
+    from pytest_gpumem.values.rank import Rank
 
 Names = tuple[str, ...]
 

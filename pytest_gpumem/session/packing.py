@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.memory_ledger import SharedMemory
     from pytest_gpumem.devices.registry import Devices
     from pytest_gpumem.gate.baseline import Budget
-    from pytest_gpumem.session.selection import Measured
-    from pytest_gpumem.session.settings import Settings
 
 Alone = Literal["timed", "of unknown peak"]
 """Why a test has the whole GPU."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.config.marker import BudgetError, remember_markers
+from pytest_gpumem.config.options import GATE_OPTIONS, is_measured
+from pytest_gpumem.config.selection import Measured, idle_patterns, mark, measured_of, whole_files_of
+from pytest_gpumem.config.settings import SettingsError, check_device, settings_of
 from pytest_gpumem.ranks.launch import LaunchError
 from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
-from pytest_gpumem.session.marker import BudgetError, remember_markers
-from pytest_gpumem.session.options import GATE_OPTIONS, is_measured
-from pytest_gpumem.session.ranks import OneProcess, RankSession, ranks_of
-from pytest_gpumem.session.selection import Measured, idle_patterns, mark, measured_of, whole_files_of
-from pytest_gpumem.session.settings import SettingsError, check_device, settings_of
+from pytest_gpumem.session.rank_session import OneProcess, RankSession, ranks_of
 from pytest_gpumem.values.option_words import EMULATED
 from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.registry import DeviceFactory, Devices
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.session.controller import Controller
     from pytest_gpumem.session.rank_hooks import RankHooks
-    from pytest_gpumem.session.settings import Settings
     from pytest_gpumem.session.turns import Turns
 
 
@@ -133,7 +133,7 @@ class GpumemSession:
 
         values = current()
         if values is not None:
-            from pytest_gpumem.session.fixture_setup import note_import
+            from pytest_gpumem.runtest.fixture_setup import note_import
 
             note_import(node, values.reads.take_trouble(), values.reads.take_others())
 
@@ -236,7 +236,7 @@ class GpumemSession:
     def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, Measured]) -> None:
         """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""
         from pytest_gpumem.ranks.board import BoardError
-        from pytest_gpumem.ranks.together import RankLost
+        from pytest_gpumem.ranks.consensus import RankLost
         from pytest_gpumem.session.rank_hooks import RankHooks
 
         try:
@@ -319,9 +319,9 @@ class GpumemSession:
         from pytest_gpumem.baselines.backend import BackendError
         from pytest_gpumem.baselines.store import StoreError
         from pytest_gpumem.devices.registry import Devices
-        from pytest_gpumem.session.fixture_setup import FixtureSetup
+        from pytest_gpumem.runtest.fixture_setup import FixtureSetup
+        from pytest_gpumem.runtest.hooks import Measuring
         from pytest_gpumem.session.hook_results import HookError
-        from pytest_gpumem.session.measuring import Measuring
 
         devices = Devices(self._device_factories())
         fixtures = FixtureSetup(devices, self.settings.device, measured)

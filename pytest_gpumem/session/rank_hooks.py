@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.gate.ranks import RankEnd
+from pytest_gpumem.gate.rank_verdicts import RankEnd
 from pytest_gpumem.ranks.board import BoardError
-from pytest_gpumem.ranks.together import RankLost
-from pytest_gpumem.session.judging import failure_of, record_verdict
-from pytest_gpumem.values.ranks import Rank
+from pytest_gpumem.ranks.consensus import RankLost
+from pytest_gpumem.runtest.judging import failure_of, record_verdict
+from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
     from typing import NoReturn
 
-    from pytest_gpumem.session.ranks import RankSession
-    from pytest_gpumem.session.selection import Measured
+    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.session.rank_session import RankSession
 
 _MOST_TEXT = 20_000
 """Characters of an exception's text that other ranks are told, the last ones."""

@@ -11,7 +11,7 @@ from pytest_gpumem.baselines.store import Store, StoreError
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
-    from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.config.settings import Settings
 
 
 def opened(settings: Settings) -> Store:

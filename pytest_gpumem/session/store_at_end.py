@@ -12,16 +12,16 @@ from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.session_report import Stored
 from pytest_gpumem.units import counted
-from pytest_gpumem.values.ranks import rank_in
+from pytest_gpumem.values.rank import rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.reports.results import TestResult
-    from pytest_gpumem.session.settings import Settings
     from pytest_gpumem.values.option_words import UpdateMode
     from pytest_gpumem.values.selection import Selection
 

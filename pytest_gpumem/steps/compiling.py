@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.reading import Phase
+    from pytest_gpumem.measure.reading import Phase
 
 BACKENDS = ("eager", "aot_eager")
 

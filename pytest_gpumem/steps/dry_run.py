@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.ranks.together import ALONE
+from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.precision import precision_named
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.ranks.together import Alone
+    from pytest_gpumem.measure.reading import Phase
+    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.reading import Phase
     from pytest_gpumem.steps.training import Training
 
 MOST_OVERFLOWS = 18

@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.measure.prepared import PreparedStep
+from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import work_of_items
-from pytest_gpumem.steps.prepared import PreparedStep
-from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.reading import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_gpumem.steps.context import MeasuringContext
+    from pytest_gpumem.measure.context import MeasuringContext
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.measure.prepared import PreparedStep
+from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.steps.batches import describe, feed, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.config import StepConfig
@@ -14,9 +17,6 @@ from pytest_gpumem.steps.dry_run import dry_run_inference
 from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of, workload_of
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
-from pytest_gpumem.steps.prepared import PreparedStep
-from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.reading import Phase
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.static_access import attribute, is_a
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.context import MeasuringContext
+    from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.steps.model_step import ModelOrFactory
 
 

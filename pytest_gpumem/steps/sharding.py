@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
 
+    from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.context import MeasuringContext
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory
     from pytest_gpumem.steps.shard_kinds import Layout
 

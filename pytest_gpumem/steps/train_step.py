@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.measure.prepared import PreparedStep
+from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.batches import on_device, work_in
 from pytest_gpumem.steps.built import Built
 from pytest_gpumem.steps.checkpointing import checkpointed
@@ -15,9 +17,7 @@ from pytest_gpumem.steps.dry_run import DryRun, counted_again, dry_run
 from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, optimizer_named, workload_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
-from pytest_gpumem.steps.prepared import PreparedStep
 from pytest_gpumem.steps.process_group import layout_in_process_group
-from pytest_gpumem.steps.random_numbers import random_numbers_given_back
 from pytest_gpumem.steps.sharded_optimizer import adapted, local_optimizer
 from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sequence_shared
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
@@ -27,7 +27,7 @@ from pytest_gpumem.torch_support.private_api import compiled_graphs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_gpumem.steps.context import MeasuringContext
+    from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
 
 

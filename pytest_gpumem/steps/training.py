@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.steps.batches import feed, micro_batches
 from pytest_gpumem.steps.checkpoint_kinds import KINDS
 from pytest_gpumem.steps.model_step import loss_of
 from pytest_gpumem.steps.precision import autocasting, scaler_of
-from pytest_gpumem.steps.reading import Phase
 from pytest_gpumem.steps.sharded_optimizer import clip_gradients
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ranks.together import ALONE
+from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.timing import bounds
 from pytest_gpumem.timing.validity import disturbance, load
 from pytest_gpumem.values.interference import Slowed
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.ranks.together import Alone
+    from pytest_gpumem.ranks.consensus import Alone
 
 
 DEFAULT_SECONDS = 2.0

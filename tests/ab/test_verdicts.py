@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.ab.verdicts import closest, compare_runs
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from tests.ab.values import BASE, HEAD, measured, measurement, pair, unmeasured
 
 DRIFT = (1.0, 1.02, 1.05, 1.01, 0.98)

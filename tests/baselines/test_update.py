@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key, NoBaseline, baseline_of
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.interference import Slowed

@@ -19,9 +19,9 @@ from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
 from pytest_gpumem.devices.nvml import GpuNow, OtherProcesses
+from pytest_gpumem.measure.reading import Figures
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
-from pytest_gpumem.steps.reading import Figures
 from pytest_gpumem.values.events import AllocationEvent, Close, Open
 
 MIB = 2**20

@@ -12,8 +12,8 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import Stretch
-from pytest_gpumem.steps.reading import Phase
-from pytest_gpumem.steps.runner import measure_step
+from pytest_gpumem.measure.reading import Phase
+from pytest_gpumem.measure.runner import measure_step
 from pytest_gpumem.values.events import AllocationEvent
 from tests.gpu.recording import (
     ACTIVATIONS,

@@ -10,6 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline, baseline_of
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.judge import MOSTLY_WORKSPACES, failing_outcomes, judge, tolerances_of_emulated
@@ -17,7 +18,6 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdi
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.failure import failure_text
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_ratio
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.plain import from_plain, to_plain

@@ -21,8 +21,8 @@ from pytest_gpumem.explain.compose import composition_of_peak
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.explain.trace import Label, Mark, Trace
+from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.steps.config import as_config
-from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.values.composition import Composition
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token

@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pytest_gpumem.ranks.together import Together
-from pytest_gpumem.values.ranks import Rank
+from pytest_gpumem.ranks.consensus import Together
+from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

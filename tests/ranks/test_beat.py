@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.ranks.beat import Beat, Place, is_stuck, place_of, stuck_text
-from pytest_gpumem.ranks.together import Point
+from pytest_gpumem.ranks.consensus import Point
 from pytest_gpumem.ranks.watch import _gone_text
 
 STEP = "test_it.py::test_step (call)"

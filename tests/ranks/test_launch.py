@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.ranks.launch import LaunchError, launch_of
-from pytest_gpumem.values.ranks import Rank, in_words, name_on, rank_in, without_rank
+from pytest_gpumem.values.rank import Rank, in_words, name_on, rank_in, without_rank
 
 TORCHRUN = {
     "WORLD_SIZE": "8",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.verdict import Cell, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 
 MB, GB = 10**6, 10**9

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
@@ -13,7 +14,6 @@ from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row, changes_of
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.reports.layout import Screen, text_of
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget
 from pytest_gpumem.gate.difference import Difference, difference
-from pytest_gpumem.gate.verdict import FAILING
 from pytest_gpumem.gate.judge import failing_metrics, judge
-from pytest_gpumem.gate.verdict import Outcome, Verdict
+from pytest_gpumem.gate.verdict import FAILING, Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.explanation import (
     composition_table,
@@ -22,7 +22,6 @@ from pytest_gpumem.reports.explanation import (
     out_of_memory_lines,
     part_lines,
 )
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.operator_counts import Place, Tally

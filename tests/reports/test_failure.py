@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.failure import accept_command, failure_text, measured_section
 from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import Rate

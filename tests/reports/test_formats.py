@@ -26,7 +26,7 @@ def test_every_format_renders_a_session(form):
 
 def test_suffixes_and_options_are_told_apart_without_loading_a_renderer():
     renderers = [form.renderer.partition(":")[0] for form in FORMATS]
-    asks = f"import sys, pytest_gpumem.session.options; print([one for one in {renderers} if one in sys.modules])"
+    asks = f"import sys, pytest_gpumem.config.options; print([one for one in {renderers} if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

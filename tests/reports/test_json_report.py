@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem import __version__
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.comparison import compared, side_of_report
@@ -26,7 +27,6 @@ from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, mistake_in, report_schema, to_json
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.terminal import terminal_text
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.values.composition import CATEGORIES
 from pytest_gpumem.values.plain import to_plain
 from tests.hostile import TEXTS

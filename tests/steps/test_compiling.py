@@ -9,9 +9,9 @@ import weakref
 import pytest
 import torch
 
+from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
 from pytest_gpumem.steps.errors import ConfigError
-from pytest_gpumem.steps.reading import Phase
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from tests.needs import NEEDS_COMPILER

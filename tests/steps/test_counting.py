@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Places, Sites
+from pytest_gpumem.measure.context import MeasuringContext
+from pytest_gpumem.measure.counting import Counted, Counts, count_step, located
+from pytest_gpumem.measure.syncs import HostTensors
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.context import MeasuringContext
-from pytest_gpumem.steps.counting import Counted, Counts, count_step, located
 from pytest_gpumem.steps.inference import quantized
-from pytest_gpumem.steps.syncs import HostTensors
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.operator_counts import Tally, without_places

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps.counting import MORE_COUNTED
-from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_per_step
-from pytest_gpumem.steps.reading import Phase
-from pytest_gpumem.steps.runner import MOST_WARM_UPS, measure_step
+from pytest_gpumem.measure.counting import MORE_COUNTED
+from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_per_step
+from pytest_gpumem.measure.reading import Phase
+from pytest_gpumem.measure.runner import MOST_WARM_UPS, measure_step
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.torch_support.reachability import storages_of
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.steps.errors import ConfigError
 from tests.measuring import measure_infer_step, measure_train_step
 

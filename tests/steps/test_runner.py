@@ -13,11 +13,9 @@ import torch
 from pytest_gpumem.devices.contract import Device, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.counting import MORE_COUNTED, NOTHING_COUNTED
-from pytest_gpumem.steps.inference import infer_phases
-from pytest_gpumem.steps.reading import Figures, Phase, live_at_rest, run_one_step
-from pytest_gpumem.steps.runner import (
+from pytest_gpumem.measure.counting import MORE_COUNTED, NOTHING_COUNTED
+from pytest_gpumem.measure.reading import Figures, Phase, live_at_rest, run_one_step
+from pytest_gpumem.measure.runner import (
     FURTHER_STEPS,
     MOST_UNSTABLE_WARM_UPS,
     MOST_WARM_UPS,
@@ -25,6 +23,8 @@ from pytest_gpumem.steps.runner import (
     measure_step,
     sample_again,
 )
+from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import (
@@ -40,7 +40,7 @@ from tests.heap import own_objects_out_of_sight
 from tests.locking import state_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.steps.settling import StepFigures
+    from pytest_gpumem.measure.settling import StepFigures
 
 KB = 1000
 F32 = 4
@@ -72,7 +72,7 @@ def frozen():
 @pytest.fixture(autouse=True)
 def without_delay(monkeypatch):
     """A second sample is not put off: nothing here depends on what else is at work."""
-    monkeypatch.setattr("pytest_gpumem.steps.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
 
 
 def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigures:
@@ -498,7 +498,7 @@ def test_garbage_of_objects_that_were_there_before_is_found(frozen):
 
 def test_a_step_in_rest_costs_no_second_collection(device, monkeypatch):
     collections = []
-    monkeypatch.setattr("pytest_gpumem.steps.reading.collect_everything", lambda: collections.append(True))
+    monkeypatch.setattr("pytest_gpumem.measure.reading.collect_everything", lambda: collections.append(True))
     kept = tensor(KB)
     assert live_at_rest(device, [device.live()]) == [kept.numel()]
     assert collections == []
@@ -682,7 +682,7 @@ def test_what_counting_takes_is_in_no_window(device):
         return NOTHING_COUNTED
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pytest_gpumem.steps.runner.count_step", count)
+        patch.setattr("pytest_gpumem.measure.runner.count_step", count)
         before = device.live()
         measure_step([Phase("step", step)], device, own=list, foreign=[before], time_budget=None)
     assert counting

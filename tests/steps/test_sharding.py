@@ -19,11 +19,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.relations.gradients import assert_same_gradients
+from pytest_gpumem.relations.state import state_of
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.context import MeasuringContext
 from pytest_gpumem.steps.errors import ConfigError
-from pytest_gpumem.steps.state import state_of
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
@@ -182,7 +182,7 @@ def test_a_stage_holds_its_blocks_and_as_many_micro_batches_as_its_schedule(benc
 
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_buckets_and_modules_of_ddp_are_named_whether_the_step_was_timed_or_not(device, monkeypatch, times):
-    monkeypatch.setattr("pytest_gpumem.steps.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     context = MeasuringContext(device, TimeBudget(0.05) if times else None, sites=Sites(Path(__file__).parents[2]))
     with prepared(context, "fp32,shard=ddp,world=2") as step:
         measured = step.measure()
@@ -228,9 +228,9 @@ import gc, json, os, statistics, sys
 import torch
 sys.path.insert(0, {repository!r})
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps.context import MeasuringContext
-from pytest_gpumem.ranks.together import Alone, Together
-from pytest_gpumem.steps.reading import run_one_step
+from pytest_gpumem.measure.context import MeasuringContext
+from pytest_gpumem.ranks.consensus import Alone, Together
+from pytest_gpumem.measure.reading import run_one_step
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import parts_of
 from tests.steps.test_sharding import prepared

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from pytest_gpumem.measure.context import MeasuringContext
+from pytest_gpumem.relations.state import Share, StateBytes
+from pytest_gpumem.relations.state import state_of as state_of_step
 from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.context import MeasuringContext
-from pytest_gpumem.steps.state import Share, StateBytes
-from pytest_gpumem.steps.state import state_of as state_of_step
 from pytest_gpumem.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:
-    from pytest_gpumem.steps.prepared import MeasuredStep
+    from pytest_gpumem.measure.prepared import MeasuredStep
 
 INPUTS, OUTPUTS, SAMPLES = 64, 64, 8
 F32, COUNT = 4, 4

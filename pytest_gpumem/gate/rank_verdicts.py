@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.gate.verdict import TestVerdict
-from pytest_gpumem.values.ranks import Rank, in_words, without_rank
+from pytest_gpumem.values.rank import Rank, in_words, without_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ import pytest
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
-from pytest_gpumem.session.explaining import ExplainPolicy
-from pytest_gpumem.session.hook_results import HookError, environment_of
-from pytest_gpumem.session.judging import (
+from pytest_gpumem.runtest.explaining import ExplainPolicy
+from pytest_gpumem.runtest.judging import (
     Judging,
     complete_report,
     fail_again,
@@ -26,8 +26,8 @@ from pytest_gpumem.session.judging import (
     not_measured,
     record_verdict,
 )
-from pytest_gpumem.session.test_run import TestRun
-from pytest_gpumem.steps.context import MeasuringContext
+from pytest_gpumem.runtest.run import TestRun
+from pytest_gpumem.session.hook_results import HookError, environment_of
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
     from pytest_gpumem.gate.verdict import FailedIn
     from pytest_gpumem.measurement import Environment
-    from pytest_gpumem.session.fixture_setup import FixtureSetup
-    from pytest_gpumem.session.ranks import OneProcess
-    from pytest_gpumem.session.selection import Measured
-    from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.runtest.fixture_setup import FixtureSetup
+    from pytest_gpumem.session.rank_session import OneProcess
 
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()

@@ -7,20 +7,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import is_out_of_memory
+from pytest_gpumem.measure.loop import EndOfLoop, Loop
+from pytest_gpumem.measure.looped import FEWEST_STEPS, FirstStep, PreparedLoop
+from pytest_gpumem.measure.reading import Phase
+from pytest_gpumem.measure.step_boundaries import Borders
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.session.callbacks import callback_of
 from pytest_gpumem.steps.batches import work_of_items
-from pytest_gpumem.steps.borders import Borders
-from pytest_gpumem.steps.loop import EndOfLoop, Loop
-from pytest_gpumem.steps.looped import FEWEST_STEPS, FirstStep, PreparedLoop
-from pytest_gpumem.steps.reading import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.session.judging import Judged
-    from pytest_gpumem.session.test_run import TestRun
+    from pytest_gpumem.runtest.judging import Judged
+    from pytest_gpumem.runtest.run import TestRun
 
 
 class Steps:

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.session.ownership import Ownership, fixtures_used
+from pytest_gpumem.runtest.ownership import Ownership, fixtures_used
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.values.unknown_reads import NOTHING_READ, UnknownReads
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
-    from pytest_gpumem.session.test_run import TestRun
+    from pytest_gpumem.runtest.run import TestRun
 
 
 _LOST_BY_IMPORT = pytest.StashKey[str]()

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.measure.counting import NOTHING_COUNTED, Counted
+from pytest_gpumem.measure.reading import largest_of, steps_elsewhere
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.steps.counting import NOTHING_COUNTED, Counted
-from pytest_gpumem.steps.reading import largest_of, steps_elsewhere
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.step_peaks import StepPeaks, spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_gpumem.steps.reading import Figures
+    from pytest_gpumem.measure.reading import Figures
     from pytest_gpumem.values.times import Times
 
 

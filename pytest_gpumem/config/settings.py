@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from pytest_gpumem.config.marker import BudgetError, budget_from_arguments
+from pytest_gpumem.config.options import EXPLAIN_MODES, ExplainMode
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.formats import ENDINGS, format_of
-from pytest_gpumem.session.marker import BudgetError, budget_from_arguments
-from pytest_gpumem.session.options import EXPLAIN_MODES, ExplainMode
 from pytest_gpumem.timing.sampling import DEFAULT_SECONDS
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
 from pytest_gpumem.values.option_words import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.torch_support.private_api import beneath_modes
-from pytest_gpumem.values.ranks import Rank
+from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,14 +9,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.owners import parameters_of_optimizer
+from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
+from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_elsewhere, growth_of, keeps_now_and_then
+from pytest_gpumem.measure.loop import LoopEnded
+from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
+from pytest_gpumem.measure.reading import Reading, live_of_program, live_when_settled, run_one_step
+from pytest_gpumem.measure.runner import FURTHER_STEPS, unrecorded_steps
+from pytest_gpumem.measure.settling import figures_of_steps, have_same_peaks
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.counting import NOTHING_COUNTED, count_step
-from pytest_gpumem.steps.growth import SETTLING_STEPS, WINDOW, growth_elsewhere, growth_of, keeps_now_and_then
-from pytest_gpumem.steps.loop import LoopEnded
-from pytest_gpumem.steps.prepared import MeasuredStep, PreparedStep
-from pytest_gpumem.steps.reading import Reading, live_of_program, live_when_settled, run_one_step
-from pytest_gpumem.steps.runner import FURTHER_STEPS, unrecorded_steps
-from pytest_gpumem.steps.settling import figures_of_steps, have_same_peaks
 from pytest_gpumem.timing.sampling import time_step
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import BlockIds, Device, Window
     from pytest_gpumem.explain.owners import TensorOwners
-    from pytest_gpumem.steps.reading import Figures
-    from pytest_gpumem.steps.settling import StepFigures
+    from pytest_gpumem.measure.reading import Figures
+    from pytest_gpumem.measure.settling import StepFigures
     from pytest_gpumem.values.times import Times
 
 STEPS = 20

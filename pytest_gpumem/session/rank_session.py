@@ -7,19 +7,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.gate.ranks import RankEnd, verdict_of_all
+from pytest_gpumem.gate.rank_verdicts import RankEnd, verdict_of_all
+from pytest_gpumem.ranks.consensus import ALONE, Alone, RankLost
 from pytest_gpumem.ranks.launch import launch_of
-from pytest_gpumem.ranks.together import ALONE, Alone, RankLost
 from pytest_gpumem.values.plain import from_plain, to_plain
-from pytest_gpumem.values.ranks import Rank
+from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.ranks.consensus import Together
     from pytest_gpumem.ranks.launch import Launch
-    from pytest_gpumem.ranks.together import Together
     from pytest_gpumem.ranks.watch import Watch
 
 _MOST_SHOWN = 5
@@ -74,7 +74,7 @@ class RankSession(OneProcess):
             lost: Called on rank 0, in another thread, when a rank is lost, before the process ends.
         """
         from pytest_gpumem.ranks.board import Board
-        from pytest_gpumem.ranks.together import Together
+        from pytest_gpumem.ranks.consensus import Together
         from pytest_gpumem.ranks.watch import Watch
 
         self.together = Together(Board(self._launch, self._seconds), self.rank)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.recording import Expected, Subject, phase
 from pytest_gpumem.explain.sites import Places
-from pytest_gpumem.steps.counting import located
-from pytest_gpumem.steps.growth import WINDOW
-from pytest_gpumem.steps.random_numbers import random_numbers_given_back
-from pytest_gpumem.steps.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
+from pytest_gpumem.measure.counting import located
+from pytest_gpumem.measure.growth import WINDOW
+from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site
     from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.measure.context import MeasuringContext
+    from pytest_gpumem.measure.reading import Phase
+    from pytest_gpumem.measure.settling import StepFigures
     from pytest_gpumem.measurement import Workload
-    from pytest_gpumem.steps.context import MeasuringContext
-    from pytest_gpumem.steps.reading import Phase
-    from pytest_gpumem.steps.settling import StepFigures
     from pytest_gpumem.values.composition import Explanation
 
 MOST_SAMPLES = 3

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.syncs import HostTensors, Syncs, is_of_higher_order, name_of, title_of
+from pytest_gpumem.measure.syncs import HostTensors, Syncs, is_of_higher_order, name_of, title_of
 from pytest_gpumem.torch_support.private_api import watched_operators
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 from pytest_gpumem.values.layers import layers_of

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.session.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER
 from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.compose import over_time_of
 from pytest_gpumem.explain.recording import explain, explain_out_of_memory
 from pytest_gpumem.explain.sites import creation_sites
-from pytest_gpumem.ranks.together import ALONE
-from pytest_gpumem.steps.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.artifacts import Artifacts
     from pytest_gpumem.explain.recording import Expected, Recorded, Subject
     from pytest_gpumem.explain.sites import Site, Sites
-    from pytest_gpumem.ranks.together import Alone
+    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
 

@@ -19,9 +19,9 @@ from pytest_gpumem.torch_support.static_access import instance_dict, is_a
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.metrics import Unit
-    from pytest_gpumem.session.judging import Judged, Judging
-    from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.runtest.judging import Judged, Judging
     from pytest_gpumem.values.composition import Explanation
 
 

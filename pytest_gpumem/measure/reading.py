@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.devices.contract import highest
-from pytest_gpumem.ranks.together import ALONE
+from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device, Peak
-    from pytest_gpumem.ranks.together import Alone
+    from pytest_gpumem.ranks.consensus import Alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.settling import StepFigures
+    from pytest_gpumem.measure.settling import StepFigures
     from pytest_gpumem.steps.train_step import PreparedTrainStep
     from pytest_gpumem.steps.training import Training
 

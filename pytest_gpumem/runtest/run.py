@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
+from pytest_gpumem.measure.random_numbers import RandomNumbers
+from pytest_gpumem.measure.reading import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
 from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
-from pytest_gpumem.session.explaining import call_again
-from pytest_gpumem.steps.random_numbers import RandomNumbers
-from pytest_gpumem.steps.reading import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
+from pytest_gpumem.runtest.explaining import call_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import instance_dict
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
-from pytest_gpumem.values.ranks import name_on, rank_in, without_rank
+from pytest_gpumem.values.rank import name_on, rank_in, without_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import BlockIds
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.measure.context import MeasuringContext
+    from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
+    from pytest_gpumem.measure.reading import Figures
     from pytest_gpumem.measurement import Environment, Workload
-    from pytest_gpumem.session.explaining import ExplainPolicy
-    from pytest_gpumem.session.judging import Judged, Judging
-    from pytest_gpumem.session.ownership import Ownership
-    from pytest_gpumem.steps.context import MeasuringContext
-    from pytest_gpumem.steps.prepared import MeasuredStep, PreparedStep
-    from pytest_gpumem.steps.reading import Figures
+    from pytest_gpumem.runtest.explaining import ExplainPolicy
+    from pytest_gpumem.runtest.judging import Judged, Judging
+    from pytest_gpumem.runtest.ownership import Ownership
     from pytest_gpumem.values.composition import Explanation
     from pytest_gpumem.values.unknown_reads import UnknownReads
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ranks.together import ALONE
-from pytest_gpumem.steps.counting import count_step
-from pytest_gpumem.steps.growth import measure_growth
-from pytest_gpumem.steps.reading import run_one_step
-from pytest_gpumem.steps.settling import do_the_same, figures_of_steps, have_same_peaks
+from pytest_gpumem.measure.counting import count_step
+from pytest_gpumem.measure.growth import measure_growth
+from pytest_gpumem.measure.reading import run_one_step
+from pytest_gpumem.measure.settling import do_the_same, figures_of_steps, have_same_peaks
+from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step, to_themselves
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import BlockIds, Device
-    from pytest_gpumem.ranks.together import Alone
-    from pytest_gpumem.steps.reading import Phase
-    from pytest_gpumem.steps.settling import StepFigures
+    from pytest_gpumem.measure.reading import Phase
+    from pytest_gpumem.measure.settling import StepFigures
+    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.times import Sample
 

@@ -13,6 +13,9 @@ import pytest
 from pytest_gpumem.baselines.backend import BackendError
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.config.marker import sets_itself
+from pytest_gpumem.config.options import COMMAND, Command
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
@@ -22,22 +25,19 @@ from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.failure import accept_command, failure_text, prune_command
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.session.hook_results import HookError, checked_tolerance
-from pytest_gpumem.session.marker import sets_itself
-from pytest_gpumem.session.options import COMMAND, Command
-from pytest_gpumem.session.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.timing.comparison import is_undecided
 from pytest_gpumem.values.plain import to_plain
-from pytest_gpumem.values.ranks import rank_in
+from pytest_gpumem.values.rank import rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.gate.verdict import FailedIn, Verdict
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.session.ranks import OneProcess
-    from pytest_gpumem.session.selection import Measured
-    from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.session.rank_session import OneProcess
 
 
 _T = TypeVar("_T")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.reading import live_at_rest, live_of_program, live_when_settled, steps_elsewhere
+from pytest_gpumem.measure.reading import live_at_rest, live_of_program, live_when_settled, steps_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.ranks.together import Alone
-    from pytest_gpumem.steps.reading import Figures, Rest
+    from pytest_gpumem.measure.reading import Figures, Rest
+    from pytest_gpumem.ranks.consensus import Alone
 
 
 SETTLING_STEPS = 6

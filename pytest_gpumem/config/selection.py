@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.config.marker import TIMED_LIMITS, BudgetError, budget_of_marks, cell_of, check_of_a_call
+from pytest_gpumem.config.options import FIXTURE, MARKER, is_measured
+from pytest_gpumem.config.settings import matches_test
 from pytest_gpumem.gate.baseline import Budget, Key
 from pytest_gpumem.gate.verdict import Cell, Location, TestVerdict
-from pytest_gpumem.session.marker import TIMED_LIMITS, BudgetError, budget_of_marks, cell_of, check_of_a_call
-from pytest_gpumem.session.options import FIXTURE, MARKER, is_measured
-from pytest_gpumem.session.settings import matches_test
 from pytest_gpumem.values.option_words import nearest_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_gpumem.session.settings import Settings
+    from pytest_gpumem.config.settings import Settings
 
 _MATCHES_NONE = (
     "it matches no test; write node ids, files or patterns of them as pytest shows them, from the root directory"
