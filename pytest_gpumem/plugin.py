@@ -16,10 +16,10 @@ from pytest_gpumem.config.options import (
     MARKER,
     MARKER_HELP,
     OPTIONS,
-    SESSION,
     add_options,
     is_measured,
 )
+from pytest_gpumem.session.stash import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -12,8 +12,9 @@ from pytest_gpumem.baselines.selecting import of_absent_devices, unused
 from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import InputError, write_lines
-from pytest_gpumem.config.options import SESSION, is_measured
+from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.config.selection import without_group
+from pytest_gpumem.session.stash import SESSION
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession

@@ -5,19 +5,13 @@ Every option's default is ``None``, so that what ``[tool.gpumem]`` says can appl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import pytest
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.values.option_words import UPDATE_MODES
-
-if TYPE_CHECKING:
-    from pytest_gpumem.session.process import GpumemSession
-
-SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
-"""What this process knows of the session, in pytest's config."""
 
 
 class Command(NamedTuple):

@@ -12,6 +12,7 @@ import pytest
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.hookspecs import HookError, environment_of
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
@@ -27,7 +28,6 @@ from pytest_gpumem.runtest.judging import (
     record_verdict,
 )
 from pytest_gpumem.runtest.run import TestRun
-from pytest_gpumem.session.hook_results import HookError, environment_of
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import FailedIn
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.runtest.fixture_setup import FixtureSetup
-    from pytest_gpumem.session.rank_session import OneProcess
+    from pytest_gpumem.runtest.one_process import OneProcess
 
 _RUN = pytest.StashKey["TestRun"]()
 _UNAVAILABLE = pytest.StashKey[str]()

@@ -20,11 +20,11 @@ from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, Outcome, TestVerdict
+from pytest_gpumem.hookspecs import HookError, checked_tolerance
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.failure import accept_command, failure_text, prune_command
 from pytest_gpumem.reports.results import PROPERTY
-from pytest_gpumem.session.hook_results import HookError, checked_tolerance
 from pytest_gpumem.timing.comparison import is_undecided
 from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.rank import rank_in
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.gate.verdict import FailedIn, Verdict
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.session.rank_session import OneProcess
+    from pytest_gpumem.runtest.one_process import OneProcess
 
 
 _T = TypeVar("_T")

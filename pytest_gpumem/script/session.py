@@ -13,6 +13,7 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.runtest.hooks import refuse, run_of
 from pytest_gpumem.script.run_script import ScriptFailed, failure_of_script, run_script
 from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
+from pytest_gpumem.session.stash import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -67,7 +68,7 @@ class ScriptSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, Any, Any]:
-        self._end = EndOfProcess(lambda: self._has_ended or is_lost(config))
+        self._end = EndOfProcess(lambda: self._has_ended or is_lost(config.stash.get(SESSION, None)))
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)

@@ -7,18 +7,18 @@ import os
 import sys
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
-
-from pytest_gpumem.config.options import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
     from typing import NoReturn
 
-    from pytest_gpumem.session.process import GpumemSession
+    from pytest_gpumem.config.settings import Settings
+    from pytest_gpumem.reports.session_report import SessionReport
+
 
 _TYPED = "--gpumem-baseline"
 _TELLS_OF_PYTEST = ("help", "version", "markers")
@@ -32,7 +32,27 @@ _SHOWS = {
 """Options under which pytest lists something in place of running tests."""
 
 
-def final_status(config: pytest.Config, session: GpumemSession | None, status: int) -> int:
+class Reporting(Protocol):
+    """What an exit status needs of a session."""
+
+    settings: Settings
+
+    @property
+    def reports(self) -> bool:
+        """Return whether this process writes the session's report."""
+
+    @property
+    def report(self) -> SessionReport | None:
+        """Return the report, once all tests have run."""
+
+    def ended_red(self, status: int) -> None:
+        """Write the report again, as the process ends with this status whatever its gate says."""
+
+    def lost(self, why: str) -> None:
+        """End without a report, for a reason that is a clause."""
+
+
+def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
     """Return the exit status of a pytest process that is about to end with ``status``.
 
     It is not 0 where a gate was asked for and the session's report did not pass; standard error says why. A report that
@@ -109,9 +129,8 @@ class EndOfProcess:
         return refuse
 
 
-def is_lost(config: pytest.Config) -> bool:
+def is_lost(session: Reporting | None) -> bool:
     """Return whether a session that ends now with 0 has no report that passed, and say so."""
-    session = config.stash.get(SESSION, None)
     report = None if session is None else session.report
     if report is not None and report.passed:
         return False
@@ -135,7 +154,7 @@ def _stat(program: Any) -> None:
         Path(os.fsdecode(program)).stat()
 
 
-def _why_red(config: pytest.Config, session: GpumemSession | None) -> str | None:
+def _why_red(config: pytest.Config, session: Reporting | None) -> str | None:
     typed = _TYPED in config.invocation_params.args
     gates = typed or (session is not None and session.settings.gates)
     if not gates or _given(config, _TELLS_OF_PYTEST):

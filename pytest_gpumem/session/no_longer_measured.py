@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.config.settings import Settings
-    from pytest_gpumem.session.rank_session import OneProcess
+    from pytest_gpumem.runtest.one_process import OneProcess
     from pytest_gpumem.values.rank import Rank
 
 Names = tuple[str, ...]

@@ -15,8 +15,9 @@ from pytest_gpumem.config.options import GATE_OPTIONS, is_measured
 from pytest_gpumem.config.selection import Measured, idle_patterns, mark, measured_of, whole_files_of
 from pytest_gpumem.config.settings import SettingsError, check_device, settings_of
 from pytest_gpumem.ranks.launch import LaunchError
+from pytest_gpumem.runtest.one_process import OneProcess
 from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
-from pytest_gpumem.session.rank_session import OneProcess, RankSession, ranks_of
+from pytest_gpumem.session.rank_session import RankSession, ranks_of
 from pytest_gpumem.values.option_words import EMULATED
 from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
@@ -84,7 +85,7 @@ class GpumemSession:
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
         if self.settings.gates:
-            self._end = EndOfProcess(partial(is_lost, config))
+            self._end = EndOfProcess(partial(is_lost, self))
 
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
         """Return this process's part; a mistake in the launch matters once something is measured, or a gate was typed."""
@@ -319,9 +320,9 @@ class GpumemSession:
         from pytest_gpumem.baselines.backend import BackendError
         from pytest_gpumem.baselines.store import StoreError
         from pytest_gpumem.devices.registry import Devices
+        from pytest_gpumem.hookspecs import HookError
         from pytest_gpumem.runtest.fixture_setup import FixtureSetup
         from pytest_gpumem.runtest.hooks import Measuring
-        from pytest_gpumem.session.hook_results import HookError
 
         devices = Devices(self._device_factories())
         fixtures = FixtureSetup(devices, self.settings.device, measured)

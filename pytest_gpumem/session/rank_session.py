@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.gate.rank_verdicts import RankEnd, verdict_of_all
-from pytest_gpumem.ranks.consensus import ALONE, Alone, RankLost
+from pytest_gpumem.ranks.consensus import RankLost
 from pytest_gpumem.ranks.launch import launch_of
+from pytest_gpumem.runtest.one_process import OneProcess
 from pytest_gpumem.values.plain import from_plain, to_plain
 from pytest_gpumem.values.rank import Rank
 
@@ -24,19 +25,6 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 5
 """Tests that are named where ranks collected others."""
-
-
-class OneProcess:
-    """A session without other ranks."""
-
-    rank: Rank | None = None
-    together: Alone = ALONE
-    command: Sequence[str] = ("pytest",)
-    """The words that start such a session."""
-
-    def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
-        """Return the verdict on the test, decided from those of all ranks."""
-        return decide(verdict)
 
 
 class RankSession(OneProcess):

@@ -1,0 +1,27 @@
+"""The part of a session that has no other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.ranks.consensus import ALONE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.ranks.consensus import Alone
+    from pytest_gpumem.values.rank import Rank
+
+
+class OneProcess:
+    """A session without other ranks."""
+
+    rank: Rank | None = None
+    together: Alone = ALONE
+    command: Sequence[str] = ("pytest",)
+    """The words that start such a session."""
+
+    def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
+        """Return the verdict on the test, decided from those of all ranks."""
+        return decide(verdict)
