@@ -14,7 +14,7 @@ from pathlib import Path
 from claims import Claim, conclude, parser_of, print_table
 from cost import Cost, cost_of
 
-from pytest_gpumem.baselines.backend import Folder
+from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key, baseline_of

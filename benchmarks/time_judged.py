@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from time_replay import Timed
 
+from pytest_gpumem.ab.checkout import BASE
 from pytest_gpumem.ab.compare_revisions import order_of_pair, reports_in_turns
-from pytest_gpumem.ab.runs import BASE
 from pytest_gpumem.ab.runs import Run as AbRun
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.cli.ab import ab
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from time_recorded import Series
 
-    from pytest_gpumem.ab.runs import Side
+    from pytest_gpumem.ab.checkout import Side
     from pytest_gpumem.reports.comparison import Compared
     from pytest_gpumem.values.times import Sample
 

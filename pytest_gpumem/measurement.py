@@ -28,11 +28,6 @@ SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
 _EXPLAINED = ("measure", "train_step", "infer_step", "steps")
 
 
-def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return dtype and shape of a tensor as text: ``float32[8, 256]``."""
-    return f"{dtype}{list(shape)}"
-
-
 class MissingMetric(AttributeError):
     """A measurement was asked for a metric that its step or device does not have."""
 

@@ -18,8 +18,9 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.processes import Stop
-from pytest_gpumem.ab.runs import RunFailed, Runner
+from pytest_gpumem.ab.runs import Runner
 from pytest_gpumem.cli.main import main
 from tests.ab.values import measured, measurement, run, unmeasured
 

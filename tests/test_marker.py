@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.config.marker import _ARGUMENTS, BudgetError, budget_from_arguments, budget_of_marks, check_of_a_call
+from pytest_gpumem.config.errors import BudgetError
+from pytest_gpumem.config.marker import _ARGUMENTS, budget_from_arguments, budget_of_marks, check_of_a_call
 from pytest_gpumem.config.options import MARKER_ARGUMENTS, MARKER_HELP
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.units import Rate

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.backend import Folder
+from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.config.selection import Measured
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key

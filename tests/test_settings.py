@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import (
     DEFAULT_TOLERANCES,
     PatternBudget,
     Settings,
-    SettingsError,
     check_device,
     options_given,
     read_table,

@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.baselines.backend import backend_of
 from pytest_gpumem.baselines.format import render
+from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.gate.baseline import Key

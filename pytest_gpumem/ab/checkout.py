@@ -8,7 +8,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.ab.processes import run
 from pytest_gpumem.git import GitError, Revision, git, git_environment, is_shallow
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pytest_gpumem.ab.processes import Stop
-    from pytest_gpumem.ab.runs import Side
 
+
+Side = Literal["base", "head"]
+BASE: Side = "base"
+HEAD: Side = "head"
 _PREFIX, _LOCK = "gpumem-ab-", "running.lock"
 _HOOKS_OFF = ("-c", f"core.hooksPath={os.devnull}")
 

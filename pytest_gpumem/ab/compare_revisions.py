@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.checkout import clear_leftovers, temporary_folder, worktrees
-from pytest_gpumem.ab.processes import Stopped
-from pytest_gpumem.ab.runs import BASE, HEAD, RunFailed, Runner
+from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder, worktrees
+from pytest_gpumem.ab.errors import RunFailed, Stopped
+from pytest_gpumem.ab.runs import Runner
 from pytest_gpumem.ab.verdicts import compare_runs
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, SettingsError, read_table, settings_from_table
+from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import TextIO
 
-    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.ab.checkout import Checkout, Side
     from pytest_gpumem.ab.processes import Stop
-    from pytest_gpumem.ab.runs import Run, Side
+    from pytest_gpumem.ab.runs import Run
     from pytest_gpumem.git import Revision
     from pytest_gpumem.reports.comparison import Change, Compared
     from pytest_gpumem.units import UnitSystem

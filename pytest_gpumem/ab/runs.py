@@ -9,11 +9,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from pytest_gpumem.ab import collector
+from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.processes import run
 from pytest_gpumem.git import plain_environment
 from pytest_gpumem.reports.results import PROPERTY, Results
@@ -21,20 +22,13 @@ from pytest_gpumem.reports.results import PROPERTY, Results
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.ab.checkout import Checkout, Side
     from pytest_gpumem.ab.processes import Stop
     from pytest_gpumem.gate.verdict import TestVerdict
 
 
-Side = Literal["base", "head"]
-BASE: Side = "base"
-HEAD: Side = "head"
 Key = tuple[str, str]
 """A test: its file and its id in it."""
-
-
-class RunFailed(Exception):
-    """A run has nothing that can be compared; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.baselines.errors import DistributedLockError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -74,10 +76,6 @@ class LockObjects:
 
     def _path(self, number: int) -> str:
         return f"{self._folder}/{number:08}"
-
-
-class DistributedLockError(Exception):
-    """Others hold the lock, or may have written meanwhile; the message is a clause."""
 
 
 class DistributedLock:

@@ -64,6 +64,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from pytest_gpumem.baselines.errors import FormatError
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
@@ -99,10 +100,6 @@ _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
 """The step of a table that has the bytes of one GPU; no version of this package has a step called so."""
 _BEYOND = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
-
-
-class FormatError(ValueError):
-    """A text that is not a file of the store; the message names the line or key, and what would be right."""
 
 
 def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.format import FormatError, parse
+from pytest_gpumem.baselines.errors import FormatError
+from pytest_gpumem.baselines.format import parse
 from pytest_gpumem.git import contents, git, is_shallow
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.baselines.backend import SUFFIX, Backend
-from pytest_gpumem.baselines.format import FormatError, parse, render
+from pytest_gpumem.baselines.errors import FormatError, StoreError
+from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
 _TAKEN = frozenset({".", "..", ".lock", ".gitignore"})
 _DRIVE = re.compile(r"[A-Za-z]:")
-
-
-class StoreError(Exception):
-    """A file of the store is not what it should be; the message names file and key. The file is left as it was."""
 
 
 class Store:

@@ -7,8 +7,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from pytest_gpumem.baselines.backend import SUFFIX, Backend, BackendError
-from pytest_gpumem.baselines.distributed_lock import DistributedLock, DistributedLockError, LockObjects
+from pytest_gpumem.baselines.backend import SUFFIX, Backend
+from pytest_gpumem.baselines.distributed_lock import DistributedLock, LockObjects
+from pytest_gpumem.baselines.errors import BackendError, DistributedLockError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

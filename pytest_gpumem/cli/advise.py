@@ -18,8 +18,8 @@ from pytest_gpumem.cli.streams import INTERRUPTED, parsed
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
 from pytest_gpumem.emulation.before_torch import install
+from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.load import current_emulation, emulate
-from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.reports.matrix import Row, matrix_table
 from pytest_gpumem.steps.errors import NotAStep
 from pytest_gpumem.units import counted, format_bytes, format_seconds, parse_size

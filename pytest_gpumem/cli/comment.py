@@ -18,9 +18,10 @@ from pytest_gpumem.github.comment import (
     put_comment,
     room,
 )
+from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.escaping import plain
 from pytest_gpumem.reports.github import is_github, notice_line
-from pytest_gpumem.reports.json_report import ReportError, from_json
+from pytest_gpumem.reports.json_report import from_json
 from pytest_gpumem.reports.markdown import markdown
 
 DEFAULT_NAME = "gpumem"

@@ -7,8 +7,8 @@ import os
 import click
 
 from pytest_gpumem.emulation.before_torch import PEAKS
+from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.load import environment_for, prepare
-from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.values.option_words import EMULATED
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, WholeNumber, input_errors, screen, write_lines
+from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
-from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.fit import outcome
 from pytest_gpumem.fit.outcome import Fit, Outcome, exit_status
 from pytest_gpumem.fit.run import run_on, with_expandable_segments

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.baselines.backend import Backend, BackendError
+from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.history import Event, events_of, file_changes, names_in, paths_ever, state_in, texts_of
 from pytest_gpumem.baselines.selecting import nearest_tests, selected
 from pytest_gpumem.baselines.store import path_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from pytest_gpumem.baselines.backend import Backend
     from pytest_gpumem.reports.stored import StoredBaseline
 
 _Entry = tuple[str, Key, Baseline | None]

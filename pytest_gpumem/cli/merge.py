@@ -12,10 +12,11 @@ import click
 
 from pytest_gpumem.baselines.selecting import unused_line
 from pytest_gpumem.cli.streams import InputError, WholeNumber, files_of, input_errors, read_report, screen, write_lines
+from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes, write_report
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Span
-from pytest_gpumem.reports.merging import MergeError, in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.merging import in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.terminal import failure_lines, terminal_text
 from pytest_gpumem.units import counted
 

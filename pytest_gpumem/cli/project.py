@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.baselines.backend import BackendError, Folder, GitBackend, backend_of
-from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.baselines.errors import BackendError, StoreError
+from pytest_gpumem.baselines.folder import Folder, GitBackend
+from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.streams import InputError, input_errors
-from pytest_gpumem.config.settings import Settings, SettingsError, settings_of
+from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.settings import Settings, settings_of
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.stored import StoredBaseline

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from pytest_gpumem.baselines.backend import BackendError
+from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.selecting import of_absent_devices, unused
-from pytest_gpumem.baselines.store import StoreError
 from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import InputError, write_lines
 from pytest_gpumem.config.options import is_measured

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pytest_gpumem.reports.json_report import ReportError, from_json
+from pytest_gpumem.reports.errors import ReportError
+from pytest_gpumem.reports.json_report import from_json
 from pytest_gpumem.reports.layout import Screen
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.config.errors import BudgetError
 from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pytest_gpumem.gate.verdict import Cell
-
-
-class BudgetError(ValueError):
-    """A wrong argument of a budget; the message names it, and what would be right."""
 
 
 def _size(value: object) -> int:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.config.marker import TIMED_LIMITS, BudgetError, budget_of_marks, cell_of, check_of_a_call
+from pytest_gpumem.config.errors import BudgetError
+from pytest_gpumem.config.marker import TIMED_LIMITS, budget_of_marks, cell_of, check_of_a_call
 from pytest_gpumem.config.options import FIXTURE, MARKER, is_measured
 from pytest_gpumem.config.settings import matches_test
 from pytest_gpumem.gate.baseline import Budget, Key

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.config.marker import BudgetError, budget_from_arguments
+from pytest_gpumem.config.errors import BudgetError, SettingsError
+from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.config.options import EXPLAIN_MODES, ExplainMode
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
@@ -39,10 +40,6 @@ else:
 DEFAULT_STORE = "gpumem-baselines"
 DEFAULT_RANK_TIMEOUT = 600.0
 """As long as NCCL's collectives wait by default."""
-
-
-class SettingsError(ValueError):
-    """A mistake in ``[tool.gpumem]`` or an option; the message names the file, the key, and what would be right."""
 
 
 def matches_test(tests: str, nodeid: str) -> bool:

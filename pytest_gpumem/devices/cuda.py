@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
-from pytest_gpumem.devices.cuda_memory import CudaMemory
 from pytest_gpumem.devices.cuda_workspaces import Workspaces, transient_in_peak
+from pytest_gpumem.devices.memory_ledger import DeviceMemory
 from pytest_gpumem.devices.profiled import check_change
+from pytest_gpumem.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.measurement import Environment
 from pytest_gpumem.torch_support.private_api import tf32_allowed
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.memory_ledger import MemoryLedger
     from pytest_gpumem.values.events import Token
     from pytest_gpumem.values.interference import Conditions
+
 
 _PROBE_BYTES = 4096
 _REQUESTED, _ALLOCATED = "requested_bytes", "allocated_bytes"
@@ -277,3 +280,39 @@ class OtherGpu(CudaDevice):
 
     def _statistic(self, name: str) -> int:
         return super()._statistic(name) if self.is_used else 0
+
+
+class CudaMemory:
+    """A `SharedMemory`: what a process holds of a GPU is its context and what its allocator has reserved.
+
+    The context, with the code of kernels, which is loaded when they are first used, is what NVML tells of the process beyond
+    the allocator's bytes. It is taken to be `CONTEXT_BYTES` at least: that much it will be once kernels of all kinds ran.
+    """
+
+    def __init__(self, runtime: CudaRuntime, ledger: MemoryLedger) -> None:
+        self.ledger = ledger
+        self._runtime = runtime
+
+    def now(self) -> DeviceMemory:
+        free, total = self._runtime.free_and_total()
+        return DeviceMemory(total, free, self._context() + self._reserved())
+
+    def limit(self, most: int | None) -> None:
+        _, total = self._runtime.free_and_total()
+        self._runtime.limit(1.0 if most is None else min(1.0, max(0, most - self._context()) / total))
+
+    def release(self) -> None:
+        gc.collect()
+        self._runtime.synchronize()
+        self._runtime.clear_workspaces()
+        self._runtime.empty_cache()
+
+    def refusals(self) -> int:
+        return self._runtime.statistics().get("num_ooms", 0)
+
+    def _context(self) -> int:
+        whole = self._runtime.bytes_of_process()
+        return CONTEXT_BYTES if whole is None else max(CONTEXT_BYTES, whole - self._reserved())
+
+    def _reserved(self) -> int:
+        return self._runtime.statistics()["reserved_bytes.all.current"]

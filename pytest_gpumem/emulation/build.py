@@ -11,10 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.emulation.elf import NotElf, read_needs
+from pytest_gpumem.emulation.elf import read_needs
+from pytest_gpumem.emulation.errors import EmulationError, NotElf
 from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs
 from pytest_gpumem.emulation.neighbours import Needs, needed_beside
-from pytest_gpumem.emulation.torch_build import EmulationError, needs_of_triton
+from pytest_gpumem.emulation.torch_build import needs_of_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,6 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.emulation.errors import NotElf
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -19,10 +21,6 @@ _DT_NEEDED = 1
 _UNDEFINED_SECTION = 0
 _SYMBOL = struct.Struct("<IBBHQQ")
 _HIDDEN_BIT = 0x8000
-
-
-class NotElf(ValueError):
-    """The file is no 64-bit little-endian ELF file, or is cut short."""
 
 
 @dataclass(frozen=True, slots=True)

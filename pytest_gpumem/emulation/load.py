@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.cudnn import Cudnn
+from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu
 from pytest_gpumem.emulation.libraries import DRIVER
-from pytest_gpumem.emulation.torch_build import EmulationError, compiler_variables, installed_torch
+from pytest_gpumem.emulation.torch_build import compiler_variables, installed_torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,8 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulation.elf import NotElf, read_needs
+from pytest_gpumem.emulation.elf import read_needs
+from pytest_gpumem.emulation.errors import NotElf
 from pytest_gpumem.emulation.libraries import library_of
 from pytest_gpumem.whole_file import write_whole
 

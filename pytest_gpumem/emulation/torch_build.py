@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.emulation.errors import EmulationError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -21,10 +23,6 @@ if TYPE_CHECKING:
 OLDEST = (2, 6)
 """The first release of torch that is emulated (CUDA 12.4)."""
 _CUDNN_OF_OLDEST = "nvidia-cudnn-cu12==9.1.0.70"
-
-
-class EmulationError(Exception):
-    """A GPU cannot be emulated here; the message is a sentence with the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.explain.compose import over_time_of
+from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.values.plain import to_plain
 
 if TYPE_CHECKING:

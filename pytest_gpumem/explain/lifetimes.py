@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.trace import WHOLE_STEP, GraphCalls, Label, Mark, SpanStack
-from pytest_gpumem.measurement import tensor_text
+from pytest_gpumem.torch_support.static_access import tensor_text
 from pytest_gpumem.values.composition import item_bits
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
 from pytest_gpumem.values.layers import folded, layers_of

@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.explain.trace import Label
-from pytest_gpumem.measurement import tensor_text
 from pytest_gpumem.torch_support.reachability import reachable, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.static_access import (
     attribute,
@@ -18,6 +17,7 @@ from pytest_gpumem.torch_support.static_access import (
     named_modules,
     named_tensors,
     parts_of,
+    tensor_text,
 )
 
 if TYPE_CHECKING:

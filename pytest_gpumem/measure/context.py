@@ -6,9 +6,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.compose import over_time_of
+from pytest_gpumem.explain.call_sites import creation_sites
+from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.explain.recording import explain, explain_out_of_memory
-from pytest_gpumem.explain.sites import creation_sites
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off

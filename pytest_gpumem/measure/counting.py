@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.explain.sites import Places
+    from pytest_gpumem.explain.call_sites import Places
 
 _NOT_ATEN = ("profiler", "prim")
 _MOVES_NOTHING = frozenset(

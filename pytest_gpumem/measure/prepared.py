@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.explain.call_sites import Places
 from pytest_gpumem.explain.recording import Expected, Subject, phase
-from pytest_gpumem.explain.sites import Places
 from pytest_gpumem.measure.counting import located
 from pytest_gpumem.measure.growth import WINDOW
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back

@@ -8,6 +8,8 @@ import zlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.ranks.errors import BoardError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -15,10 +17,6 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 4_000_000
 """Of one entry: the store closes the connection of a client that sends more than 8 MiB at once."""
-
-
-class BoardError(RuntimeError):
-    """Error of a store that cannot be reached."""
 
 
 class Board:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_gpumem.ranks.errors import RankLost
 from pytest_gpumem.torch_support.private_api import beneath_modes
 from pytest_gpumem.values.rank import Rank
 
@@ -31,10 +32,6 @@ _SECONDS_OF_REST, _MOST_SECONDS_OF_REST, _LOOKS_AT_REST = 0.003, 1.0, 3
 """Threads are at rest when they sleep each time that they are looked at."""
 _SECONDS_OF_TWO_LOOKS_OF_NCCL = 0.25
 """A thread of ProcessGroupNCCL looks every 0.1 s which collectives are done."""
-
-
-class RankLost(BaseException):
-    """Another rank will not come; the message is a clause that names it. No test's ``except Exception`` may swallow it."""
 
 
 class Alone:

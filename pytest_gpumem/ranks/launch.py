@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.ranks.errors import LaunchError
 from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class LaunchError(ValueError):
-    """An environment in which ranks cannot find one another; the message says which variable is wrong, and what would be
-    right.
-    """
 
 
 @dataclass(frozen=True, slots=True)

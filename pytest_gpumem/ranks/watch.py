@@ -17,8 +17,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.ranks.beat import Beat, Place, is_stuck, place_of, stuck_text
-from pytest_gpumem.ranks.board import Board, BoardError
+from pytest_gpumem.ranks.board import Board
 from pytest_gpumem.ranks.consensus import Point, failure_key
+from pytest_gpumem.ranks.errors import BoardError
 from pytest_gpumem.values.rank import Rank, in_words
 
 if TYPE_CHECKING:

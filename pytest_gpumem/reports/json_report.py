@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem import __version__
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.ranks import peaks_by_rank
 from pytest_gpumem.reports.session_report import SessionReport
 from pytest_gpumem.units import nearest
@@ -33,10 +34,6 @@ _RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
 _FEW = 10
 """More items than any array has whose items are not alike."""
 _LONGEST = 200
-
-
-class ReportError(ValueError):
-    """A text that is not a report; the message names the file, what is wrong with it and what would be right."""
 
 
 def to_json(report: SessionReport) -> str:

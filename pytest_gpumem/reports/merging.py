@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.session_report import SessionReport, Stored
 from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
 
 _AND = "; "
 _ORDER = list(Outcome)
-
-
-class MergeError(ValueError):
-    """Reports are not of one session; the message says which differ in what, and what would be right."""
 
 
 def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:

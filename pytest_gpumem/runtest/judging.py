@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from pytest_gpumem.baselines.backend import BackendError
-from pytest_gpumem.baselines.store import StoreError
+from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.config.marker import sets_itself
 from pytest_gpumem.config.options import COMMAND, Command

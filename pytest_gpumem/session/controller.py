@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem import __version__
-from pytest_gpumem.baselines.backend import BackendError
-from pytest_gpumem.baselines.store import StoreError
+from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.formats import ReportFiles

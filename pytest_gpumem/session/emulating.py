@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.config.settings import SettingsError, read_table
+from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.settings import read_table
 from pytest_gpumem.emulation.before_torch import install
+from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.load import CARD, emulate
-from pytest_gpumem.emulation.torch_build import EmulationError
 from pytest_gpumem.values.option_words import EMULATED
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.config.marker import BudgetError, remember_markers
+from pytest_gpumem.config.errors import BudgetError, SettingsError
+from pytest_gpumem.config.marker import remember_markers
 from pytest_gpumem.config.options import GATE_OPTIONS, is_measured
 from pytest_gpumem.config.selection import Measured, idle_patterns, mark, measured_of, whole_files_of
-from pytest_gpumem.config.settings import SettingsError, check_device, settings_of
-from pytest_gpumem.ranks.launch import LaunchError
+from pytest_gpumem.config.settings import check_device, settings_of
+from pytest_gpumem.ranks.errors import LaunchError
 from pytest_gpumem.runtest.one_process import OneProcess
 from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
 from pytest_gpumem.session.rank_session import RankSession, ranks_of
@@ -216,8 +217,7 @@ class GpumemSession:
         """Return those of the selected tests that have baselines here and are not measured, with their measurements' names."""
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
-        from pytest_gpumem.baselines.backend import BackendError
-        from pytest_gpumem.baselines.store import StoreError
+        from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.session.no_longer_measured import no_longer_measured
 
         try:
@@ -236,8 +236,7 @@ class GpumemSession:
 
     def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, Measured]) -> None:
         """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""
-        from pytest_gpumem.ranks.board import BoardError
-        from pytest_gpumem.ranks.consensus import RankLost
+        from pytest_gpumem.ranks.errors import BoardError, RankLost
         from pytest_gpumem.session.rank_hooks import RankHooks
 
         try:
@@ -317,8 +316,7 @@ class GpumemSession:
 
     def _register_measuring(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item]) -> bool:
         """Register the plugins that measure, and put ``items`` in order. Returns whether there was no error."""
-        from pytest_gpumem.baselines.backend import BackendError
-        from pytest_gpumem.baselines.store import StoreError
+        from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.devices.registry import Devices
         from pytest_gpumem.hookspecs import HookError
         from pytest_gpumem.runtest.fixture_setup import FixtureSetup

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.gate.rank_verdicts import RankEnd
-from pytest_gpumem.ranks.board import BoardError
-from pytest_gpumem.ranks.consensus import RankLost
+from pytest_gpumem.ranks.errors import BoardError, RankLost
 from pytest_gpumem.runtest.judging import failure_of, record_verdict
 from pytest_gpumem.values.rank import Rank
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.gate.rank_verdicts import RankEnd, verdict_of_all
-from pytest_gpumem.ranks.consensus import RankLost
+from pytest_gpumem.ranks.errors import RankLost
 from pytest_gpumem.ranks.launch import launch_of
 from pytest_gpumem.runtest.one_process import OneProcess
 from pytest_gpumem.values.plain import from_plain, to_plain
@@ -157,7 +157,7 @@ class RankSession(OneProcess):
         """Wait until every rank is about to exit, and watch no longer."""
         if self._watch is None:
             return
-        from pytest_gpumem.ranks.board import BoardError
+        from pytest_gpumem.ranks.errors import BoardError
 
         self._watch.where, self._watch.measures, self._watch.leaves = "the end of its session", False, True
         if self._writes:

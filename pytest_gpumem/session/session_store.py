@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.baselines.backend import BackendError, backend_of
-from pytest_gpumem.baselines.store import Store, StoreError
+from pytest_gpumem.baselines.errors import BackendError, StoreError
+from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measurement import ITEMS, SAMPLES, TOKENS, tensor_text
+from pytest_gpumem.measurement import ITEMS, SAMPLES, TOKENS
 from pytest_gpumem.torch_support.reachability import members_of, tensors_in
-from pytest_gpumem.torch_support.static_access import dtype_and_shape, instance_dict, is_a
+from pytest_gpumem.torch_support.static_access import dtype_and_shape, instance_dict, is_a, tensor_text
 
 if TYPE_CHECKING:
     import torch

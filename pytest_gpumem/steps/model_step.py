@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.random_numbers import RandomNumbers
-from pytest_gpumem.measurement import Workload, tensor_text
+from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.steps.errors import ConfigError, NotAStep
 from pytest_gpumem.torch_support.private_api import load_compiler
@@ -21,6 +21,7 @@ from pytest_gpumem.torch_support.static_access import (
     dtype_and_shape,
     elements_of,
     is_a,
+    tensor_text,
 )
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ranks.consensus import ALONE
-from pytest_gpumem.timing import bounds
+from pytest_gpumem.timing import validity
 from pytest_gpumem.timing.validity import disturbance, load
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.times import FEWEST_ROUNDS, Round, Sample, Times
@@ -155,11 +155,11 @@ class _Rounds:
         together = self._together
         disturbed = together.first(disturbance(self._before, now))
         pace = _lowest(together.exchange(_between(pace, self._pace)))
-        taken = 1.0 if disturbed is None else max(together.exchange(bounds.taken(self._before, now)))
+        taken = 1.0 if disturbed is None else max(together.exchange(validity.taken(self._before, now)))
         self.kept[self._read :] = [replace(one, pace=pace, disturbed=disturbed, taken=taken) for one in unread]
         self._read, self._slowed_on_gpu = (
             len(self.kept),
-            max(self._slowed_on_gpu, bounds.slowed_on_gpu(self._before, now)),
+            max(self._slowed_on_gpu, validity.slowed_on_gpu(self._before, now)),
         )
         self._before, self._unread = now, 0.0
 
@@ -173,7 +173,7 @@ class _Rounds:
 
     def slowed(self, *, disturbed: bool) -> Slowed:
         """Return the largest factors by which interference slowed the steps; ``disturbed``: also in the rounds that count."""
-        on_host = bounds.slowed(self._begun, self._before)
+        on_host = validity.slowed(self._begun, self._before)
         shared = max(on_host.shared, self._slowed_on_gpu) if disturbed else on_host.shared
         everywhere = self._together.exchange([shared, on_host.refilled])
         return Slowed(*(max(factors) for factors in zip(*everywhere, strict=True)))
@@ -217,7 +217,7 @@ def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
     if refused is None:
         return sample
     slowed = sample.slowed or Slowed()
-    shared = max(slowed.shared, bounds.contended(device.conditions()))
+    shared = max(slowed.shared, validity.contended(device.conditions()))
     return replace(sample, invalid=refused, slowed=replace(slowed, shared=shared))
 
 

@@ -273,3 +273,8 @@ def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
     for name, part in list(named):
         if is_a(part, torch.nn.Module if kind == "modules" else torch.Tensor):
             yield name, part
+
+
+def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
+    """Return dtype and shape of a tensor as text: ``float32[8, 256]``."""
+    return f"{dtype}{list(shape)}"

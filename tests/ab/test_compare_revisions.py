@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.ab.compare_revisions import is_settled, order_of_pair, reports_in_turns
-from pytest_gpumem.ab.runs import RunFailed
+from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from pytest_gpumem.ab.runs import RunFailed, run_of
+from pytest_gpumem.ab.errors import RunFailed
+from pytest_gpumem.ab.runs import run_of
 from pytest_gpumem.values.plain import to_plain
 from tests.ab.values import measured, measurement, unmeasured
 

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.baselines.distributed_lock import (
-    LASTS,
-    PATIENCE,
-    DistributedLock,
-    DistributedLockError,
-    _holder,
-    _released,
-)
+from pytest_gpumem.baselines.distributed_lock import LASTS, PATIENCE, DistributedLock, _holder, _released
+from pytest_gpumem.baselines.errors import DistributedLockError
 
 
 class Shelf:

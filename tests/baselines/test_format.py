@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.format import FORMAT, FormatError, parse, render
+from pytest_gpumem.baselines.errors import FormatError
+from pytest_gpumem.baselines.format import FORMAT, parse, render
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.backend import BackendError, Folder
-from pytest_gpumem.baselines.store import Store, StoreError, path_of
+from pytest_gpumem.baselines.errors import BackendError, StoreError
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.store import Store, path_of
 from pytest_gpumem.baselines.url_backend import Url
 from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
 from pytest_gpumem.measurement import Environment, Workload
@@ -223,7 +224,7 @@ def test_sessions_that_write_at_the_same_time_lose_nothing(root):
         from pathlib import Path
 
         from pytest_gpumem.gate.baseline import Baseline, Key
-        from pytest_gpumem.baselines.backend import Folder
+        from pytest_gpumem.baselines.folder import Folder
         from pytest_gpumem.baselines.store import Store
         from pytest_gpumem.measurement import Environment, Workload
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pytest_gpumem.baselines.backend import BackendError, Folder, backend_of
+from pytest_gpumem.baselines.errors import BackendError
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.url_backend import Url
 from tests.baselines.racing import all_at_once
 
@@ -154,7 +156,7 @@ import sys
 from pathlib import Path
 
 from pytest_gpumem.gate.baseline import Baseline, Key
-from pytest_gpumem.baselines.backend import backend_of
+from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.measurement import Environment, Workload
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.emulation.build import stand_ins
+from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.neighbours import needed_beside
-from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
+from pytest_gpumem.emulation.torch_build import installed_torch
 
 REPOSITORY = Path(__file__).parents[2]
 # Loads what was compiled as `load` does, and calls it through ctypes: torch is not there.

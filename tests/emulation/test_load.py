@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.emulation import load
 from pytest_gpumem.emulation.before_torch import PEAKS
-from pytest_gpumem.emulation.torch_build import EmulationError
+from pytest_gpumem.emulation.errors import EmulationError
 
 
 def test_where_torch_has_been_imported_who_did_it_is_named(project):

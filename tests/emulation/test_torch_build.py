@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.emulation import torch_build
-from pytest_gpumem.emulation.torch_build import EmulationError, installed_torch
+from pytest_gpumem.emulation.errors import EmulationError
+from pytest_gpumem.emulation.torch_build import installed_torch
 
 
 def test_a_cuda_build_is_told_with_its_cuda(fake_torch):

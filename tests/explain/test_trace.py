@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.explain.trace import folded
-from pytest_gpumem.measurement import tensor_text
+from pytest_gpumem.torch_support.static_access import tensor_text
 
 
 @pytest.mark.parametrize(

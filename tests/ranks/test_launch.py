@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.ranks.launch import LaunchError, launch_of
+from pytest_gpumem.ranks.errors import LaunchError
+from pytest_gpumem.ranks.launch import launch_of
 from pytest_gpumem.values.rank import Rank, in_words, name_on, rank_in, without_rank
 
 TORCHRUN = {

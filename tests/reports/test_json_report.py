@@ -23,8 +23,9 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.comparison import compared, side_of_report
 from pytest_gpumem.reports.comparison_formats import markdown
+from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.reports.json_report import FORMAT, ReportError, from_json, mistake_in, report_schema, to_json
+from pytest_gpumem.reports.json_report import FORMAT, from_json, mistake_in, report_schema, to_json
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.terminal import terminal_text
 from pytest_gpumem.values.composition import CATEGORIES

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.matrix import matrices
-from pytest_gpumem.reports.merging import MergeError, in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.merging import in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.view import measured_in

@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.sites import Places, Sites
+from pytest_gpumem.explain.call_sites import Places
+from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.counting import Counted, Counts, count_step, located
 from pytest_gpumem.measure.syncs import HostTensors

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.timing import bounds
+from pytest_gpumem.timing import validity
 from pytest_gpumem.timing.sampling import (
     PRECISION,
     ROUNDS_BEFORE_A_STOP,
@@ -218,7 +218,7 @@ def test_of_a_sample_under_load_it_is_known_what_load_can_explain(waited):
     begun = clock.conditions()
     sample = sampled(clock)
     assert sample.invalid
-    load = bounds.slowed(begun, clock.conditions())
+    load = validity.slowed(begun, clock.conditions())
     assert (sample.slowed.shared, sample.slowed.refilled) == pytest.approx((load.shared, load.refilled))
     assert sample.own == pytest.approx(0.03 * (1 - waited))
 

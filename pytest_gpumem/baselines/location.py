@@ -1,0 +1,59 @@
+"""The backend of a store, by its location."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baselines.errors import BackendError
+from pytest_gpumem.baselines.folder import Folder
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baselines.backend import Backend
+
+
+# One letter before "://" is a drive of Windows. "simplecache::s3://" is a URL within another.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
+
+
+def backend_of(location: str, base: Path) -> Backend:
+    """Return the backend for ``location``: a URL if it has a scheme, else a folder relative to ``base``. ``~`` is expanded.
+
+    Raises `BackendError` for a location that cannot be one.
+    """
+    if not is_url(location):
+        try:
+            return _folder(base / Path(location).expanduser())
+        except RuntimeError as error:
+            raise BackendError(f"{location}: {error}") from None
+    scheme, _, rest = location.partition("://")
+    if scheme.lower() in ("file", "local"):
+        return _folder(_path_in(location, rest))
+    from pytest_gpumem.baselines.url_backend import Url
+
+    return Url(location)
+
+
+def _folder(root: Path) -> Folder:
+    there = next((path for path in (root, *root.parents) if path.exists()), root)
+    if there.is_file():
+        raise BackendError(f"the store {root}: {there} is a file, expected a folder")
+    return Folder(root)
+
+
+def is_url(location: str) -> bool:
+    """Return whether a location is a URL and not a path: ``s3://bucket`` is, ``C://store`` is not."""
+    return _URL.match(location) is not None
+
+
+def _path_in(location: str, rest: str) -> Path:
+    """Return the path in a ``file://`` URL (RFC 8089), which is always absolute."""
+    from urllib.request import url2pathname
+
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise BackendError(
+            f"{location}: a folder's URL is whole and has three slashes, like file:///srv/gpumem-baselines"
+        )
+    return Path(url2pathname(slash + path))

@@ -1,0 +1,56 @@
+"""The bytes that a recorded step held, by category, over the whole of it. Pure."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.explain.compose import category_of
+from pytest_gpumem.values.composition import CATEGORIES
+from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from pytest_gpumem.values.timeline import OverTime, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_gpumem.explain.recording import Recorded
+
+
+def over_time_of(recorded: Recorded) -> OverTime:
+    """Return the bytes that the recorded step held: at its beginning, and after each allocation and free."""
+    timeline, tokens = recorded.timeline, recorded.trace.tokens
+    events = [(n, token) for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
+    place = {moment: number for number, (moment, _) in enumerate(events)}
+    began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
+    # One more place in front: what was there before the first event.
+    changes = {category: [0] * (len(events) + 1) for category in CATEGORIES}
+    for block in timeline.lifetimes:
+        if block.own:
+            series = changes[category_of(block, timeline)]
+            series[0 if block.allocated < 0 else place[block.allocated] + 1] += block.nbytes
+            if block.freed is not None:
+                series[place[block.freed] + 1] -= block.nbytes
+    totals = [recorded.own_bytes, *(recorded.own_bytes + timeline.live[moment] for moment, _ in events)]
+    categories = {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)}
+    unattributed = tuple(total - sum(series[n] for series in categories.values()) for n, total in enumerate(totals))
+    if any(unattributed):
+        categories["unattributed"] = unattributed
+    return OverTime(
+        (0, *(event.time_ns - began for _, event in events)),
+        tuple(totals),
+        categories,
+        place[timeline.peak] + 1 if timeline.peak >= 0 else 0,
+        tuple(_phases(recorded, began)),
+    )
+
+
+def _phases(recorded: Recorded, began: int) -> Iterator[Phase]:
+    open_spans: list[Open] = []
+    for token in recorded.trace.tokens:
+        if isinstance(token, Open):
+            open_spans.append(token)
+        elif isinstance(token, Close):
+            span = open_spans.pop()
+            mark = recorded.trace.marks[span.mark] if span.kind == "mark" else None
+            if mark is not None and mark.kind == "phase":
+                yield Phase(mark.path, span.time_ns - began, token.time_ns - began)
