@@ -15,7 +15,7 @@ from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
 from pytest_gpumem.config.options import OPTIONS, Command, add_options
 from pytest_gpumem.measure.looped import FEWEST_STEPS, STEPS
-from pytest_gpumem.script.session import Script, ScriptSession
+from pytest_gpumem.script import Script, ScriptSession
 from pytest_gpumem.units import nearest
 
 _STATUS: dict[int, int] = {

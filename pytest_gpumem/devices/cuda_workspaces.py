@@ -11,22 +11,36 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pytest_gpumem.devices.cuda_history import ALLOCATED, FREE, GIVEN_BACK, live_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from pytest_gpumem.devices.cuda import CudaDevice
     from pytest_gpumem.devices.cuda_history import HistoryEntry
+    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+
+
+class Gpu(Protocol):
+    """What counting needs of a CUDA GPU, which has its workspaces counted."""
+
+    @property
+    def runtime(self) -> CudaRuntime: ...
+    @property
+    def is_used(self) -> bool: ...
+    def live(self) -> int: ...
+    def synchronize(self) -> None: ...
+    def peak_ignored(self) -> AbstractContextManager[None]: ...
+    def release_workspaces(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _OfStream:
     """The workspaces of one stream of a GPU: how many, and whether this thread's is one of them."""
 
-    device: CudaDevice
+    device: Gpu
     stream: int
     number: int
     has_own: bool
@@ -35,7 +49,7 @@ class _OfStream:
 class Workspaces:
     """The workspaces of a GPU and its `others`. A count holds as long as the live bytes of all are as they were then."""
 
-    def __init__(self, device: CudaDevice, others: Sequence[CudaDevice]) -> None:
+    def __init__(self, device: Gpu, others: Sequence[Gpu]) -> None:
         self._device = device
         self._everywhere = (device, *others)
         self._counted: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -116,7 +130,7 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
     return highest - highest_bare
 
 
-def _streams(device: CudaDevice) -> dict[int, int]:
+def _streams(device: Gpu) -> dict[int, int]:
     """Return the streams of live blocks by their addresses; none where the allocator has no such list."""
     with suppress(RuntimeError):
         return {
@@ -127,7 +141,7 @@ def _streams(device: CudaDevice) -> dict[int, int]:
     return {}
 
 
-def _own_streams(device: CudaDevice, blocks: Mapping[int, int]) -> Iterator[int]:
+def _own_streams(device: Gpu, blocks: Mapping[int, int]) -> Iterator[int]:
     """Yield the streams on which this thread has a workspace: asking for it makes none. Others are dropped soon after."""
     for stream in {*blocks.values()}:
         live = device.live()

@@ -1,1 +1,0 @@
-"""An ordinary training script, measured and judged as a test is."""
