@@ -493,10 +493,12 @@ def test_the_steps_of_the_tour_are_files_of_the_package_in_one_order():
     assert len({name for name, _ in links}) == len(links)
 
 
-def test_the_architecture_is_at_most_300_lines():
-    lines = read("docs/architecture.md").splitlines()
-    assert len(lines) <= 300
-    assert max(map(len, lines)) <= 128
+def test_the_architecture_is_a_list_of_decisions_of_a_few_lines_each():
+    text = read("docs/architecture.md")
+    decisions = re.findall(r"^- \*\*.*(?:\n(?!- |\n|#).*)*", text, flags=re.MULTILINE)
+    assert 50 < len(decisions) <= 95
+    assert [one for one in decisions if one.count("\n") >= 8] == []
+    assert max(map(len, text.splitlines())) <= 128
 
 
 def test_the_changelog_begins_with_this_version():

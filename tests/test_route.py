@@ -28,8 +28,8 @@ def test_it(gpumem):
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     gpumem.train_step(model, torch.ones(8, 16), config="fp32", loss=lambda output, _: output.sum())
 """
-MOST_FILES = 48
-"""A third of them are features of a step, a file each, and the device; three tell a rank from a process without others."""
+MOST_FILES = 51
+"""A third of them are features of a step, a file each, and the device; ten give one function of what other commands share."""
 LONGEST_CHAIN = 12
 """Frames of the package that call one another without any other code in between: down to the reading of the device."""
 DEEPEST = 20
