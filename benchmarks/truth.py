@@ -46,10 +46,9 @@ from pytest_gpumem.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_gpumem.steps.reading import Phase
-
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+    from pytest_gpumem.measure.reading import Phase
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {"full": "truth.json", "small": "truth-small.json"}
