@@ -1,10 +1,10 @@
 """Validity of times: interference between two readings, whether it is too much, and how much it explains at most. Pure.
 
 Each kind of interference can slow a step by a bounded factor; the rest is the code's. What *took time* from the step (another
-process on its core, say) is known stretch by stretch, and is divided out there. What *slowed* the step while it ran is known of a
-whole sample. What is shared with a neighbour (caches, memory, a core's two halves) slows the pace, too, so of both factors the
-larger one holds. That caches are another process's after waiting does not show in the pace, which is the best of a few, so it
-comes on top of what the pace lost.
+process on its core, say) is known stretch by stretch, and is divided out there. What *slowed* the step while it ran is known
+of a whole sample. What is shared with a neighbour (caches, memory, a core's two halves) slows the pace, too, so of both
+factors the larger one holds. That caches are another process's after waiting does not show in the pace, which is the best of a
+few, so it comes on top of what the pace lost.
 
 Measured are those of the CPU, on virtual machines with two cores (AMD EPYC, Intel Xeon), as the time of a step without its
 waiting, over that of quiet runs (`benchmarks/results/cpu-x86_64/time-gate.md`).
