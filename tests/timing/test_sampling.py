@@ -412,7 +412,7 @@ def sampled_beside(clocks: list[Clock], seconds: float = 1.0) -> list[Sample]:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    times=st.lists(st.lists(st.floats(0.0, 0.3), min_size=1, max_size=30), min_size=2, max_size=3),
+    times=st.lists(st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=30), min_size=2, max_size=3),
     seconds=st.floats(0.01, 2.0),
     retries=st.lists(st.integers(0, 1), max_size=20),
     between=st.sampled_from([0.0, 0.1]),
