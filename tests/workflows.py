@@ -1,10 +1,11 @@
-"""Runs the shell parts of a GitHub workflow and of a composite action, as GitHub's runner would; other actions are noted."""
+"""Runs the scripts of a workflow's steps, and of the project's action, with commands that install nothing."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,23 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[1]
 ACTION = ROOT / ".github" / "actions" / "gpumem" / "action.yml"
-_TOKEN = re.compile(r"\s+|'(?:[^']|'')*'|&&|\|\||[!=]=|[!()]|[\w.-]+")
-_WORDS = {"&&": "and", "||": "or", "!": "not", "true": "True", "false": "False"}
 _SECONDS = 120
 """Longer than a step needs; one that hangs must not hang the suite."""
+
+# `venv` copies this Python, `pip` installs nothing, and what is there is said: the plugin, a virtual environment, plotly.
+_PYTHON = """\
+#!/bin/bash
+printf '%s\\0' "$0" "$@" >>"$LOG"; echo >>"$LOG"
+case " $* " in
+  *" -m venv "*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+  *" -m pip "*) if [[ $* == *"[report]" ]]; then touch "$PLUGIN"; fi ;;
+  *distributions*) [[ -e $PLUGIN ]] ;;
+  *base_prefix*) [[ $VENV == no ]] ;;
+  *"jinja2, plotly"*) [[ $PLOTLY == yes ]] ;;
+  *) exec "$REAL" "$@" ;;
+esac
+"""
+_MODULES = {"pip": "pip", "pytest": "pytest", "gpumem": "pytest_gpumem.cli.main"}
 
 
 def read_yaml(text: str) -> Any:
@@ -26,125 +40,92 @@ def read_yaml(text: str) -> Any:
 
 @dataclass
 class Runner:
-    """A machine that runs jobs in ``folder``. ``action`` is called whatever its repository and revision are.
-
-    ``github`` is the context of that name. ``uses`` are the actions of others that were to be run, with their inputs.
-    """
+    """A machine that runs steps in ``folder``. ``values`` are those of expressions, by name; ``log`` is what was printed."""
 
     folder: Path
-    temp: Path
-    environment: dict[str, str]
-    github: dict[str, Any] = field(default_factory=dict)
-    uses: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
     log: str = ""
 
-    def run_job(self, job: Any, inputs: dict[str, str] | None = None) -> bool:
-        """Whether it succeeded, with the inputs of the workflow. Its own ``if`` is not looked at."""
-        return _Steps(self, inputs or {}).run(job["steps"])
-
-    def run_action(self, inputs: dict[str, str]) -> tuple[bool, dict[str, str]]:
-        """Whether the project's composite action succeeded, and its outputs."""
-        plain = read_yaml(ACTION.read_text(encoding="utf-8"))
-        unknown = inputs.keys() - plain["inputs"].keys()
-        assert not unknown, f"no such input: {unknown}"
-        start = _Steps(self, {})
-        given = {name: start.filled(about["default"]) for name, about in plain["inputs"].items()} | inputs
-        steps = _Steps(self, given)
-        passed = steps.run(plain["runs"]["steps"])
-        return passed, {name: steps.filled(about["value"]) for name, about in plain["outputs"].items()}
-
-
-class _Steps:
-    """The steps of one job or action while they are run."""
-
-    def __init__(self, runner: Runner, inputs: dict[str, str]) -> None:
-        self._runner = runner
-        self._passed = True
-        self._contexts: dict[str, Any] = {
-            "inputs": inputs,
-            "steps": {},
-            "github": {"token": "a-token", **runner.github},
-            "runner": {"temp": str(runner.temp)},
+    def __post_init__(self) -> None:
+        self.temp = self.folder.parent / "temp"
+        commands = self.folder.parent / "bin"
+        for folder in (self.folder, self.temp, commands):
+            folder.mkdir(exist_ok=True)
+        scripts = dict.fromkeys(("python", "python3"), _PYTHON)
+        scripts |= {name: f'#!/bin/bash\nexec python -m {module} "$@"\n' for name, module in _MODULES.items()}
+        for name, script in scripts.items():
+            (commands / name).write_text(script, encoding="utf-8")
+            (commands / name).chmod(0o755)
+        self.python = str(commands / "python3")
+        self.plugin = self.temp / "plugin"
+        self.plugin.touch()
+        ours = ("PYTEST", "PYTHON", "GITHUB_", "GIT_")
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "LOG": str(self.temp / "log"),
+            "PLUGIN": str(self.plugin),
+            "REAL": sys.executable,
+            "VENV": "no",
+            "PLOTLY": "yes",
+            "RUNNER_TEMP": str(self.temp),
+            "GITHUB_ACTION_PATH": str(ACTION.parent),
+            **self.environment,
         }
+        self.values = {"runner.temp": str(self.temp), "github.token": "a-token", **self.values}
+
+    def calls(self) -> list[list[str]]:
+        """Each call of a Python, which comes first, with its arguments."""
+        return [line.split("\0") for line in (self.temp / "log").read_text().split("\0\n")[:-1]]
+
+    def run_action(self, **inputs: str) -> bool:
+        """Tell whether the project's action succeeded. The values of its steps' outputs are in ``values`` then."""
+        plain = read_yaml(ACTION.read_text(encoding="utf-8"))
+        given = {name: about["default"] for name, about in plain["inputs"].items()}
+        given |= {name.replace("_", "-"): value for name, value in inputs.items()}
+        assert given.keys() == plain["inputs"].keys()
+        self.values |= {f"inputs.{name}": self.filled(value) for name, value in given.items()}
+        return self.run(plain["runs"]["steps"])
 
     def run(self, steps: list[Any]) -> bool:
+        """Tell whether all steps succeeded. Conditions are not looked at, and actions of others are left out."""
         for step in steps:
-            wanted = str(step.get("if", "success()")).strip()
-            wanted = wanted.removeprefix("${{").removesuffix("}}")
-            if "(" not in wanted:
-                wanted = f"success() && ({wanted})"
-            if not self.value_of(wanted):
-                continue
-            outputs, passed = self._one(step)
-            outcome = "success" if passed else "failure"
-            self._contexts["steps"][step.get("id")] = {"outputs": outputs, "outcome": outcome}
-            self._passed = self._passed and (passed or step.get("continue-on-error") is True)
-        return self._passed
+            if step.get("uses", "").partition("@")[0].endswith("/.github/actions/gpumem"):
+                passed = self.run_action(**step.get("with", {}))
+            else:
+                passed = "run" not in step or self._run(step)
+            if not passed and step.get("continue-on-error") is not True:
+                return False
+        return True
 
-    def _one(self, step: Any) -> tuple[dict[str, str], bool]:
-        if "uses" in step:
-            given = {name: self.filled(value) for name, value in step.get("with", {}).items()}
-            if step["uses"].partition("@")[0].endswith("/.github/actions/gpumem"):
-                passed, outputs = self._runner.run_action(given)
-                return outputs, passed
-            self._runner.uses.append((step["uses"], given))
-            return {"artifact-url": "https://github.com/a/b/actions/runs/1/artifacts/2"}, True
-        told = self._runner.temp / f"output-{len(self._contexts['steps'])}-{os.urandom(4).hex()}"
-        told.touch()
+    def _run(self, step: Any) -> bool:
+        told = self.temp / "output"
+        told.write_text("")
+        environment = {name: self.filled(value) for name, value in step.get("env", {}).items()}
         done = subprocess.run(
-            # What the runner starts for `shell: bash`; without it, the same but for pipefail.
+            # What GitHub's runner starts for `shell: bash`; without it, the same but for pipefail.
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", str(step["run"])],
-            cwd=self._runner.folder / self.filled(step.get("working-directory", ".")),
-            env={
-                **self._runner.environment,
-                "GITHUB_OUTPUT": str(told),
-                "GITHUB_ACTION_PATH": str(ACTION.parent),
-                "RUNNER_TEMP": str(self._runner.temp),
-                **{name: self.filled(value) for name, value in step.get("env", {}).items()},
-            },
+            cwd=self.folder / self.filled(step.get("working-directory", ".")),
+            env=self.environment | {"GITHUB_OUTPUT": str(told)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=_SECONDS,
             text=True,
             check=False,
         )
-        self._runner.log += done.stdout
-        return _outputs(told.read_text(encoding="utf-8")), done.returncode == 0
+        self.log += done.stdout
+        for name, value in _outputs(told.read_text(encoding="utf-8")).items():
+            self.values[f"steps.{step['id']}.outputs.{name}"] = value
+        return done.returncode == 0
 
     def filled(self, text: object) -> str:
-        """``text`` with the values of its expressions."""
-        return re.sub(r"\$\{\{(.*?)\}\}", lambda found: _written(self.value_of(found[1])), _written(text))
-
-    def value_of(self, expression: str) -> Any:
-        """What an expression is, of those that the project writes: names, texts, comparisons, and whether to go on."""
-        words = _TOKEN.findall(expression)
-        assert "".join(words) == expression, f"not understood: {expression}"
-        return eval("".join(map(self._python, words)).strip())
-
-    def _python(self, word: str) -> str:
-        value: Any
-        if word in _WORDS:
-            return f" {_WORDS[word]} "
-        if word in ("success", "cancelled", "always"):
-            value = {"success": self._passed, "cancelled": False, "always": True}[word]
-            return f"(lambda: {value})"
-        if word[0] == "'":
-            return repr(word[1:-1].replace("''", "'"))
-        if word[0].isalpha():
-            value = self._contexts
-            for name in word.split("."):
-                value = value.get(name, "") if isinstance(value, dict) else ""
-            return repr(value)
-        return word
-
-
-def _written(value: object) -> str:
-    """As an expression's value is put into a text."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        """Return ``text`` with the values of its expressions, each of which is a name."""
+        return re.sub(r"\$\{\{ *([\w.-]+) *\}\}", lambda found: self.values.get(found[1], ""), str(text))
 
 
 def _outputs(text: str) -> dict[str, str]:
-    """What a step wrote into its ``GITHUB_OUTPUT``."""
+    """Return what a step wrote into its ``GITHUB_OUTPUT``."""
     found = {}
     while text:
         line, _, text = text.partition("\n")
