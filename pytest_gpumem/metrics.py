@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 Unit = Literal["bytes", "count", "seconds", "items/s"]
 Shown = Literal["always", "if nonzero", "if changed", "in details"]
+Kind = Literal["memory", "work", "time", "throughput"]
 
 WHOLE: tuple[Unit, ...] = ("bytes", "count")
 """Units of metrics that are whole numbers."""
@@ -32,7 +33,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table. Its name is that of the attribute of `MetricAttributes` that it is."""
+    """A row of the table. ``name`` is the attribute of `MetricAttributes` that it is assigned to."""
 
     name: str = field(init=False)
     title: str
@@ -40,7 +41,8 @@ class Metric:
     tolerance: Tolerance | None = None
     """``None`` for what is recorded and shown but not judged."""
     shown: Shown = "always"
-    """Where it has a column in a table of measurements; ``in details``: in none, only where all of a measurement is shown."""
+    """Where it has a column in a table of measurements: in each; where a value is not 0; where one has changed; in none, only
+    where all of a measurement is shown."""
     short: str = ""
     """What heads its column, where neither its name nor its title does."""
     weight: int | None = 0
@@ -57,7 +59,7 @@ class Metric:
     optional: bool = False
     """Whether a device may be unable to tell it, which is not the code's fault."""
     made_of_operators: bool = False
-    """Whether it is counted operator by operator."""
+    """Whether it is counted operator by operator, so that a failure names their lines: work, and not memory."""
     depends_on: tuple[str, ...] = ()
     """Details of an environment that move this metric though nobody changed the code."""
     decided_by: tuple[str, ...] = ()
@@ -80,8 +82,23 @@ class Metric:
         """Whether a step is repeated until this stays as it is."""
         return self.peak and self.repeats
 
-    def has_column(self, values: Collection[float]) -> bool:
-        """Whether a table of measurements with these values has a column for it."""
+    @property
+    def kind(self) -> Kind:
+        """Return what is worse where it gets worse."""
+        if self.made_of_operators:
+            return "work"
+        kinds: dict[Unit, Kind] = {"seconds": "time", "items/s": "throughput"}
+        return kinds.get(self.unit, "memory")
+
+    def has_column(self, values: Collection[float], *, changed: bool = False) -> bool:
+        """Return whether a table has a column for it.
+
+        Args:
+            values: Those of the measurements in the table.
+            changed: Whether one of them is another than its baseline's.
+        """
+        if self.shown == "if changed":
+            return changed
         return any(values) if self.shown == "if nonzero" else self.shown == "always" and bool(values)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.measure.counting import Counts
 from pytest_gpumem.measurement import Measurement
-from pytest_gpumem.metrics import METRICS, WHOLE, RealMetric, WholeMetric
+from pytest_gpumem.metrics import METRICS, WHOLE, Kind, RealMetric, WholeMetric
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
@@ -29,3 +30,11 @@ def test_a_row_says_nothing_that_another_place_contradicts(metric):
 
 def test_one_metric_keeps_its_column_however_narrow_a_terminal_is():
     assert [name for name, metric in METRICS.items() if metric.weight is None] == ["peak_allocated"]
+
+
+def test_work_is_what_is_counted_by_operators_and_any_other_count_is_memory():
+    kinds = {kind: {name for name, metric in METRICS.items() if metric.kind == kind} for kind in get_args(Kind)}
+    assert kinds["work"] == {field.name for field in fields(Counts)}
+    assert kinds["throughput"] == {"throughput"}
+    assert kinds["time"] == {name for name in METRICS if name.endswith("_time")}
+    assert WholeMetric("blocks at the peak", "count").kind == "memory"

@@ -13,7 +13,7 @@ from pytest_gpumem.gate.one_sided import not_measured, why_new
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Measurement, largest
-from pytest_gpumem.metrics import METRICS, Metric, Tolerance
+from pytest_gpumem.metrics import METRICS, Kind, Metric, Tolerance
 from pytest_gpumem.units import format_bytes, format_bytes_change
 from pytest_gpumem.values.operator_counts import kept, varied_clause
 from pytest_gpumem.values.step_peaks import StepPeaks, differ_by_chance, spread
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from pytest_gpumem.gate.baseline import Budget
-    from pytest_gpumem.metrics import Unit
     from pytest_gpumem.values.composition import Explanation
 
 
@@ -311,7 +310,7 @@ def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurem
     moved = None if beyond else _moved_by(metric.depends_on, metric, measurement, baseline)
     if moved is not None:
         return moved
-    if metric.unit == "count":
+    if metric.made_of_operators:
         return _varied(metric, earlier, allowed, measurement)
     if not metric.peak or _keeps_more(measurement):
         return None
@@ -391,6 +390,6 @@ def failing_outcomes(
     return frozenset(failing - accepts)
 
 
-def failing_metrics(verdict: Verdict, failing: Collection[object], unit: Unit = "bytes") -> list[str]:
-    """Return the metrics in a unit for which a measurement fails."""
-    return [one.metric for one in verdict.metrics if one.outcome in failing and METRICS[one.metric].unit == unit]
+def failing_metrics(verdict: Verdict, failing: Collection[object], kind: Kind = "memory") -> list[str]:
+    """Return the metrics of a kind for which a measurement fails."""
+    return [one.metric for one in verdict.metrics if one.outcome in failing and METRICS[one.metric].kind == kind]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.judge import failing_metrics
 from pytest_gpumem.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
-from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.metrics import METRICS, Kind
 from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.layout import Screen, columns, without_empty
 from pytest_gpumem.reports.values import allowance, difference, on_device, peaks_by_device, shown, texts_of
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.metrics import Unit
 
 
 _MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
@@ -110,13 +109,13 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     # Our word first: what begins a line may be a command to what shows it.
     name = f"In {verdict.measurement.name}: " if several else ""
     lines = [f"{name}{_headline(verdict, failing, units, memory)}"]
-    failed_by = [name for unit in WHOLE for name in failing_metrics(verdict, failing, unit)]
-    for block in (_metric_table(verdict, failing, units), *explanation_blocks(verdict, failed_by, units)):
+    explained = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
+    for block in (_metric_table(verdict, failing, units), *explanation_blocks(verdict, explained, units)):
         lines += ["", *(f"  {line}" for line in block)]
     reasons = [
         f"{METRICS[metric.metric].title}: {metric.reason}"
         for metric in verdict.metrics
-        if metric.reason and _bears_on(metric, _units_of(verdict, failing))
+        if metric.reason and _bears_on(metric, _failed_by(verdict, failing))
     ]
     notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
     by_device = peaks_by_device(verdict.measurement, units)
@@ -156,7 +155,7 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
 def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
     """Return ``"GPU memory regressed: peak"``, ``"Work regressed: syncs"``, ``"Time regressed: step time"``."""
     metric = METRICS[verdict.metric]
-    kind = {"bytes": memory, "count": "Work", "seconds": "Time", "items/s": "Throughput"}[metric.unit]
+    kind = memory if metric.kind == "memory" else metric.kind.capitalize()
     return f"{kind} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}{on_device(verdict)}"
 
 
@@ -174,23 +173,23 @@ def _against(verdict: MetricVerdict, other: float | None, what: str, units: Unit
 
 
 def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> list[str]:
-    judged_by = _units_of(verdict, failing)
-    rows = [astuple(texts_of(metric, units)) for metric in verdict.metrics if _bears_on(metric, judged_by)]
+    failed_by = _failed_by(verdict, failing)
+    rows = [astuple(texts_of(metric, units)) for metric in verdict.metrics if _bears_on(metric, failed_by)]
     header, rows_kept = without_empty(("metric", "baseline", "now", "change", "allowed", "budget", ""), rows, (0, 2))
     return columns(header, rows_kept, left=(0, len(header) - 1 if header[-1] == "" else 0))
 
 
-def _units_of(verdict: Verdict, failing: frozenset[Outcome]) -> set[Unit]:
-    """Return the units of the metrics for which a measurement fails."""
-    return {METRICS[metric.metric].unit for metric in verdict.metrics if metric.outcome in failing}
+def _failed_by(verdict: Verdict, failing: frozenset[Outcome]) -> set[Kind]:
+    """Return the kinds of the metrics for which a measurement fails."""
+    return {METRICS[metric.metric].kind for metric in verdict.metrics if metric.outcome in failing}
 
 
-def _bears_on(metric: MetricVerdict, failed_by: Collection[Unit]) -> bool:
-    """Whether a failure by metrics of these units shows a metric: what is judged, and what is of their kind."""
-    unit = METRICS[metric.metric].unit
-    if metric.outcome is Outcome.RECORDED or (unit == "count" and metric.outcome is Outcome.OK):
+def _bears_on(metric: MetricVerdict, failed_by: Collection[Kind]) -> bool:
+    """Return whether a failure by metrics of these kinds shows a metric: what is judged, and what is of their kind."""
+    kind = METRICS[metric.metric].kind
+    if metric.outcome is Outcome.RECORDED or (kind == "work" and metric.outcome is Outcome.OK):
         # Work and phases explain a slower step; with growing memory they would be noise.
-        return unit in failed_by or (unit != "bytes" and not {"seconds", "items/s"}.isdisjoint(failed_by))
+        return kind in failed_by or (kind != "memory" and not {"time", "throughput"}.isdisjoint(failed_by))
     return True
 
 

@@ -262,10 +262,14 @@ def _changed_table(measured: Iterable[Measured], units: UnitSystem) -> str:
 def _all_tests(tests: Sequence[Row], units: UnitSystem) -> str:
     """Return a table with a row for each measurement, and one for each test that has none; empty where there is no test."""
     verdicts = [one.verdict for row in tests for one in row.measured]
-    values = {
-        name: [found.value for verdict in verdicts if (found := verdict.of(name)) is not None] for name in METRICS
-    }
-    used = [name for name, metric in METRICS.items() if metric.has_column(values[name])]
+    known = {name: [found for verdict in verdicts if (found := verdict.of(name)) is not None] for name in METRICS}
+    used = [
+        name
+        for name, metric in METRICS.items()
+        if metric.has_column(
+            [one.value for one in known[name]], changed=any(one.outcome in CHANGED for one in known[name])
+        )
+    ]
     lines = []
     for row in tests:
         for one in row.measured:

@@ -81,11 +81,8 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
         verdicts = [one.verdict.of(name) for one in measured]
         known = [one for one in verdicts if one is not None]
         found = any(one.outcome in CHANGED for one in known)
-        if metric.shown == "if changed":
-            has_column = bool(known) if everything else found
-        else:
-            has_column = metric.has_column([one.value for one in known])
-        if has_column:
+        changed = found or (everything and bool(known))
+        if metric.has_column([one.value for one in known], changed=changed):
             # What a verdict rests on gives way last.
             weight = None if metric.weight is None else metric.weight + (_CHANGE + 1 if found else 0)
             texts = ("-" if one is None else shown(name, one.value, units, one.of) for one in verdicts)

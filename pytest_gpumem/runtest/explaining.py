@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_gpumem.config.settings import Settings
-    from pytest_gpumem.metrics import Unit
+    from pytest_gpumem.metrics import Kind
     from pytest_gpumem.runtest.judging import Judged, Judging
     from pytest_gpumem.values.composition import Explanation
 
@@ -87,7 +87,7 @@ class ExplainPolicy:
         # A test that only has the marker has no measurement to read.
         judging = self._judging
         asked = judging.measured.has_fixture and asks_for_composition(getattr(judging.item, "function", None))
-        return asked or self._should(judged, "bytes")
+        return asked or self._should(judged, "memory")
 
     def device_to_explain(self, judged: Judged) -> str | None:
         """Return the GPU whose peak is explained: that by which the test fails, or else that with the largest peak."""
@@ -98,19 +98,19 @@ class ExplainPolicy:
 
     def should_locate_counts(self, judged: Judged) -> bool:
         """Return whether to find the lines of its counts: it fails by them, or is going to be a baseline."""
-        return self._should(judged, "count")
+        return self._should(judged, "work")
 
-    def _should(self, judged: Judged, unit: Unit) -> bool:
+    def _should(self, judged: Judged, kind: Kind) -> bool:
         if self._settings.explain != "on-failure":
             return self._settings.explain == "always"
         failing = self._judging.failing(self._judging.verdict([judged]))
-        if failing_metrics(judged.verdict, failing, unit):
+        if failing_metrics(judged.verdict, failing, kind):
             return True
         mode, earlier = self._settings.update, judged.baseline
         if mode is None or earlier is None:
             return False
         if mode == "all" and isinstance(earlier, Baseline):
-            lacks = earlier.composition is None if unit == "bytes" else not earlier.tells_lines
+            lacks = earlier.composition is None if kind == "memory" else not earlier.tells_lines
             if lacks:
                 return True
         key = self._judging.measured.key(judged.measurement.name)

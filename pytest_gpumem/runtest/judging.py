@@ -321,7 +321,7 @@ def _uncounted(judged: Judged) -> list[str]:
     return [
         METRICS[name].title
         for name in baseline.metrics
-        if METRICS[name].unit == "count" and not METRICS[name].optional and name not in measurement.metrics
+        if METRICS[name].made_of_operators and not METRICS[name].optional and name not in measurement.metrics
     ]
 
 

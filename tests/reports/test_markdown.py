@@ -139,6 +139,25 @@ def test_all_tests_are_in_a_table_that_is_folded_away():
     ]
 
 
+@pytest.mark.parametrize(
+    ("outcome", "cells_of_syncs"),
+    [(Outcome.OK, []), (Outcome.IMPROVED, ["2", "-1 (-33.3 %)"])],
+    ids=["same", "changed"],
+)
+def test_counts_have_a_column_where_one_changed(outcome, cells_of_syncs):
+    syncs = MetricVerdict("syncs", outcome, 2, 2 if outcome is Outcome.OK else 3, 0)
+    text = markdown(session(result(measured(peak(Outcome.OK), syncs))))
+    table = text[text.index("<details><summary>All measured tests</summary>") :].split("\n\n")[1]
+    assert cells(table)[0] == [
+        "test",
+        "peak allocated",
+        "change",
+        *["syncs", "change"][: len(cells_of_syncs)],
+        "verdict",
+    ]
+    assert cells(table)[1][3:-1] == cells_of_syncs
+
+
 def test_a_matrix_of_configs_has_its_table():
     plain, saving = (
         result(measured(peak(Outcome.RECORDED, now, None)), test=f"t[{name}]", cell=Cell("a.py::t", name, number))
