@@ -3,7 +3,7 @@
 Slower needs everything at once, in every sample that was taken: the ratio is beyond the tolerance in seconds and in cycles of
 the clock that the step ran by, with its whole interval in one of the two; the interval in cycles is above 1 in any case, since
 seconds also vary with the machine's speed. Where something else was at work, or the clock runs slower than in each of the
-baseline's runs, that has to hold of what is left when all that this can explain is taken off (`pytest_gpumem.timing.bounds`).
+baseline's runs, that has to hold of what is left when all that this can explain is taken off (`pytest_gpumem.timing.validity`).
 What looks slower and is not shown to be is *uncertain*.
 """
 
