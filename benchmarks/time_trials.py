@@ -27,7 +27,7 @@ def same_step(recording: Recording, chance: random.Random, count: int) -> Iterat
     for run in recording.runs:
         if run.is_plain:
             by_load[run.load].append(run)
-    loads = [load for load, runs in by_load.items() if len(runs) >= 2]
+    loads = [load for load, runs in by_load.items() if len(runs) >= 3]
     if not loads:
         return
     for _ in range(count):
