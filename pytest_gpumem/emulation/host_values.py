@@ -225,7 +225,7 @@ class HostValues(TorchDispatchMode):
         """Run an operator on the GPU; and on the host, where all that it is given is known and small."""
         if operator.name == "linalg_eig":  # asks by itself whether its input is finite, and says that it is not
             raise RuntimeError(NO_EIGENVALUES)
-        computed = known and not operator.reads and operator.name not in _NO_VALUES
+        computed = not operator.reads and operator.name not in _NO_VALUES
         computed = computed and (not operator.random or operator.name in _DRAWN)
         room = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         self.running = operator.name
@@ -242,21 +242,26 @@ class HostValues(TorchDispatchMode):
         there = [tensor for tensor in outcome if tensor.is_cuda]
         constant = None if known else self.constants.result(operator, args)
         if constant is None:
+            # Of unknown integers, too: a counter that one is added to goes on, and loops that wait for it end.
+            computed = computed and (known or all(map(is_exact, (*tensors, *outcome))))
             computed = computed and is_small((*on_gpu, *there)) and all(map(has_storage, made))
             computed = computed and self._compute(func, operator, args, named, result)
+            becomes_known = computed and known
         else:
-            computed = constant.noted is None and is_small(there)
+            computed = False
+            becomes_known = constant.noted is None and is_small(there)
         ids = {id(tensor) for tensor in changed}
         for tensor in outcome:
             if not tensor.is_cuda:
-                self._note_copy(tensor, known and tensor.nbytes <= BIGGEST_COPY)
+                has_values = all(is_exact(one) and is_small((one,)) for one in on_gpu)
+                self._note_copy(tensor, known and tensor.nbytes <= BIGGEST_COPY, has_values=has_values)
                 continue
-            is_known = computed
+            is_known = becomes_known
             # The rest of what is written in part is as it was.
             if is_known and id(tensor) in ids and not covers_its_storage(tensor) and not self._knows((tensor,)):
                 is_known = False
             whole = id(tensor) not in ids or covers_its_storage(tensor)
-            self._note(tensor, is_known, constant if whole else None)
+            self._note(tensor, is_known, constant if whole else None, has_values=computed)
             if constant is not None and is_small((tensor,)):
                 on_the_same_memory(tensor).fill_(constant.value)
         return result
@@ -333,8 +338,10 @@ class HostValues(TorchDispatchMode):
             self._note(tensor, known and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
         return result
 
-    def _note(self, tensor: torch.Tensor, known: bool, constant: Constant | None = None) -> None:
-        """Note whether a tensor's memory is known; what is read unknown is 0, in every process alike."""
+    def _note(
+        self, tensor: torch.Tensor, known: bool, constant: Constant | None = None, *, has_values: bool = False
+    ) -> None:
+        """Note whether a tensor's memory is known; unknown integers that have no values are 0, in every process alike."""
         if not has_storage(tensor):
             return
         storage = tensor.untyped_storage()
@@ -350,14 +357,14 @@ class HostValues(TorchDispatchMode):
         else:
             self._known.pop(where, None)
             self._unknown = StorageWeakRef(storage)
-            if is_exact(tensor) and storage.nbytes() <= BIGGEST_COPY and tensor.is_contiguous():
+            if is_exact(tensor) and not has_values and storage.nbytes() <= BIGGEST_COPY and tensor.is_contiguous():
                 ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
 
-    def _note_copy(self, tensor: torch.Tensor, known: bool) -> None:
+    def _note_copy(self, tensor: torch.Tensor, known: bool, *, has_values: bool) -> None:
         """Note whether what was copied to the host is known; what is not is `UNKNOWN`, or 0, in every process alike."""
         self._has_left = self._has_left or not known
         self.values_read += not known
-        if not known and tensor.nbytes <= BIGGEST_COPY:
+        if not known and not has_values and tensor.nbytes <= BIGGEST_COPY:
             tensor.fill_(0 if is_exact(tensor) or tensor.is_quantized else UNKNOWN)
         self._note_on_host(tensor, known, whole=covers_its_storage(tensor))
 

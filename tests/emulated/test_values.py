@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.emulated.conftest import WITHOUT_VALUES
 
 SEEN = """
@@ -179,6 +181,34 @@ for model in (gpt2, llama):
     for line in on_gpu(SEEN + source).splitlines():
         assert line.startswith("(2, 12) None an uncomputed value decided a branch at ")
         assert line.endswith(" (3 times)")
+
+
+def test_what_is_made_of_unknown_integers_follows_from_those_that_stand_for_them(on_gpu):
+    source = """
+found = torch.randn(1000, 1000, device="cuda").argmax(1)
+count = (found == torch.arange(1000).cuda()).sum()
+for _ in range(3):
+    count = count + 2
+count += 1
+print(int(count), count.cpu().item(), int(found.max()), seen() is not None)
+"""
+    assert on_gpu(SEEN + source) == "8 8 0 True\n"
+
+
+@pytest.mark.parametrize("how", ["assistant_model=small", "prompt_lookup_num_tokens=3", "num_beams=3"])
+def test_generation_by_drafts_or_beams_ends_and_is_told(on_gpu, how):
+    source = f"""
+import transformers
+def model(layers):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=64, num_attention_heads=2, intermediate_size=128,
+        vocab_size=1000, bos_token_id=1, eos_token_id=5, pad_token_id=5)).cuda()
+big, small = model(2), model(1)
+ids = torch.randint(6, 1000, (1, 8), device="cuda")
+out = big.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, {how})
+print(tuple(out.shape), seen())
+"""
+    assert " that an emulated GPU does not compute" in on_gpu(SEEN + source)
 
 
 def test_sparse_and_nested_tensors_run_and_what_reads_their_values_is_told(on_gpu):
