@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def is_concerned(config: pytest.Config) -> bool:
     """Return whether there is something to do before the tests are known: an option, settings, or workers."""
-    if any(config.getoption(option, None) is not None for option in OPTIONS):
+    if any(config.getoption(option.dest, None) is not None for option in OPTIONS):
         return True
     if hasattr(config, "workerinput") or config.getoption("numprocesses", None) or config.getoption("tx", None):
         return True

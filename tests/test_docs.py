@@ -23,8 +23,8 @@ from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.fit import fit
 from pytest_gpumem.cli.run import run
 from pytest_gpumem.config.marker import _ARGUMENTS
-from pytest_gpumem.config.options import EXPLAIN_MODES, add_options
-from pytest_gpumem.config.settings import _KEYS, Settings, kind_name, read_table, settings_from_table
+from pytest_gpumem.config.options import EXPLAIN_MODES, OPTIONS
+from pytest_gpumem.config.settings import KEYS, Settings, read_table, settings_from_table
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.verdict import Outcome
@@ -83,6 +83,11 @@ def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
+def without_recipes(text: str) -> str:
+    """A page without its recipes, whose files and options are made by whoever follows them: tests/recipes."""
+    return re.sub(r"^## Recipes$.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def blocks(language: str) -> list[Block]:
     found = []
     for page in PAGES:
@@ -115,30 +120,30 @@ def named_rows(text: str) -> dict[str, list[str]]:
     return {cells[0].strip("`"): cells[1:] for cells in rows(text) if cells[0].startswith("`")}
 
 
-class Parser:
-    """Stands in for pytest's parser and its group: keeps the options that are added."""
-
-    def __init__(self) -> None:
-        self.options: list[str] = []
-
-    def getgroup(self, *args):
-        return self
-
-    def addoption(self, name, **kwargs):
-        self.options.append(name)
+def type_and_default(key: str) -> list[str]:
+    """What the reference says of the value of a key, or of an option that is none."""
+    defaults = Settings()
+    durations = {name: f'`"{getattr(defaults, name):g} s"`' for name in ("time_budget", "rank_timeout")}
+    default = getattr(defaults, key, None)
+    nothing = "`false`" if default is False else "see [Metrics](#metrics)" if key == "tolerance" else "none"
+    expected = KEYS[key].expected.removeprefix("a ").removeprefix("an ") if key in KEYS else "none"
+    return [expected, durations.get(key) or (f'`"{default}"`' if default else nothing)]
 
 
-def options() -> list[str]:
-    parser = Parser()
-    add_options(parser)
-    return parser.options
-
-
-def test_the_reference_has_every_option_and_its_key():
+def test_the_reference_has_every_option_with_its_key_and_default():
     table = named_rows(section_of("docs/reference.md", "Options"))
-    keys = {name.partition("=")[0]: cells[0] for name, cells in table.items() if name.startswith("--")}
-    written = {option: option.removeprefix("--gpumem-").replace("-", "_") for option in options()}
-    assert keys == {option: f"`{key}`" if key in _KEYS else "-" for option, key in written.items()}
+    told = {name.partition("=")[0]: cells[:2] for name, cells in table.items() if name.startswith("--")}
+    expected = {}
+    for option in OPTIONS:
+        kind, default = type_and_default(option.name)
+        expected[option.flag] = [f"`{option.name}`: {kind}" if option.is_key else "-", default]
+    assert told == expected
+
+
+def test_the_reference_has_every_setting_that_is_no_option_with_its_type_and_default():
+    table = named_rows(section_of("docs/reference.md", "Settings"))
+    only_keys = KEYS.keys() - {option.name for option in OPTIONS}
+    assert {key: cells[:2] for key, cells in table.items()} == {key: type_and_default(key) for key in only_keys}
 
 
 @pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "docs/ci.md", "CONTRIBUTING.md"])
@@ -169,30 +174,15 @@ def test_tables_of_measurements_in_the_docs_have_columns_that_are_printed():
 
 
 def test_no_page_speaks_of_an_option_that_does_not_exist():
-    said = {option for page in PAGES for option in re.findall(r"--gpumem-[a-z]+(?:-[a-z]+)*", read(page))}
-    assert said <= set(options())
+    said = {
+        option for page in PAGES for option in re.findall(r"--gpumem-[a-z]+(?:-[a-z]+)*", without_recipes(read(page)))
+    }
+    assert said <= {option.flag for option in OPTIONS}
 
 
 def test_the_reference_has_every_update_mode():
     header = next(cells for cells in rows(section_of("docs/reference.md", "Options")) if cells[0] == "")
     assert header[1:] == [f"`{mode}`" for mode in UPDATE_MODES]
-
-
-def test_the_reference_has_every_setting_with_its_type_and_default():
-    defaults = Settings()
-    expected = {}
-    for key in _KEYS:
-        default = getattr(defaults, key, None) or None
-        nothing = "`false`" if getattr(defaults, key, None) is False else "none"
-        expected[key] = [
-            kind_name(key).removeprefix("a ").removeprefix("an "),
-            f'`"{default}"`' if default else nothing,
-        ]
-    expected["time_budget"][1] = f'`"{defaults.time_budget:g} s"`'
-    expected["rank_timeout"][1] = f'`"{defaults.rank_timeout:g} s"`'
-    expected["tolerance"][1] = "see [Metrics](#metrics)"
-    table = named_rows(section_of("docs/reference.md", "Settings"))
-    assert {key: cells[:2] for key, cells in table.items()} == expected
 
 
 def test_the_reference_has_every_argument_of_the_marker_and_the_metric_it_holds():
@@ -461,9 +451,7 @@ def test_the_architecture_places_every_module():
 
 def files_named_in(page: str) -> set[str]:
     """The files in backticks, and those that links within the repository lead to, as they are written."""
-    text = FENCE.sub("", read(page))
-    # A recipe's are made by whoever follows it: tests/recipes.
-    text = re.sub(r"^## Recipes$.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = FENCE.sub("", without_recipes(read(page)))
     return {*FILE.findall(text), *re.findall(r"\]\((?!https://|#)([^)#]+)", text)}
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
-from pytest_gpumem.config.options import OPTIONS, Command, add_options
+from pytest_gpumem.config.kinds import FLAG
+from pytest_gpumem.config.options import OPTIONS, Command, Option
 from pytest_gpumem.measure.looped import FEWEST_STEPS, STEPS
 from pytest_gpumem.script import Script, ScriptSession
 from pytest_gpumem.units import nearest
@@ -28,39 +29,18 @@ _STATUS: dict[int, int] = {
 _NAME = re.compile(r"[\w.=+-]+")
 
 
-class _Options:
-    """The place of pytest's parser, for the plugin's options to be added to a command of ours."""
-
-    def __init__(self) -> None:
-        self.found: list[click.Option] = []
-
-    def getgroup(self, _name: str, _description: str) -> _Options:
-        return self
-
-    def addoption(
-        self,
-        name: str,
-        *,
-        help: str,  # noqa: A002 - pytest's word
-        action: str = "store",
-        choices: Any = None,
-        metavar: str | None = None,
-        default: None = None,
-    ) -> None:
-        several = action == "append"
-        kind: dict[str, Any] = (
-            {"is_flag": True} if action == "store_true" else {"metavar": metavar, "multiple": several}
-        )
-        if choices is not None:
-            kind = {"type": click.Choice(list(choices))}
-        self.found.append(click.Option([name], help=help, default=default, **kind))
-
-
 def _with_plugins_options(command: click.Command) -> click.Command:
-    options = _Options()
-    add_options(options)  # type: ignore[arg-type]  # what it calls of a parser
-    command.params += options.found
+    command.params += map(_as_click_option, OPTIONS)
     return command
+
+
+def _as_click_option(option: Option) -> click.Option:
+    kind: dict[str, Any] = {"metavar": option.metavar, "multiple": option.kind.is_array}
+    if option.kind is FLAG:
+        kind = {"is_flag": True}
+    elif option.kind.choices is not None:
+        kind = {"type": click.Choice(option.kind.choices)}
+    return click.Option([option.flag], help=option.help, default=None, **kind)
 
 
 def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
@@ -106,7 +86,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     """
     unknown = next((word for word in arguments if word.startswith("--gpumem-")), None)
     if unknown is not None:
-        known = [f"--{option.replace('_', '-')}" for option in OPTIONS]
+        known = [option.flag for option in OPTIONS]
         raise click.UsageError(f"no such option: {unknown}; {nearest(unknown.partition('=')[0], known)}")
     path = script.resolve()
     given = _as_typed(options)

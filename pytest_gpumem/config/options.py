@@ -1,14 +1,13 @@
-"""The ``--gpumem-*`` options, the marker and the fixture by name.
-
-Every option's default is ``None``, so that what ``[tool.gpumem]`` says can apply.
-"""
+"""The ``--gpumem-*`` options, the marker and the fixture by name."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import pytest
 
+from pytest_gpumem.config import kinds
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.values.option_words import UPDATE_MODES
@@ -43,26 +42,129 @@ CONFIG_MARKER_HELP = (
 )
 ExplainMode = Literal["on-failure", "always", "never"]
 EXPLAIN_MODES: tuple[ExplainMode, ...] = get_args(ExplainMode)
-OPTIONS = tuple(
-    f"gpumem_{name}"
-    for name in (
-        "baseline",
+
+
+@dataclass(frozen=True)
+class Option:
+    """The option ``--gpumem-NAME``. Its field of `Settings`, and its key in ``[tool.gpumem]``, have the same ``name``."""
+
+    name: str
+    kind: kinds.Kind
+    help: str
+    metavar: str | None = None
+    """The name of the value in help; flags and choices need none."""
+    is_key: bool = True
+    """Whether it may stand in ``[tool.gpumem]``; others are for one session."""
+    in_accept: bool = False
+    """Whether the command that accepts a result repeats it as it was typed, since it decides what is measured."""
+    wants_result: bool = False
+    """Whether a session in which it is typed has to say something also where nothing is measured."""
+
+    @property
+    def flag(self) -> str:
+        """The option as it is typed."""
+        return f"--gpumem-{self.name.replace('_', '-')}"
+
+    @property
+    def dest(self) -> str:
+        """The name of its value among pytest's."""
+        return f"gpumem_{self.name}"
+
+    def add_to(self, group: pytest.OptionGroup) -> None:
+        """Add the option to a group of pytest's command line."""
+        # Without a default, what [tool.gpumem] says can apply.
+        if self.kind is kinds.FLAG:
+            group.addoption(self.flag, action="store_true", default=None, help=self.help)
+        elif self.kind.choices is not None:
+            group.addoption(self.flag, choices=self.kind.choices, default=None, help=self.help)
+        else:
+            action = "append" if self.kind.is_array else "store"
+            group.addoption(self.flag, action=action, metavar=self.metavar, default=None, help=self.help)
+
+
+OPTIONS = (
+    Option("baseline", kinds.FLAG, "compare with the stored baselines and fail on regressions", wants_result=True),
+    Option(
         "update",
+        kinds.one_of(UPDATE_MODES),
+        "write measurements into the store: add what is missing (new), lower what got better (improved), or accept everything "
+        "(all)",
+        wants_result=True,
+    ),
+    Option(
         "reason",
-        "store",
+        kinds.LINE,
+        "why the changes that --gpumem-update accepts are accepted; kept with each baseline that changes, and shown by "
+        "failures and `gpumem history`",
+        "TEXT",
+        is_key=False,
+    ),
+    Option(
         "device",
+        kinds.TEXT,
+        "where steps run: cuda (default), cpu, auto for CUDA where there is one and the CPU otherwise, a GPU that is "
+        "emulated (emulated:h100, emulated:24GB), or a device that a plugin adds",
+        "DEVICE",
+        in_accept=True,
+    ),
+    Option(
         "against",
+        kinds.TEXT,
+        "on an emulated GPU: compare with the baselines of a real one, by the name of their folder in the store",
+        "SLUG",
+        is_key=False,
+    ),
+    Option(
+        "store",
+        kinds.STORE,
+        "where the baselines lie (default: gpumem-baselines in the root directory)",
+        "PATH|URL",
+        in_accept=True,
+    ),
+    Option(
         "strict",
-        "no_time",
-        "rank_timeout",
-        "pack",
+        kinds.FLAG,
+        "fail every measured test whose verdict is not ok or improved, also what could not be measured",
+        wants_result=True,
+    ),
+    Option(
         "explain",
+        kinds.one_of(EXPLAIN_MODES),
+        "tell what a peak is made of, with one more step: when a test fails or a baseline is written (on-failure, "
+        "the default), for every test (always), or never",
+        in_accept=True,
+    ),
+    Option(
         "artifacts",
+        kinds.FOLDER,
+        "write the timeline of each step that is explained here (JSON), and on CUDA its snapshot for "
+        "pytorch.org/memory_viz",
+        "DIR",
+    ),
+    Option(
         "report",
-    )
+        kinds.REPORTS,
+        "write a report, in the format that the suffix says: "
+        f"{', '.join(f'{one.suffix} {one.title}' for one in FORMATS)}; may be repeated",
+        "FILE",
+        wants_result=True,
+    ),
+    Option("no_time", kinds.FLAG, "take no times: measure memory and count work only; steps run fewer times"),
+    Option(
+        "rank_timeout",
+        kinds.SECONDS,
+        "under torchrun: how long ranks may come no further while others wait for them, before the session ends and names "
+        "them (default: 600)",
+        "SECONDS",
+    ),
+    Option(
+        "pack",
+        kinds.FLAG,
+        "with pytest-xdist: tests whose peaks are known, by a baseline or a budget, share a GPU as far as they fit, the "
+        "largest first; others, and those that are timed, have it alone",
+    ),
 )
-GATE_OPTIONS = ("gpumem_baseline", "gpumem_update", "gpumem_strict", "gpumem_report")
-"""The options that ask for a result also where nothing is measured."""
+"""All options, in the order of help."""
 
 
 def is_measured(item: pytest.Item) -> bool:
@@ -73,90 +175,5 @@ def is_measured(item: pytest.Item) -> bool:
 def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's command line."""
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
-    group.addoption(
-        "--gpumem-baseline",
-        action="store_true",
-        default=None,
-        help="compare with the stored baselines and fail on regressions",
-    )
-    group.addoption(
-        "--gpumem-update",
-        choices=UPDATE_MODES,
-        default=None,
-        help="write measurements into the store: add what is missing (new), lower what got better (improved), "
-        "or accept everything (all)",
-    )
-    group.addoption(
-        "--gpumem-reason",
-        metavar="TEXT",
-        default=None,
-        help="why the changes that --gpumem-update accepts are accepted; kept with each baseline that changes, and shown by "
-        "failures and `gpumem history`",
-    )
-    group.addoption(
-        "--gpumem-store",
-        metavar="PATH|URL",
-        default=None,
-        help="where the baselines lie (default: gpumem-baselines in the root directory)",
-    )
-    group.addoption(
-        "--gpumem-device",
-        metavar="DEVICE",
-        default=None,
-        help="where steps run: cuda (default), cpu, auto for CUDA where there is one and the CPU otherwise, a GPU that is "
-        "emulated (emulated:h100, emulated:24GB), or a device that a plugin adds",
-    )
-    group.addoption(
-        "--gpumem-against",
-        metavar="SLUG",
-        default=None,
-        help="on an emulated GPU: compare with the baselines of a real one, by the name of their folder in the store",
-    )
-    group.addoption(
-        "--gpumem-strict",
-        action="store_true",
-        default=None,
-        help="fail every measured test whose verdict is not ok or improved, also what could not be measured",
-    )
-    group.addoption(
-        "--gpumem-explain",
-        choices=EXPLAIN_MODES,
-        default=None,
-        help="tell what a peak is made of, with one more step: when a test fails or a baseline is written (on-failure, "
-        "the default), for every test (always), or never",
-    )
-    group.addoption(
-        "--gpumem-artifacts",
-        metavar="DIR",
-        default=None,
-        help="write the timeline of each step that is explained here (JSON), and on CUDA its snapshot for "
-        "pytorch.org/memory_viz",
-    )
-    group.addoption(
-        "--gpumem-report",
-        action="append",
-        metavar="FILE",
-        default=None,
-        help="write a report, in the format that the suffix says: "
-        f"{', '.join(f'{one.suffix} {one.title}' for one in FORMATS)}; may be repeated",
-    )
-    group.addoption(
-        "--gpumem-no-time",
-        action="store_true",
-        default=None,
-        help="take no times: measure memory and count work only; steps run fewer times",
-    )
-    group.addoption(
-        "--gpumem-rank-timeout",
-        metavar="SECONDS",
-        default=None,
-        help="under torchrun: how long ranks may come no further while others wait for them, before the session ends and names "
-        "them (default: 600)",
-    )
-    group.addoption(
-        "--gpumem-pack",
-        action="store_true",
-        default=None,
-        help="with pytest-xdist: tests whose peaks are known, by a baseline or a budget, share a GPU as far as they fit, the "
-        "largest first; others, and those that are timed, have it alone",
-    )
+    for option in OPTIONS:
+        option.add_to(group)

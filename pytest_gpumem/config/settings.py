@@ -11,18 +11,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.config.errors import BudgetError, SettingsError
+from pytest_gpumem.config.kinds import DURATION, PATTERNS, TABLE, TABLES, Kind, one_of
 from pytest_gpumem.config.marker import budget_from_arguments
-from pytest_gpumem.config.options import EXPLAIN_MODES, ExplainMode
+from pytest_gpumem.config.options import OPTIONS, ExplainMode, Option
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.reports.formats import ENDINGS, format_of
 from pytest_gpumem.timing.sampling import DEFAULT_SECONDS
-from pytest_gpumem.units import UnitSystem, nearest, parse_ratio, parse_seconds
+from pytest_gpumem.units import UnitSystem, nearest, parse_ratio
 from pytest_gpumem.values.option_words import (
     DEFAULT_DEVICE,
     EMULATED,
     EMULATED_SLUG,
-    UPDATE_MODES,
     UpdateMode,
     nearest_device,
 )
@@ -126,33 +125,17 @@ DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {name: metric.tolerance for name, metric in METRICS.items() if metric.tolerance is not None}
 )
 
-_OPTIONS: dict[str, type] = {
-    "baseline": bool,
-    "update": str,
-    "reason": str,
-    "store": str,
-    "device": str,
-    "against": str,
-    "strict": bool,
-    "no_time": bool,
-    "pack": bool,
-    "explain": str,
-    "artifacts": str,
-    "report": list,
-    "rank_timeout": str,
-}
-_ONLY_TYPED = frozenset({"reason", "against"})
-"""Options of one session, which are no keys of the table."""
-_SECONDS = (int, float, str)
-_KEYS: dict[str, type | tuple[type, ...]] = {
-    **{name: kind for name, kind in _OPTIONS.items() if name not in _ONLY_TYPED},
-    "rank_timeout": _SECONDS,
-    "units": str,
-    "time_budget": str,
-    "tolerance": dict,
-    "budget": list,
-    "measure": list,
-}
+KEYS: Mapping[str, Kind] = MappingProxyType(
+    {
+        **{option.name: option.kind for option in OPTIONS if option.is_key},
+        "units": one_of(("si", "iec")),
+        "time_budget": DURATION,
+        "tolerance": TABLE,
+        "budget": TABLES,
+        "measure": PATTERNS,
+    }
+)
+"""The keys of ``[tool.gpumem]``."""
 
 
 def settings_of(config: pytest.Config) -> Settings:
@@ -165,42 +148,27 @@ def settings_of(config: pytest.Config) -> Settings:
     settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
     root = config.rootpath
     settings = replace(settings, store_base=root, artifacts_base=root, report_base=root, explicit=table is not None)
-    options = {name: value for name in _OPTIONS if (value := config.getoption(f"gpumem_{name}")) is not None}
-    if not options:
+    typed = [option for option in OPTIONS if config.getoption(option.dest) is not None]
+    if not typed:
         return settings
-    if "update" in options:
-        # `gpumem ab` switches updating off where the table asks for it, which no mode does.
-        options["update"] = options["update"] or None
-    if "store" in options:
-        settings = replace(settings, store_base=config.invocation_params.dir)
-    if "artifacts" in options:
-        if not options["artifacts"]:
-            raise SettingsError("--gpumem-artifacts is empty, expected a folder")
-        settings = replace(settings, artifacts_base=config.invocation_params.dir)
-    if "report" in options:
-        options["report"] = tuple(options["report"])
-        _check_reports(options["report"], "--gpumem-report")
-        settings = replace(settings, report_base=config.invocation_params.dir)
-    if "rank_timeout" in options:
-        options["rank_timeout"] = _rank_timeout(options["rank_timeout"], "--gpumem-rank-timeout")
-    if "reason" in options:
-        options["reason"] = _reason(options["reason"])
-    settings = replace(settings, explicit=True, **options)
+    values = {option.name: _as_typed(option, config) for option in typed}
+    bases: dict[str, Any] = {
+        f"{option.name}_base": config.invocation_params.dir for option in typed if option.kind.is_path
+    }
+    settings = replace(settings, explicit=True, **values, **bases)
     if settings.reason is not None and settings.update is None:
         raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
     _check_artifacts(settings)
     _check_against(settings)
-    _check_pack(settings, typed="pack" in options)
+    _check_pack(settings, typed="pack" in values)
     return settings
 
 
-def _reason(text: str) -> str:
-    """Return the text of ``--gpumem-reason`` in one line. Raises `SettingsError`."""
-    # An argument may hold bytes that are no text, which no file of the store can.
-    reason = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
-    if not reason:
-        raise SettingsError("--gpumem-reason is empty, expected why the change is accepted")
-    return reason
+def _as_typed(option: Option, config: pytest.Config) -> Any:
+    """Return the setting for what was typed. Raises `SettingsError`."""
+    value = config.getoption(option.dest)
+    # `gpumem ab` switches updating off where the table asks for it, which no mode does.
+    return None if option.name == "update" and not value else option.kind.convert(value, option.flag)
 
 
 def _check_artifacts(settings: Settings) -> None:
@@ -245,17 +213,6 @@ def _check_pack(settings: Settings, *, typed: bool) -> None:
         )
 
 
-def _check_reports(files: tuple[str, ...], where: str) -> None:
-    for file in files:
-        form = format_of(file)
-        if form is None:
-            instead = "; JUnit XML is pytest's own: --junitxml=FILE" if Path(file).suffix == ".xml" else ""
-            raise SettingsError(f"{where}: {file!r} has to end with {ENDINGS}{instead}")
-        problem = form.lacking()
-        if problem is not None:
-            raise SettingsError(f"{where}: {problem}")
-
-
 def read_table(path: Path) -> dict[str, Any] | None:
     """Return the ``[tool.gpumem]`` table of a pyproject.toml; ``None`` when there is none. Raises `SettingsError`."""
     try:
@@ -283,26 +240,9 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     """Return the settings in a ``[tool.gpumem]`` table. Raises `SettingsError`."""
     values: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in _KEYS:
-            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(_KEYS))}")
-        kind = _KEYS[key]
-        # true and false are numbers in Python.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise SettingsError(f"{where}: {key} is {value!r}, expected {kind_name(key)}")
-        values[key] = value
-    if values.get("store") == "":
-        raise SettingsError(f"{where}: store is empty, expected a folder or a URL")
-    _one_of(values, "update", list(UPDATE_MODES), where)
-    _one_of(values, "units", ["si", "iec"], where)
-    _one_of(values, "explain", list(EXPLAIN_MODES), where)
-    if values.get("artifacts") == "":
-        raise SettingsError(f"{where}: artifacts is empty, expected a folder")
-    for key in _ARRAYS.keys() & values.keys():
-        if not all(isinstance(text, str) and text for text in values[key]):
-            raise SettingsError(f"{where}: {key} is {values[key]!r}, expected {kind_name(key)}")
-        values[key] = tuple(values[key])
-    _check_reports(values.get("report", ()), f"{where}: report")
-    _read_durations(values, where)
+        if key not in KEYS:
+            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(KEYS))}")
+        values[key] = KEYS[key].read(value, f"{where}: {key}")
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
     return Settings(
@@ -310,46 +250,6 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
         tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
         budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
     )
-
-
-def _read_durations(values: dict[str, Any], where: str) -> None:
-    """Replace the texts of durations by seconds. Raises `SettingsError`."""
-    if "time_budget" in values:
-        try:
-            values["time_budget"] = parse_seconds(values["time_budget"])
-        except ValueError as error:
-            raise SettingsError(f"{where}: time_budget: {error}") from None
-    if "rank_timeout" in values:
-        values["rank_timeout"] = _rank_timeout(values["rank_timeout"], f"{where}: rank_timeout")
-
-
-def _rank_timeout(value: float | str, where: str) -> float:
-    """Return the seconds that a number or a text names. Raises `SettingsError`."""
-    try:
-        text = value if isinstance(value, str) else f"{value:f}"
-        return parse_seconds(f"{text} s" if text.replace(".", "", 1).isdigit() else text)
-    except (ValueError, OverflowError):
-        raise SettingsError(f"{where} is {value!r}, expected a duration above zero: '300 s' or '10 min'") from None
-
-
-def kind_name(key: str) -> str:
-    """Return what the value of a key of the table has to be."""
-    return _ARRAYS.get(key) or _KIND_NAMES[_KEYS[key]]
-
-
-_ARRAYS = {"report": "an array of file names", "measure": "an array of patterns of tests"}
-_KIND_NAMES = {
-    bool: "true or false",
-    str: "a string",
-    dict: "a table",
-    list: "an array of tables",
-    _SECONDS: "a number of seconds or a string",
-}
-
-
-def _one_of(values: Mapping[str, Any], key: str, valid: list[str], where: str) -> None:
-    if key in values and values[key] not in valid:
-        raise SettingsError(f"{where}: {key} is {values[key]!r}; {nearest(values[key], valid)}")
 
 
 def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:
@@ -398,10 +298,10 @@ def options_given(config: pytest.Config) -> list[str]:
     from pytest_gpumem.baselines.url_backend import without_credentials
 
     given: list[str] = []
-    for name in ("device", "store", "explain"):
-        value = cast("str | None", config.getoption(f"gpumem_{name}"))
-        if name == "device" and config.getoption("gpumem_against") is not None:
+    for option in OPTIONS:
+        value = cast("str | None", config.getoption(option.dest)) if option.in_accept else None
+        if option.name == "device" and config.getoption("gpumem_against") is not None:
             value = DEFAULT_DEVICE
         if value is not None:
-            given.append(f"--gpumem-{name}={without_credentials(value)}")
+            given.append(f"{option.flag}={without_credentials(value)}")
     return given

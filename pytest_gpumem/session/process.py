@@ -12,7 +12,7 @@ import pytest
 
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.marker import remember_markers
-from pytest_gpumem.config.options import GATE_OPTIONS, is_measured
+from pytest_gpumem.config.options import OPTIONS, is_measured
 from pytest_gpumem.config.selection import Measured, idle_patterns, mark, measured_of, whole_files_of
 from pytest_gpumem.config.settings import check_device, settings_of
 from pytest_gpumem.ranks.errors import LaunchError
@@ -59,7 +59,7 @@ class GpumemSession:
         self._measured: dict[pytest.Item, Measured] = {}
         self._store: Store | None = None
         self._controller: Controller | None = None
-        self._gate_typed = any(config.getoption(option) for option in GATE_OPTIONS)
+        self._gate_typed = any(config.getoption(option.dest) for option in OPTIONS if option.wants_result)
         self._wrong_launch: str | None = None
         self._ranks = self._ranks_of(config)
         if self._ranks.rank is not None and config.getoption("gpumem_pack"):

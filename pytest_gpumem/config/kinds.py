@@ -1,0 +1,118 @@
+"""The kinds of values that options and keys of ``[tool.gpumem]`` take, each with its check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.reports.formats import ENDINGS, format_of
+from pytest_gpumem.units import nearest, parse_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _unchanged(value: Any, where: str) -> Any:  # noqa: ARG001
+    return value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of values: the ``types`` of TOML, ``expected`` in messages, and the function that checks and converts one."""
+
+    types: type | tuple[type, ...]
+    expected: str
+    convert: Callable[[Any, str], Any] = _unchanged
+    """Returns the value of the setting; the second argument is where it stands. Raises `SettingsError`."""
+    choices: tuple[str, ...] | None = None
+    is_array: bool = False
+    """Whether it is an array of texts that are not empty; such an option may be repeated."""
+    is_path: bool = False
+    """Whether it is relative to the root directory in pyproject.toml, and when typed to the folder pytest was started in."""
+
+    def read(self, value: Any, where: str) -> Any:
+        """Return the setting for a value of ``[tool.gpumem]``.
+
+        Args:
+            value: As it was parsed from TOML.
+            where: The file, the table and the key, for messages.
+
+        Raises:
+            SettingsError: The value is of another type, none of the choices, or one that ``convert`` refuses.
+        """
+        # true and false are numbers in Python.
+        fits = isinstance(value, self.types) and (not isinstance(value, bool) or self.types is bool)
+        if not fits or (self.is_array and not all(isinstance(text, str) and text for text in value)):
+            raise SettingsError(f"{where} is {value!r}, expected {self.expected}")
+        if self.choices is not None and value not in self.choices:
+            raise SettingsError(f"{where} is {value!r}; {nearest(value, list(self.choices))}")
+        return self.convert(value, where)
+
+
+def one_of(choices: tuple[str, ...]) -> Kind:
+    """Return the kind of texts that are one of ``choices``."""
+    return Kind(str, "a string", choices=choices)
+
+
+def _line(text: str, where: str) -> str:
+    # An argument may hold bytes that are no text, which no file of the store can.
+    line = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
+    if not line:
+        raise SettingsError(f"{where} is empty, expected why the change is accepted")
+    return line
+
+
+def _not_empty(expected: str) -> Callable[[str, str], str]:
+    def check(text: str, where: str) -> str:
+        if not text:
+            raise SettingsError(f"{where} is empty, expected {expected}")
+        return text
+
+    return check
+
+
+def _reports(files: list[str], where: str) -> tuple[str, ...]:
+    for file in files:
+        form = format_of(file)
+        if form is None:
+            instead = "; JUnit XML is pytest's own: --junitxml=FILE" if Path(file).suffix == ".xml" else ""
+            raise SettingsError(f"{where}: {file!r} has to end with {ENDINGS}{instead}")
+        problem = form.lacking()
+        if problem is not None:
+            raise SettingsError(f"{where}: {problem}")
+    return tuple(files)
+
+
+def _patterns(patterns: list[str], where: str) -> tuple[str, ...]:  # noqa: ARG001
+    return tuple(patterns)
+
+
+def _duration(text: str, where: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise SettingsError(f"{where}: {error}") from None
+
+
+def _seconds(value: float | str, where: str) -> float:
+    try:
+        text = value if isinstance(value, str) else f"{value:f}"
+        return parse_seconds(f"{text} s" if text.replace(".", "", 1).isdigit() else text)
+    except (ValueError, OverflowError):
+        raise SettingsError(f"{where} is {value!r}, expected a duration above zero: '300 s' or '10 min'") from None
+
+
+FLAG = Kind(bool, "true or false")
+TEXT = Kind(str, "a string")
+LINE = Kind(str, "a string", _line)
+FOLDER = Kind(str, "a string", _not_empty("a folder"), is_path=True)
+STORE = Kind(str, "a string", _not_empty("a folder or a URL"), is_path=True)
+REPORTS = Kind(list, "an array of file names", _reports, is_array=True, is_path=True)
+PATTERNS = Kind(list, "an array of patterns of tests", _patterns, is_array=True)
+DURATION = Kind(str, "a string", _duration)
+SECONDS = Kind((int, float, str), "a number of seconds or a string", _seconds)
+"""A duration, or a number of seconds."""
+TABLE = Kind(dict, "a table")
+TABLES = Kind(list, "an array of tables")

@@ -1,0 +1,67 @@
+"""The recipe "Add an option with its setting", as written: typed, as a key, in help, and with wrong values."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
+
+TESTS = """
+    import pytest
+    import torch
+
+
+    @pytest.mark.gpumem
+    def test_ones():
+        torch.ones(1000)
+"""
+SHOWN = "test_steps.py::test_ones"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory, warm_python):
+    edits = recipe("Add an option with its setting", ROOT / "CONTRIBUTING.md")
+    assert len({edit.path for edit in edits}) == 4
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), edits)
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "shown"),
+    [
+        ("", (), False),
+        ("", ("--gpumem-verbosity=1",), True),
+        ("verbosity = 1", (), True),
+        ("verbosity = 1", ("--gpumem-verbosity=0",), False),
+    ],
+)
+def test_it_acts_typed_and_as_a_key_and_what_is_typed_wins(package, tmp_path, key, typed, shown):
+    write_tests(tmp_path, TESTS)
+    (tmp_path / "pyproject.toml").write_text(f"[tool.gpumem]\n{key}\n")
+    package.pytest(tmp_path, "--gpumem-update=new")
+    done = package.pytest(tmp_path, "--gpumem-baseline", *typed)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert (SHOWN in done.stdout) == shown
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "message"),
+    [
+        ("", "--gpumem-verbosity=much", "--gpumem-verbosity is 'much', expected a whole number, 0 or more"),
+        ("verbosity = true", "-q", "[tool.gpumem]: verbosity is True, expected a whole number"),
+        ("verbosity = -1", "-q", "[tool.gpumem]: verbosity is -1, expected a whole number, 0 or more"),
+        ("verbocity = 1", "-q", "[tool.gpumem]: unknown key 'verbocity'; did you mean 'verbosity'?"),
+    ],
+)
+def test_a_wrong_value_is_a_usage_error(package, tmp_path, key, typed, message):
+    write_tests(tmp_path, TESTS)
+    (tmp_path / "pyproject.toml").write_text(f"[tool.gpumem]\n{key}\n")
+    wrong = package.pytest(tmp_path, typed)
+    assert wrong.returncode == pytest.ExitCode.USAGE_ERROR
+    assert message in wrong.stderr
+
+
+def test_the_help_of_pytest_and_of_gpumem_run_has_it(package, tmp_path):
+    write_tests(tmp_path, TESTS)
+    for words in (("-m", "pytest", "--help"), ("-m", "pytest_gpumem.cli.main", "run", "--help")):
+        said = " ".join(package.run(tmp_path, *words).stdout.split())
+        assert "how much the end of the run shows, whatever -v says" in said
