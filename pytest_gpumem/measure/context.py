@@ -74,49 +74,44 @@ class MeasuringContext:
         with nullcontext() if self.sites is None else creation_sites(self.sites, found):
             yield found
 
-    def named(self, name: str | None) -> int:
-        """Return the place among `Device.everywhere` of the device called ``name``; ``None`` is the first."""
-        return next((n for n, one in enumerate(self.device.everywhere) if str(one.torch_device) == name), 0)
+    def named(self, name: str | None) -> Device:
+        """Return the one of `Device.everywhere` that is called ``name``; the first where none is."""
+        return next((one for one in self.device.everywhere if str(one.torch_device) == name), self.device)
 
-    def explain(self, subject: Subject, expected: Expected, place: int = 0) -> Explanation | str:
+    def explain(self, subject: Subject, expected: Expected, device: Device) -> Explanation | str:
         """Run ``subject`` once more, recorded, and return what its peak is made of.
 
         Args:
             subject: A step or call that was measured.
             expected: What was measured of it.
-            place: The device whose peak it is, as its place among `Device.everywhere`.
+            device: The one of `Device.everywhere` whose peak it is.
 
         Returns:
             The explanation, or a clause that says why there is none: what goes wrong this time is no failure of the step.
         """
         assert self.sites is not None, "only called where something is explained"
         try:
-            with cyclic_collector_off(), random_numbers_given_back(self.device):
-                device = self.device.everywhere[place]
-                # No window of the others sees the recorded run, either.
-                with self.device.unrecorded() if place else nullcontext():
-                    explanation, recorded = explain(device, self.sites, subject, expected, self.together)
-            return self._kept(self._named(explanation, place), recorded)
+            # No window of the others sees the recorded run, either.
+            unseen = nullcontext() if device is self.device else self.device.unrecorded()
+            with cyclic_collector_off(), random_numbers_given_back(self.device), unseen:
+                explanation, recorded = explain(device, self.sites, subject, expected, self.together)
+            return self._kept(self._named(explanation, device), recorded)
         except RAISED_BY_A_STEP as error:
             return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
 
-    def explain_out_of_memory(self, subject: Subject, place: int = 0) -> Explanation | None:
+    def explain_out_of_memory(self, subject: Subject, device: Device) -> Explanation | None:
         """Run what ran out of memory once more, recorded; return where memory went if it runs out again.
 
-        ``place`` is the device that ran out of it, as its place among `Device.everywhere`.
+        ``device`` is the one of `Device.everywhere` that ran out of it.
         """
         assert self.sites is not None, "only called where something is explained"
         with cyclic_collector_off(), random_numbers_given_back(self.device):
-            found = explain_out_of_memory(self.device.everywhere[place], self.sites, subject)
-        return None if found is None else self._kept(self._named(found[0], place), found[1])
+            found = explain_out_of_memory(device, self.sites, subject)
+        return None if found is None else self._kept(self._named(found[0], device), found[1])
 
-    def _named(self, explanation: Explanation, place: int) -> Explanation:
+    def _named(self, explanation: Explanation, device: Device) -> Explanation:
         """Return the explanation with the name of its GPU, where the process sees several."""
-        return (
-            replace(explanation, gpu=str(self.device.everywhere[place].torch_device))
-            if self.device.others
-            else explanation
-        )
+        return replace(explanation, gpu=str(device.torch_device)) if self.device.others else explanation
 
     def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
         """Keep the recording, and return its explanation, with the whole step if ``over_time``, and with a note on failure."""

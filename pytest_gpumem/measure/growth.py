@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.reading import live_at_rest, live_of_program, live_when_settled, steps_elsewhere
+from pytest_gpumem.measure.reading import live_at_rest, live_of_program, live_when_settled, on_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.measure.reading import Figures, Rest
+    from pytest_gpumem.measure.reading import ByDevice, Figures, Rest
     from pytest_gpumem.ranks.consensus import Alone
 
 
@@ -51,38 +51,37 @@ def _is_higher_later(live: Sequence[int]) -> bool:
     return min(late) > min(early) and max(late) > max(early)
 
 
-def measure_growth(run_step: Callable[[Rest], Figures], device: Device, together: Alone) -> dict[str, int]:
+def measure_growth(run_step: Callable[[Rest], ByDevice], device: Device, together: Alone) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each keeps, by device.
 
     Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
     with it does not grow without it. Only if there is some is it collected after each step.
     """
-    growth = _growth_over(run_step, live_when_settled, device, together)
+    growth = _growth_over(run_step, live_when_settled, together)
     live = live_of_program(device)
     if not together.any(any(growth.values()) and live_at_rest(device, [0] * len(live)) != live):
         return growth
-    return _growth_over(run_step, live_at_rest, device, together)
+    return _growth_over(run_step, live_at_rest, together)
 
 
-def _growth_over(run_step: Callable[[Rest], Figures], rest: Rest, device: Device, together: Alone) -> dict[str, int]:
+def _growth_over(run_step: Callable[[Rest], ByDevice], rest: Rest, together: Alone) -> dict[str, int]:
     window = [run_step(rest) for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
     if together.any(keeps_now_and_then(window)):
         window += [run_step(rest) for _ in range(WINDOW)]
-    return {device.name: growth_of(window)} | growth_elsewhere(window)
+    return growth_by_device(window)
 
 
-def keeps_now_and_then(window: Sequence[Figures]) -> bool:
+def keeps_now_and_then(window: Sequence[ByDevice]) -> bool:
     """Return whether some steps in a row kept bytes on a device, and too seldom to tell a leak from a cache.
 
     As many more tell whether others keep as much: a leak of every tenth step has kept bytes once or twice in `WINDOW` steps.
     """
-    everywhere = [window, *steps_elsewhere(window).values()]
-    return any(not growth_of(steps) and _never_falls(_live(steps)) for steps in everywhere)
+    return any(not growth_of(steps) and _never_falls(_live(steps)) for steps in on_each(window).values())
 
 
-def growth_elsewhere(window: Sequence[Figures]) -> dict[str, int]:
-    """Return the bytes that each of some steps in a row keeps on the device's `others`, by their names."""
-    return {name: growth_of(steps) for name, steps in steps_elsewhere(window).items()}
+def growth_by_device(window: Sequence[ByDevice]) -> dict[str, int]:
+    """Return the bytes that each of some steps in a row keeps on each device, by its name."""
+    return {name: growth_of(steps) for name, steps in on_each(window).items()}
 
 
 def growth_of(window: Sequence[Figures]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.owners import parameters_of_optimizer
 from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
-from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_elsewhere, growth_of, keeps_now_and_then
+from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_now_and_then
 from pytest_gpumem.measure.loop import LoopEnded
 from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
 from pytest_gpumem.measure.reading import Reading, live_of_program, live_when_settled, run_one_step
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import BlockIds, Device, Window
     from pytest_gpumem.explain.owners import TensorOwners
-    from pytest_gpumem.measure.reading import Figures
+    from pytest_gpumem.measure.reading import ByDevice
     from pytest_gpumem.measure.settling import StepFigures
     from pytest_gpumem.values.times import Times
 
@@ -45,7 +45,7 @@ class PreparedLoop(PreparedStep):
 
     steps: int
     """How many steps its memory is read from, with the first."""
-    first: Figures
+    first: ByDevice
     """Those of the first step, in which it also makes what it needs."""
     run_counted: Callable[[], object]
     """Runs it until the next border, for counting, by which alone it may run out of memory."""
@@ -63,7 +63,7 @@ class PreparedLoop(PreparedStep):
         device = self.context.device
         notes: tuple[str, ...] = ()
         counted, times = NOTHING_COUNTED, None
-        longer: Sequence[Figures] = ()
+        longer: Sequence[ByDevice] = ()
         # And freeze what the loop has made for all its steps, so that collecting after each of them is fast.
         collect_everything()
         device.settle()
@@ -107,7 +107,7 @@ class PreparedLoop(PreparedStep):
     def _run_counted(self) -> None:
         self.run_counted()
 
-    def _steps(self, number: int) -> Iterator[Figures]:
+    def _steps(self, number: int) -> Iterator[ByDevice]:
         """Yield the figures of so many further steps, or of those that there are before the loop ends."""
         try:
             for _ in range(number):
@@ -163,7 +163,7 @@ class PreparedLoop(PreparedStep):
             yield from parameters_of_optimizer(optimizer)
 
 
-def loop_figures(seen: Sequence[Figures], longer: Sequence[Figures] = ()) -> StepFigures:
+def loop_figures(seen: Sequence[ByDevice], longer: Sequence[ByDevice] = ()) -> StepFigures:
     """Return the figures of a loop, from those of its steps in order.
 
     The first one never repeats, as a loop makes in it what it needs.
@@ -174,12 +174,10 @@ def loop_figures(seen: Sequence[Figures], longer: Sequence[Figures] = ()) -> Ste
     """
     settled_at = next((n for n, pair in enumerate(pairwise(seen)) if n and have_same_peaks(*pair)), None)
     window = [*_growth_window(seen), *longer]
-    return replace(
-        figures_of_steps(seen, settled_at), growth=growth_of(window), growth_elsewhere=growth_elsewhere(window)
-    )
+    return replace(figures_of_steps(seen, settled_at), growth=growth_by_device(window))
 
 
-def _growth_window(seen: Sequence[Figures]) -> Sequence[Figures]:
+def _growth_window(seen: Sequence[ByDevice]) -> Sequence[ByDevice]:
     """Return the steps that growth is of: what fills a cache may do so in the first, of which a short loop has fewer."""
     further = seen[1:]
     return further[min(SETTLING_STEPS, len(further) // 3) :][-WINDOW:]
@@ -197,7 +195,7 @@ class FirstStep:
         self._reading = Reading(device, foreign)
         self._window: Window | None = device.open_window()
 
-    def ended(self) -> Figures:
+    def ended(self) -> ByDevice:
         """Return the figures of the step, which has ended."""
         assert self._window is not None, "the first step ends once"
         window, self._window = self._window, None

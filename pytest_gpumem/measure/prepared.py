@@ -142,10 +142,10 @@ class PreparedStep:
 
         ``device`` is the name of the GPU whose peak it is, where there are several.
         """
-        figures, place = step.figures, self.context.named(device)
-        one = self.context.device.everywhere[place]
-        grows = bool(figures.growth or any(figures.growth_elsewhere.values()))
-        memory = figures.memory_on(None if place == 0 else one.name, keeps=grows)
+        figures, one = step.figures, self.context.named(device)
+        grows = any(figures.growth.values())
+        on_it = figures.devices[str(one.torch_device)]
+        memory = on_it.keeping if grows else on_it.memory
         alike = self.context.together.all(figures.allocate_alike)
         expected = Expected(
             memory.memory_metrics()["peak_allocated"],
@@ -155,11 +155,11 @@ class PreparedStep:
             # Of a leak at least as many as growth is told by.
             steps=1 if alike else max(len(figures.seen), WINDOW if grows else 0),
         )
-        return self.context.explain(self.subject(place), expected, place)
+        return self.context.explain(self.subject(one), expected, one)
 
-    def subject(self, place: int = 0) -> Subject:
-        """Return the step as what is to be recorded on a device, given as its place among `Device.everywhere`."""
-        device, foreign = self.context.device.everywhere[place], self.foreign[place]
+    def subject(self, device: Device) -> Subject:
+        """Return the step as what is to be recorded on a device, one of `Device.everywhere`."""
+        foreign = self.foreign[self.context.device.everywhere.index(device)]
 
         def run(tracker: Tracker) -> None:
             for one in self.phases:

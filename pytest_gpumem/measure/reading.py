@@ -1,9 +1,9 @@
-"""Reads the memory of a stretch of code, or of a step made of phases, on each device."""
+"""Reads the memory of a region of code, or of a step made of phases, on each device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.devices.contract import highest
@@ -11,7 +11,7 @@ from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.ranks.consensus import Alone
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Readings around a stretch of code. Live bytes and peaks count from the same zero.
+    """Readings around a region of code on one device. Live bytes and peaks count from the same zero.
 
-    ``foreign`` bytes are live all the time and are not the stretch's own. ``live_before`` is read before it ran; ``live_run``
+    ``foreign`` bytes are live all the time and are not the region's own. ``live_before`` is read before it ran; ``live_run``
     right after it ran; ``live_after`` when garbage has been collected. They are without workspaces, which peaks have.
     """
 
@@ -42,37 +42,16 @@ class Figures:
     """Bytes that they held when it began: what the program's earlier steps have left there."""
     unused_before: int = 0
     """Bytes that were reserved and not used when it began, in segments that hold something."""
-    elsewhere: Mapping[str, Figures] = field(default_factory=dict)
-    """The figures of the device's `others` that the process uses, by their names."""
 
     @property
     def own(self) -> int:
         """Bytes of the stretch's own when it began, with workspaces."""
         return self.live_before + self.workspaces_before - self.foreign
 
-    def by_device(self, here: str) -> dict[str, Figures]:
-        """Return the figures on each device by its name; ``here`` is that of this one."""
-        return {here: self, **self.elsewhere}
-
     @property
     def own_peak(self) -> int:
-        """Peak of the stretch's own bytes on this device."""
+        """Peak of the region's own bytes."""
         return self.peak.allocated - self.foreign
-
-    @property
-    def peak_allocated(self) -> int:
-        """Peak of the stretch's own bytes, on the device where it is the largest."""
-        return max(one.own_peak for one in self.by_device("").values())
-
-    @property
-    def most_workspaces(self) -> int:
-        """Bytes of `workspaces` on the device that has most of them."""
-        return max(one.workspaces for one in self.by_device("").values())
-
-    @property
-    def most_unused_before(self) -> int:
-        """Bytes of `unused_before` on the device that has most of them."""
-        return max(one.unused_before for one in self.by_device("").values())
 
     @property
     def peak_reserved(self) -> int | None:
@@ -89,11 +68,11 @@ class Figures:
 
     @property
     def keeps(self) -> bool:
-        """Whether it kept bytes, on any device."""
-        return any(one.live_after > one.live_before for one in self.by_device("").values())
+        """Whether it kept bytes."""
+        return self.live_after > self.live_before
 
     def memory_metrics(self) -> dict[str, int]:
-        """Return the memory metrics of the stretch on this device, in bytes."""
+        """Return the memory metrics of the region, in bytes."""
         metrics = {"peak_allocated": self.own_peak}
         metrics |= {f"peak_{name}": peak.allocated - self.foreign for name, peak in self.phases.items()}
         if self.peak_reserved is not None:
@@ -111,10 +90,13 @@ def largest_of(metrics: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return largest
 
 
-def steps_elsewhere(steps: Sequence[Figures]) -> dict[str, list[Figures]]:
-    """Return the figures of some steps in a row on the device's `others`, by their names, from the first that used it."""
-    names = steps[-1].elsewhere
-    return {name: [step.elsewhere[name] for step in steps if name in step.elsewhere] for name in names}
+ByDevice = Mapping[str, Figures]
+"""The figures of a region on each device that the process uses, by the device's name; that of `Device` itself is the first."""
+
+
+def on_each(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
+    """Return the figures of some steps in a row on each device, by its name, from the first step that used it."""
+    return {name: tuple(step[name] for step in steps if name in step) for name in steps[-1]}
 
 
 class Phase(NamedTuple):
@@ -154,7 +136,7 @@ def live_at_rest(device: Device, expected: Sequence[int]) -> list[int]:
 
 
 class Reading:
-    """Readings of one stretch of code on each of `Device.everywhere`, from just before it to its end.
+    """Readings of one region of code on each of `Device.everywhere`, from just before it to its end.
 
     Args:
         device: Where it runs, garbage collected.
@@ -186,8 +168,8 @@ class Reading:
         phases: Mapping[str, Sequence[Peak]],
         held_change: Sequence[int] | None = None,
         transient: Sequence[int] | None = None,
-    ) -> Figures:
-        """Return the figures of the stretch.
+    ) -> ByDevice:
+        """Return the figures of the region.
 
         Args:
             peaks: On each device.
@@ -198,7 +180,7 @@ class Reading:
         """
         devices = self._device.everywhere
         workspaces = self._device.workspaces()
-        read = [
+        read = (
             Figures(
                 self._foreign[n],
                 self.live_before[n],
@@ -214,10 +196,12 @@ class Reading:
                 self._unused[n],
             )
             for n in range(len(devices))
-        ]
-        elsewhere = {one.name: figures for one, figures in zip(devices, read, strict=True) if one.is_used}
-        del elsewhere[devices[0].name]
-        return replace(read[0], elsewhere=elsewhere) if elsewhere else read[0]
+        )
+        return {
+            str(one.torch_device): figures
+            for one, figures in zip(devices, read, strict=True)
+            if one is devices[0] or one.is_used
+        }
 
 
 def run_one_step(
@@ -226,7 +210,7 @@ def run_one_step(
     foreign: Sequence[int],
     rest: Rest = live_at_rest,
     together: Alone = ALONE,
-) -> Figures:
+) -> ByDevice:
     together.rest()
     reading = Reading(device, foreign)
     peaks: dict[str, list[Peak]] = {}

@@ -75,7 +75,11 @@ def measure_step(
         latest = seen[-1]
         further = [latest, *(run_step() for _ in range(FURTHER_STEPS))]
         seen += further[1:]
-        growth = measure_growth(run_step, device, together) if together.any(any(one.keeps for one in further)) else {}
+        growth = (
+            measure_growth(run_step, device, together)
+            if together.any(any(one.keeps for step in further for one in step.values()))
+            else {}
+        )
         times = None
         earlier = device.known()
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
@@ -85,9 +89,7 @@ def measure_step(
         if time_budget is not None:
             with unrecorded_steps(device, earlier, own, run_step):
                 times = time_step(_whole(phases), phases, device, time_budget, together)
-    kept = growth.pop(device.name, 0)
-    figures = figures_of_steps(seen, settled_at)
-    return replace(figures, times=times, counted=counted, growth=kept, growth_elsewhere=growth)
+    return replace(figures_of_steps(seen, settled_at), times=times, counted=counted, growth=growth)
 
 
 @contextmanager

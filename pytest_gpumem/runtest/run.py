@@ -21,12 +21,12 @@ from pytest_gpumem.values.rank import name_on, rank_in, without_rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.devices.contract import BlockIds
+    from pytest_gpumem.devices.contract import BlockIds, Device
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
-    from pytest_gpumem.measure.reading import Figures
+    from pytest_gpumem.measure.reading import ByDevice
     from pytest_gpumem.measurement import Environment, Workload
     from pytest_gpumem.runtest.explaining import ExplainPolicy
     from pytest_gpumem.runtest.judging import Judged, Judging
@@ -159,7 +159,7 @@ class TestRun:
             self._nested = self._nested if self._under_way else None
 
     @contextmanager
-    def tracked(self, *, whole_call: bool = False) -> Iterator[Callable[[], Figures]]:
+    def tracked(self, *, whole_call: bool = False) -> Iterator[Callable[[], ByDevice]]:
         """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
 
         The ``whole_call`` begins right after `begin_call`, whose readings are its own.
@@ -172,7 +172,7 @@ class TestRun:
             device.settle()
             live_before, held_before = live_of_program(device), self._held()
         reading = Reading(device, foreign, live_before)
-        ended: list[Figures] = []
+        ended: list[ByDevice] = []
         with cyclic_collector_off():
             with device.transient_workspaces() as transient, device.window() as window:
                 yield lambda: ended[0]
@@ -227,32 +227,28 @@ class TestRun:
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
 
-    def keep_figures(self, workload: Workload, figures: Figures, name: str | None = None) -> Measurement:
+    def keep_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> Measurement:
         """Judge and keep what `tracked` measured."""
-        metrics = {device: one.memory_metrics() for device, one in figures.by_device(self._here).items()}
+        metrics = {device: one.memory_metrics() for device, one in figures.items()}
         measurement = self._new_measurement(
             workload,
             largest_of(metrics.values()),
             name,
-            workspaces=figures.most_workspaces,
-            unused_before=figures.most_unused_before,
+            workspaces=max(one.workspaces for one in figures.values()),
+            unused_before=max(one.unused_before for one in figures.values()),
             by_device=self._by_device(metrics),
         )
         return self.keep(self.judging.judge(measurement))
 
-    @property
-    def _here(self) -> str:
-        return str(self.device.torch_device)
-
     def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
-        """Return the metrics of the devices on which a stretch had bytes of its own; none where only one can be used."""
+        """Return the metrics of the devices on which a region had bytes of its own; none where only one can be used."""
         return {on: one for on, one in metrics.items() if self.device.others and one["peak_allocated"] > 0}
 
     def _measurement_of(self, step: MeasuredStep, name: str | None) -> Measurement:
-        figures = step.figures
-        several = bool(self.device.others)
-        by_device = self._by_device(figures.metrics_by_device(self._here)) if several else {}
-        peaks_by_device = figures.step_peaks_by_device(self._here) if several else {}
+        figures, devices = step.figures, step.figures.devices
+        by_device = (
+            self._by_device({name: one.metrics() for name, one in devices.items()}) if self.device.others else {}
+        )
         return self._new_measurement(
             step.workload,
             step.metrics(),
@@ -265,10 +261,10 @@ class TestRun:
             step_peaks=figures.step_peaks,
             by_operator=figures.counted.by_operator,
             lowest_counts=figures.counted.lowest,
-            workspaces=figures.memory.most_workspaces,
-            unused_before=figures.memory.most_unused_before,
+            workspaces=max(one.memory.workspaces for one in devices.values()),
+            unused_before=max(one.memory.unused_before for one in devices.values()),
             by_device=by_device,
-            step_peaks_by_device={name: peaks for name, peaks in peaks_by_device.items() if name in by_device},
+            step_peaks_by_device={name: devices[name].step_peaks for name in by_device},
         )
 
     def _new_measurement(
@@ -308,20 +304,22 @@ class TestRun:
             return
         measurement = self.judged[-1].measurement
         on = self._policy.device_to_explain(self.judged[-1])
-        place = self.context.named(on)
+        device = self.context.named(on)
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
         expected = Expected(peak, turnover=None)
-        self.judged[-1] = _explained(self.judged[-1], self.context.explain(self._call_subject(place), expected, place))
+        self.judged[-1] = _explained(
+            self.judged[-1], self.context.explain(self._call_subject(device), expected, device)
+        )
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
         """Run the call that ran out of memory once more, recorded, and report where it went."""
         if not self.measures_itself and self._at_call is not None:
             self._explain_out_of_memory(error, self._call_subject)
 
-    def _explain_out_of_memory(self, error: BaseException, subject: Callable[[int], Subject]) -> None:
+    def _explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
         """Report where memory went if ``error`` says that it ran out; the error stays as it is.
 
-        ``subject`` is what to record on a device, given as its place among `Device.everywhere`.
+        ``subject`` is what to record on a device, one of `Device.everywhere`.
         """
         if self.context.sites is None or not self._policy.should_explain_error(error):
             return
@@ -330,14 +328,15 @@ class TestRun:
         # What the failed frames hold has to go, or memory would run out earlier this time.
         clear_frames(error)
         with suppress(*RAISED_BY_A_STEP):
-            place = self.context.named(gpu_that_ran_out(error))
-            explanation = self.context.explain_out_of_memory(subject(place), place)
+            device = self.context.named(gpu_that_ran_out(error))
+            explanation = self.context.explain_out_of_memory(subject(device), device)
             if explanation is not None:
                 self._policy.report_out_of_memory(explanation)
 
-    def _call_subject(self, place: int = 0) -> Subject:
-        """Return the call as what is to be recorded on a device, given as its place among `Device.everywhere`."""
-        ownership, device = self._ownership.everywhere[place], self.device.everywhere[place]
+    def _call_subject(self, device: Device) -> Subject:
+        """Return the call as what is to be recorded on a device, one of `Device.everywhere`."""
+        at = self.device.everywhere.index(device)
+        ownership = self._ownership.everywhere[at]
 
         def prepare() -> None:
             # The call begins again as it did: what it left on its fixtures and its instance is the first run's.
@@ -349,7 +348,7 @@ class TestRun:
                 dict.pop(attributes, name)
 
         assert self._at_call is not None, "the call has begun"
-        own_at_call, live_at_call = (readings[place] for readings in self._at_call)
+        own_at_call, live_at_call = (readings[at] for readings in self._at_call)
 
         def left() -> Left:
             own_gained = ownership.own(self.item).total - own_at_call

@@ -791,7 +791,7 @@ def test_what_only_cpp_code_holds_is_still_known_when_a_step_has_been_timed(devi
     figures = measure_step(phases, device, own=reached, foreign=[before], time_budget=TimeBudget())
     if again:
         sample_again(phases, device, reached, 0.1)
-    after = run_one_step(phases, device, [before])
+    after = run_one_step(phases, device, [before])["cpu"]
     assert (after.own_peak, after.live_after) == (figures.memory.own_peak, figures.memory.live_after)
     assert after.live_after > before + 100 * KB
 
