@@ -15,6 +15,7 @@ from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.cuda_history import in_order_of_time
 from pytest_gpumem.devices.profiled import check_change, profiled
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import frames_cleared_behind_dynamo
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.memory_ledger import SharedMemory
     from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.values.events import Token
     from pytest_gpumem.values.unknown_reads import UnknownReads
+
 
 Blocks = Mapping[int, int]
 """Memory blocks: address -> bytes."""
@@ -110,6 +113,8 @@ class Device(ABC):
     """Keeps measured tests of other processes off while times are taken; without one, none are kept off."""
     shared_memory: SharedMemory | None = None
     """The memory that this process shares with others, where ``--gpumem-pack`` can have tests share it."""
+    consensus: Alone = ALONE
+    """Decides how often a step runs, and until when: this process by itself, or all ranks of its job. The session sets it."""
     others: Sequence[Device] = ()
     """Further GPUs that a step of this process may use. They are opened and closed, and their peaks taken, with this one."""
 

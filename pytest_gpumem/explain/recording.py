@@ -22,7 +22,6 @@ from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
 from pytest_gpumem.explain.trace import Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
-from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import format_bytes, parse_size
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
-    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.values.events import Token
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
@@ -146,23 +144,21 @@ class Recorded:
         )
 
 
-def explain(
-    device: Device, sites: Sites, subject: Subject, expected: Expected, together: Alone = ALONE
-) -> tuple[Explanation, Recorded]:
+def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
     """Record ``subject``, and explain its peak, which was measured as ``expected``.
 
     Marks can change the step: modules that look for a `TorchFunctionMode` take another path under one, and compiled code is
     compiled anew. Then it is recorded again with fewer marks, until it allocates and peaks as it did when it was measured. If
     it never does, the most detailed recording with the same peak is used, or the one with the closest peak and a note. Of steps
     that differ, as many are recorded as were looked at: the one with the highest peak may come again. Raises what ``subject``
-    raises without marks, too. On several ranks it is recorded as often on all, as they decide ``together``.
+    raises without marks, too. On several ranks it is recorded as often on all, as they decide (`Device.consensus`).
     """
     closest: Recorded | None = None
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
     for level in (*levels[:1] * expected.steps, *levels[1:]):
         graphs = compiled_graphs()
         done = record(device, sites, subject, level)
-        if together.any(done.error is not None):
+        if device.consensus.any(done.error is not None):
             if level == levels[-1] and done.error is not None and closest is None:
                 raise done.error
             continue
@@ -171,7 +167,7 @@ def explain(
             done = wider if wider.is_as(expected) else done
         if expected.own is not None:
             done = done.without_later_growth(expected.own)
-        if together.all(done.is_as(expected) and compiled_graphs() == graphs):
+        if device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs):
             return _explained(done), done
         # Of equal ones the first, which has the most detail.
         if closest is None or abs(done.peak - expected.peak) < abs(closest.peak - expected.peak):

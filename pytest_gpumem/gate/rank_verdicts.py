@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.gate.verdict import TestVerdict
 from pytest_gpumem.values.rank import Rank, in_words, without_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_gpumem.gate.verdict import TestVerdict, Verdict
+    from pytest_gpumem.gate.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from pytest_gpumem.explain.call_sites import creation_sites
 from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.explain.recording import explain, explain_out_of_memory
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
-from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.artifacts import Artifacts
     from pytest_gpumem.explain.recording import Expected, Recorded, Subject
     from pytest_gpumem.explain.sites import Site, Sites
-    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
 
@@ -43,8 +41,6 @@ class MeasuringContext:
     sites: Sites | None = None
     artifacts: Artifacts | None = None
     over_time: bool = False
-    together: Alone = ALONE
-    """What the ranks of a job decide together."""
 
     def begin(self, held: object) -> tuple[int, ...]:
         """Bring memory to rest before anything of a step is made, and return the bytes that are live and not the step's own.
@@ -55,10 +51,10 @@ class MeasuringContext:
         Returns:
             The bytes on each of `Device.everywhere`.
         """
-        self.together.release()
+        self.device.consensus.release()
         self.device.quiesce()
         self.device.register_existing(self.storages(held))
-        if self.together.several:
+        if self.device.consensus.several:
             self.device.hold_known()
         tensors = list(reachable_tensors([held]))
         return tuple(one.live() - sum(blocks_of(tensors, one.torch_device).values()) for one in self.device.everywhere)
@@ -94,7 +90,7 @@ class MeasuringContext:
             # No window of the others sees the recorded run, either.
             unseen = nullcontext() if device is self.device else self.device.unrecorded()
             with cyclic_collector_off(), random_numbers_given_back(self.device), unseen:
-                explanation, recorded = explain(device, self.sites, subject, expected, self.together)
+                explanation, recorded = explain(device, self.sites, subject, expected)
             return self._kept(self._named(explanation, device), recorded)
         except RAISED_BY_A_STEP as error:
             return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.measure.reading import ByDevice, Figures, Rest
-    from pytest_gpumem.ranks.consensus import Alone
 
 
 SETTLING_STEPS = 6
@@ -51,22 +50,22 @@ def _is_higher_later(live: Sequence[int]) -> bool:
     return min(late) > min(early) and max(late) > max(early)
 
 
-def measure_growth(run_step: Callable[[Rest], ByDevice], device: Device, together: Alone) -> dict[str, int]:
+def measure_growth(run_step: Callable[[Rest], ByDevice], device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each keeps, by device.
 
     Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
     with it does not grow without it. Only if there is some is it collected after each step.
     """
-    growth = _growth_over(run_step, live_when_settled, together)
+    growth = _growth_over(run_step, live_when_settled, device)
     live = live_of_program(device)
-    if not together.any(any(growth.values()) and live_at_rest(device, [0] * len(live)) != live):
+    if not device.consensus.any(any(growth.values()) and live_at_rest(device, [0] * len(live)) != live):
         return growth
-    return _growth_over(run_step, live_at_rest, together)
+    return _growth_over(run_step, live_at_rest, device)
 
 
-def _growth_over(run_step: Callable[[Rest], ByDevice], rest: Rest, together: Alone) -> dict[str, int]:
+def _growth_over(run_step: Callable[[Rest], ByDevice], rest: Rest, device: Device) -> dict[str, int]:
     window = [run_step(rest) for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
-    if together.any(keeps_now_and_then(window)):
+    if device.consensus.any(keeps_now_and_then(window)):
         window += [run_step(rest) for _ in range(WINDOW)]
     return growth_by_device(window)
 

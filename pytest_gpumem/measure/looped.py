@@ -74,7 +74,7 @@ class PreparedLoop(PreparedStep):
                 raise MeasuringError(
                     f"the loop ended after {made} steps; its memory is read from {FEWEST_STEPS} at least"
                 )
-            if self.context.together.any(made < self.steps):
+            if device.consensus.any(made < self.steps):
                 ended = (
                     f"the loop ended after {made} of" if made < self.steps else "the loop of another rank ended before"
                 )
@@ -82,10 +82,10 @@ class PreparedLoop(PreparedStep):
             else:
                 earlier = device.known()
                 latest = seen[-FURTHER_STEPS - 1 :]
-                alike = self.context.together.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
+                alike = device.consensus.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
                 with device.peak_ignored():
                     counted = count_step(self._run_counted, device, alike=alike)
-                if self.context.together.any(keeps_now_and_then(_growth_window(seen))):
+                if device.consensus.any(keeps_now_and_then(_growth_window(seen))):
                     longer = list(self._steps(WINDOW))
                 times, notes = self._timed(earlier)
         figures = replace(loop_figures(seen, longer), counted=counted, times=times)
@@ -111,9 +111,7 @@ class PreparedLoop(PreparedStep):
         """Yield the figures of so many further steps, or of those that there are before the loop ends."""
         try:
             for _ in range(number):
-                yield run_one_step(
-                    self.phases, self.context.device, self.foreign, live_when_settled, self.context.together
-                )
+                yield run_one_step(self.phases, self.context.device, self.foreign, live_when_settled)
         except LoopEnded:
             return
 
@@ -122,14 +120,14 @@ class PreparedLoop(PreparedStep):
 
         ``earlier`` is what the device knew before the last recorded step.
         """
-        device, time_budget, together = self.context.device, self.context.time_budget, self.context.together
+        device, time_budget = self.context.device, self.context.time_budget
         if time_budget is None:
             return None, ()
-        run_step = partial(run_one_step, self.phases, device, self.foreign, together=together)
+        run_step = partial(run_one_step, self.phases, device, self.foreign)
         times = None
         try:
             with unrecorded_steps(device, earlier, self._storages, run_step):
-                times = time_step(self._run, self.phases, device, time_budget, together)
+                times = time_step(self._run, self.phases, device, time_budget)
         except LoopEnded as ended:
             return times, () if times is not None else (f"not timed: {ended}",)
         return times, ()

@@ -103,7 +103,6 @@ class PreparedStep:
             time_budget=self.context.time_budget,
             state=self.state,
             compiled=self.compiled,
-            together=self.context.together,
         )
         recomputed = None if self.recomputed is None else self.recomputed()
         return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
@@ -114,7 +113,7 @@ class PreparedStep:
         assert times is not None, "only a step that was timed is timed again"
         assert time_budget is not None, "same"
         context, seconds = self.context, time_budget.second_sample
-        sample = sample_again(self.phases, context.device, self._storages, seconds, context.together)
+        sample = sample_again(self.phases, context.device, self._storages, seconds)
         time_budget.spend_on_second_sample(SECONDS_BETWEEN_SAMPLES + sample.spent)
         times = replace(times, samples=(*times.samples, sample))
         return replace(step, figures=replace(step.figures, times=times))
@@ -124,7 +123,7 @@ class PreparedStep:
         counted, context = step.figures.counted, self.context
         # The GPU counts kernels and does not know lines.
         has_lines = any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs"))
-        if not context.together.any(has_lines):
+        if not context.device.consensus.any(has_lines):
             return step
         assert context.sites is not None, "only called where something is explained"
         places = Places(context.sites, context.device.torch_device)
@@ -146,7 +145,7 @@ class PreparedStep:
         grows = any(figures.growth.values())
         on_it = figures.devices[str(one.torch_device)]
         memory = on_it.keeping if grows else on_it.memory
-        alike = self.context.together.all(figures.allocate_alike)
+        alike = self.context.device.consensus.all(figures.allocate_alike)
         expected = Expected(
             memory.memory_metrics()["peak_allocated"],
             memory.turnover if one.turnover() and alike else None,

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.devices.contract import highest
-from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.devices.contract import Device, Peak
-    from pytest_gpumem.ranks.consensus import Alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +207,8 @@ def run_one_step(
     device: Device,
     foreign: Sequence[int],
     rest: Rest = live_at_rest,
-    together: Alone = ALONE,
 ) -> ByDevice:
-    together.rest()
+    device.consensus.rest()
     reading = Reading(device, foreign)
     peaks: dict[str, list[Peak]] = {}
     with device.transient_workspaces() as transient, device.window() as whole:

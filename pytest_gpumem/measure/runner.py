@@ -13,7 +13,6 @@ from pytest_gpumem.measure.counting import count_step
 from pytest_gpumem.measure.growth import measure_growth
 from pytest_gpumem.measure.reading import run_one_step
 from pytest_gpumem.measure.settling import do_the_same, figures_of_steps, have_same_peaks
-from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step, to_themselves
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import BlockIds, Device
     from pytest_gpumem.measure.reading import Phase
     from pytest_gpumem.measure.settling import StepFigures
-    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.times import Sample
 
@@ -48,7 +46,6 @@ def measure_step(
     time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
-    together: Alone = ALONE,
 ) -> StepFigures:
     """Measure the step that ``phases`` make.
 
@@ -58,37 +55,39 @@ def measure_step(
     ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
     the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until it stays. Without an
     ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. On several ranks all
-    run as many steps, as they decide ``together``.
+    run as many steps, as they decide (`Device.consensus`).
     """
-    run_step = functools.partial(run_one_step, phases, device, foreign, together=together)
+    run_step = functools.partial(run_one_step, phases, device, foreign)
     device.quiesce()
     with cyclic_collector_off():
         seen = [run_step()]
         settled_at = None
-        most = MOST_UNSTABLE_WARM_UPS if together.any(state is not None) else MOST_WARM_UPS
+        most = MOST_UNSTABLE_WARM_UPS if device.consensus.any(state is not None) else MOST_WARM_UPS
         while settled_at is None and len(seen) < most:
             before = state() if state is not None else None
             seen.append(run_step())
             moved = state is not None and state() != before
-            if together.all(have_same_peaks(*seen[-2:]) and not moved):
+            if device.consensus.all(have_same_peaks(*seen[-2:]) and not moved):
                 settled_at = len(seen) - 2
         latest = seen[-1]
         further = [latest, *(run_step() for _ in range(FURTHER_STEPS))]
         seen += further[1:]
         growth = (
-            measure_growth(run_step, device, together)
-            if together.any(any(one.keeps for step in further for one in step.values()))
+            measure_growth(run_step, device)
+            if device.consensus.any(any(one.keeps for step in further for one in step.values()))
             else {}
         )
         times = None
         earlier = device.known()
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         with device.peak_ignored():
-            alike = together.all(settled_at is not None and all(do_the_same(*pair) for pair in pairwise(further)))
+            alike = device.consensus.all(
+                settled_at is not None and all(do_the_same(*pair) for pair in pairwise(further))
+            )
             counted = count_step(_whole(phases), device, compiled=compiled, alike=alike)
         if time_budget is not None:
             with unrecorded_steps(device, earlier, own, run_step):
-                times = time_step(_whole(phases), phases, device, time_budget, together)
+                times = time_step(_whole(phases), phases, device, time_budget)
     return replace(figures_of_steps(seen, settled_at), times=times, counted=counted, growth=growth)
 
 
@@ -124,22 +123,21 @@ def sample_again(
     device: Device,
     own: Callable[[], Iterable[torch.UntypedStorage]],
     seconds: float,
-    together: Alone = ALONE,
 ) -> Sample:
     """Return another sample of a step that has been measured. A recorded step ends it, as in `measure_step`.
 
     Taken after a pause of `SECONDS_BETWEEN_SAMPLES`, so that one burst of another process is not in both.
     """
     time.sleep(SECONDS_BETWEEN_SAMPLES)
-    run_step = functools.partial(run_one_step, phases, device, [0] * len(device.everywhere), together=together)
+    run_step = functools.partial(run_one_step, phases, device, [0] * len(device.everywhere))
     device.quiesce()
     with cyclic_collector_off():
         earlier = device.known()
         run_step()
-        with unrecorded_steps(device, earlier, own, run_step), to_themselves(device, together) as refused:
+        with unrecorded_steps(device, earlier, own, run_step), to_themselves(device) as refused:
             # Settling has emptied the caches, and of few rounds none may be one that fills them again.
             _whole(phases)()
-            sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE, together)
+            sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
     return invalid_if(refused, sample, device)
 
 

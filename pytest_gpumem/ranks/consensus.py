@@ -122,7 +122,7 @@ class Point(NamedTuple):
     waits: bool = False
 
 
-class Together(Alone):
+class Consensus(Alone):
     """One rank, which decides with the others. Every rank has to make the same calls in the same order."""
 
     several = True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from pytest_gpumem.ranks.consensus import Together
+    from pytest_gpumem.ranks.consensus import Consensus
     from pytest_gpumem.ranks.launch import Launch
 
 _SECONDS_BETWEEN_BEATS = 0.5
@@ -44,13 +44,13 @@ class Watch(threading.Thread):
     """Watches over the ranks from `start` to `end`."""
 
     def __init__(
-        self, launch: Launch, together: Together, seconds: float, root: Path, lost: Callable[[str], object]
+        self, launch: Launch, consensus: Consensus, seconds: float, root: Path, lost: Callable[[str], object]
     ) -> None:
         """Watch over ``launch``'s ranks.
 
         Args:
             launch: This rank.
-            together: What it waits in.
+            consensus: What it waits in.
             seconds: How long ranks may come no further while others wait for them.
             root: The project's folder.
             lost: Called on rank 0, in this thread, with the clause that says which rank is lost, before the process ends.
@@ -65,7 +65,7 @@ class Watch(threading.Thread):
         """Held while the main thread writes what is not to be cut off."""
         self._launch = launch
         self._rank = launch.rank
-        self._together = together
+        self._consensus = consensus
         self._seconds = seconds
         self._root = root
         self._lost = lost
@@ -123,7 +123,7 @@ class Watch(threading.Thread):
     def _look(self) -> None:
         self._beats += 1
         place = place_of(self._main, self._root)
-        beat = Beat(self._beats, self.where, self._together.point, self.measures, place)
+        beat = Beat(self._beats, self.where, self._consensus.point, self.measures, place)
         self._board.put(f"beat/{self._rank.number}", asdict(beat))
         why = self._board.maybe("lost")
         if why is not None and not self._rank.is_first:

@@ -147,6 +147,8 @@ class Measuring:
         if device.lock is not None:
             device.lock.tell = self._tell_now
         device.open()
+        for one in device.everywhere:
+            one.consensus = self._ranks.consensus
         try:
             ownership = self._fixtures.begin(item, device)
             context = MeasuringContext(
@@ -155,7 +157,6 @@ class Measuring:
                 sites=None if settings.explain == "never" else self._sites,
                 artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
                 over_time=bool(settings.report),
-                together=self._ranks.together,
             )
             policy = ExplainPolicy(self._config, settings, judging)
             reads = partial(self._fixtures.reads, item, device)

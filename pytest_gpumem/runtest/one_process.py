@@ -18,7 +18,7 @@ class OneProcess:
     """A session without other ranks."""
 
     rank: Rank | None = None
-    together: Alone = ALONE
+    consensus: Alone = ALONE
     command: Sequence[str] = ("pytest",)
     """The words that start such a session."""
 

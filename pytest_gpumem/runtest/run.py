@@ -196,20 +196,20 @@ class TestRun:
 
         ``explain`` says whether it is explained; ``None`` where the verdict and the settings decide.
         """
-        together = self.context.together
+        consensus = self.device.consensus
         judged = self.judging.judge(self._measurement_of(step, name))
-        while together.all(step.may_be_timed_again) and together.any(self._should_time_again(judged)):
+        while consensus.all(step.may_be_timed_again) and consensus.any(self._should_time_again(judged)):
             step = prepared.time_again(step)
             judged = self.judging.judge(self._measurement_of(step, name))
         policy = self._policy
         if self.context.sites is None:
             return judged
-        if explain is not False and together.any(policy.should_locate_counts(judged)):
+        if explain is not False and consensus.any(policy.should_locate_counts(judged)):
             by_operator = prepared.locate(step).figures.counted.by_operator
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
-        if together.any(policy.should_explain(judged) if explain is None else explain):
+        if consensus.any(policy.should_explain(judged) if explain is None else explain):
             judged = _explained(judged, prepared.explain(step, policy.device_to_explain(judged)))
-        together.release()  # what the step holds is freed next
+        consensus.release()  # what the step holds is freed next
         return judged
 
     def _should_time_again(self, judged: Judged) -> bool:
@@ -300,7 +300,7 @@ class TestRun:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
         if self.measures_itself or self.context.sites is None:
             return
-        if not self.context.together.any(self._policy.should_explain(self.judged[-1])):
+        if not self.device.consensus.any(self._policy.should_explain(self.judged[-1])):
             return
         measurement = self.judged[-1].measurement
         on = self._policy.device_to_explain(self.judged[-1])

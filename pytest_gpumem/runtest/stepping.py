@@ -109,7 +109,7 @@ class Steps:
 
         Of several ranks the others may wait for this one in such a step, so that there it is an error of the loop.
         """
-        return self._loop.is_counted and is_out_of_memory(error) and not self._run.context.together.several
+        return self._loop.is_counted and is_out_of_memory(error) and not self._run.device.consensus.several
 
     def _optimizer_stepped(self) -> None:
         if self._is_told:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.registry import Devices
     from pytest_gpumem.gate.baseline import Budget
 
-Alone = Literal["timed", "of unknown peak"]
+WhyAlone = Literal["timed", "of unknown peak"]
 """Why a test has the whole GPU."""
 
 
@@ -35,7 +35,7 @@ class Share:
 
     memory: SharedMemory
     wanted: int | None
-    alone: Alone | None = None
+    alone: WhyAlone | None = None
     most: int | None = None
     """The most bytes that it takes of any GPU that has baselines, by which tests are ordered: alike in all workers."""
 
@@ -45,7 +45,7 @@ class Packed:
     """How a session's tests were packed, for its reports. The same in each worker, but for ``repeated``."""
 
     sharing: int = 0
-    alone: tuple[tuple[Alone, str], ...] = ()
+    alone: tuple[tuple[WhyAlone, str], ...] = ()
     """The tests that had the whole GPU, and why."""
     repeated: frozenset[str] = frozenset()
     """The tests that ran out of what was reserved, and ran once more with the whole GPU."""

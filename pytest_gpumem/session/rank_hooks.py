@@ -74,7 +74,7 @@ class RankHooks:
     def _comes_to(self, item: pytest.Item, phase: str) -> None:
         self._ranks.watch.where = where = f"{item.nodeid} ({phase})"
         with suppress(BoardError):  # which the watch reports
-            self._ranks.together.comes_to(where)
+            self._ranks.consensus.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: Measured, phase: str) -> Generator[None, object, object]:
         """Run a phase of a measured test, and if it ends the test, by itself, do so on all ranks."""
@@ -127,7 +127,7 @@ class RankHooks:
         watch.where, watch.measures = "the end of its tests", False
         self._ranks.end_tests(self._failed, ended_early)
         if self._ranks.rank.is_first:
-            self._tell_of_others(self._ranks.together.ends_of_sessions())
+            self._tell_of_others(self._ranks.consensus.ends_of_sessions())
         self._ranks.write_now()
         return result
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_gpumem.gate.verdict import TestVerdict
-    from pytest_gpumem.ranks.consensus import Together
+    from pytest_gpumem.ranks.consensus import Consensus
     from pytest_gpumem.ranks.launch import Launch
     from pytest_gpumem.ranks.watch import Watch
 
@@ -30,7 +30,7 @@ _MOST_SHOWN = 5
 class RankSession(OneProcess):
     """A session of one rank. Between `join` and `leave` it is watched over."""
 
-    together: Together
+    consensus: Consensus
 
     def __init__(self, launch: Launch, seconds: float) -> None:
         """``seconds`` are those of ``--gpumem-rank-timeout``."""
@@ -62,11 +62,11 @@ class RankSession(OneProcess):
             lost: Called on rank 0, in another thread, when a rank is lost, before the process ends.
         """
         from pytest_gpumem.ranks.board import Board
-        from pytest_gpumem.ranks.consensus import Together
+        from pytest_gpumem.ranks.consensus import Consensus
         from pytest_gpumem.ranks.watch import Watch
 
-        self.together = Together(Board(self._launch, self._seconds), self.rank)
-        self._watch = Watch(self._launch, self.together, self._seconds, root, lost)
+        self.consensus = Consensus(Board(self._launch, self._seconds), self.rank)
+        self._watch = Watch(self._launch, self.consensus, self._seconds, root, lost)
         self._watch.start()
 
     def differing(self, tests: Sequence[str], measured: Sequence[str], not_collected: Sequence[str]) -> str | None:
@@ -77,7 +77,7 @@ class RankSession(OneProcess):
             measured: Those of them that are measured.
             not_collected: The files that it could not collect.
         """
-        everything = self.together.exchange([list(tests), list(measured), list(not_collected)])
+        everything = self.consensus.exchange([list(tests), list(measured), list(not_collected)])
         first, first_measured, not_there = everything[0]
         for number, (theirs, measured_there, files) in enumerate(everything):
             rank = Rank(number, self.rank.world)
@@ -94,9 +94,9 @@ class RankSession(OneProcess):
 
     def begin(self, nodeid: str) -> None:
         """Begin a measured test, together with all ranks. Raises `RankLost` where they do not begin the same."""
-        self.together.begin_test()
+        self.consensus.begin_test()
         self.has_ended = False
-        others = self.together.exchange(nodeid)
+        others = self.consensus.exchange(nodeid)
         for number, theirs in enumerate(others):
             if theirs != others[0]:
                 raise RankLost(f"{Rank(number, self.rank.world)} runs {theirs}, and rank 0 {others[0]}")
@@ -118,13 +118,13 @@ class RankSession(OneProcess):
     ) -> TestVerdict | None:
         self.has_ended = True
         if not self.rank.is_first:
-            self.together.end_test(to_plain(end), end.failure)
-            decision = self.together.decision()
+            self.consensus.end_test(to_plain(end), end.failure)
+            decision = self.consensus.decision()
             return None if decision is None else replace(mine, failure=decision["failure"])
         decision = {"failure": f"{self.rank} ended the test without a verdict"}
         try:
             # Its own verdict need not travel.
-            plain: list[Any] = self.together.end_test({}, end.failure) or []
+            plain: list[Any] = self.consensus.end_test({}, end.failure) or []
             ends = [end, *(from_plain(RankEnd, one) for one in plain[1:])]
             whole = verdict_of_all(ends, replace(mine, verdicts=(), missing=(), relations=0))
             if whole is not None and whole.failure is None:
@@ -135,7 +135,7 @@ class RankSession(OneProcess):
             decision = {"failure": str(error)}
             raise
         finally:
-            self.together.decide(decision)
+            self.consensus.decide(decision)
 
     def end_tests(self, failed: Sequence[str], ended_early: str | None) -> None:
         """Tell the others that this rank runs no more tests.
@@ -145,7 +145,7 @@ class RankSession(OneProcess):
             ended_early: Why it did not run all of its tests; ``None`` where it did.
         """
         self._told_its_end = True
-        self.together.end_session([list(failed), ended_early])
+        self.consensus.end_session([list(failed), ended_early])
 
     def write_now(self) -> None:
         """Begin to write what is not to be cut off until `leave`, also where the job is ended."""
@@ -168,7 +168,7 @@ class RankSession(OneProcess):
                     self.end_tests([], "its session ended before its first test")
             # Rank 0, which may serve the store, need not wait for those that have looked whether it is about to exit.
             with suppress(BoardError):
-                self.together.leave()
+                self.consensus.leave()
         finally:
             self._watch.end()
             self._watch = None

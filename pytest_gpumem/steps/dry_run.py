@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.steps.checkpointing import Runs, checkpointed
 from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.precision import precision_named
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.measure.reading import Phase
-    from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.steps.config import StepConfig
     from pytest_gpumem.steps.training import Training
 
@@ -38,7 +37,7 @@ class DryRun:
     """Whether gradients overflow at every scale, so that the optimizer is skipped in every step."""
 
 
-def dry_run(training: Training, together: Alone = ALONE) -> DryRun:
+def dry_run(training: Training, device: Device) -> DryRun:
     """Run the training step, not compiled, until it is like the ones that follow: on several ranks, on all of them.
 
     Raises `ConfigError` when what was to be recomputed, or cast by autocast, was not; and `MeasuringError` when gradients
@@ -81,8 +80,8 @@ def dry_run(training: Training, together: Alone = ALONE) -> DryRun:
                     "DistributedDataParallel(model, find_unused_parameters=True)"
                 )
             after = training.scale()
-            together.rest()  # the buckets of DistributedDataParallel are made anew in its second step
-            if together.all(before is None or after is None or after >= before):
+            device.consensus.rest()  # the buckets of DistributedDataParallel are made anew in its second step
+            if device.consensus.all(before is None or after is None or after >= before):
                 break
             if attempt == MOST_OVERFLOWS:
                 if wrong:

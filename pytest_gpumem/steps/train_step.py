@@ -108,7 +108,7 @@ def prepared_train_step(
             # It compiles its step by itself.
             stack.enter_context(warnings_of_compiling())
         stack.enter_context(surroundings(model, config, context.device, training=True))
-        tried = dry_run(training, context.together) if config_given else DryRun()
+        tried = dry_run(training, context.device) if config_given else DryRun()
         stack.enter_context(checkpointed(model, config))
         compiles = config.compile != "none"
         if compiles:

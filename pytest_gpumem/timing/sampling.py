@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ranks.consensus import ALONE
 from pytest_gpumem.timing import validity
 from pytest_gpumem.timing.validity import disturbance, load
 from pytest_gpumem.values.interference import Slowed
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.ranks.consensus import Alone
 
 
 DEFAULT_SECONDS = 2.0
@@ -67,9 +65,7 @@ _SHORTEST = 1e-9
 """Seconds of a step for which the clock did not move: it has no ratio to another one otherwise."""
 
 
-def sample_step(
-    step: Callable[[], object], device: Device, seconds: float, fewest: int = 1, together: Alone = ALONE
-) -> Sample:
+def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
     """Take a sample of ``step`` in about ``seconds``, of at least ``fewest`` rounds.
 
     The first step of all finds out how many make a round, and counts only when it filled one by itself. When it was slow
@@ -79,10 +75,10 @@ def sample_step(
     On several ranks all run as many steps in as many rounds, by the longest time that a round took on one of them, until the
     median is known on each. As they may wait for one another in a step, what disturbed one of them disturbed all.
     """
-    rounds = _Rounds(device, together)
-    seconds = max(together.exchange(seconds))
+    rounds = _Rounds(device)
+    seconds = max(device.consensus.exchange(seconds))
     mine = device.time(step)
-    took = spent = max(together.exchange(mine))
+    took = spent = max(device.consensus.exchange(mine))
     steps = _steps_a_round(took)
     rounds.read_pace()
     if steps == 1:
@@ -92,7 +88,7 @@ def sample_step(
     sized = False
     while len(rounds.kept) < max(fewest, _needed(took)) or (spent < seconds and not rounds.are_enough()):
         mine = device.time(functools.partial(_repeat, step, steps))
-        took = max(together.exchange(mine))
+        took = max(device.consensus.exchange(mine))
         spent += took
         if sized or took >= SECONDS_A_ROUND / 2:
             rounds.keep(mine / steps, took)
@@ -104,7 +100,7 @@ def sample_step(
     rounds.end()
     sample = Sample(tuple(rounds.kept), steps)
     few = sum(one.disturbed is None for one in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
-    invalid = (sample.most_disturbed_by if few else None) or together.first(rounds.load())
+    invalid = (sample.most_disturbed_by if few else None) or device.consensus.first(rounds.load())
     if invalid is None:
         return sample
     return Sample(sample.rounds, steps, invalid, rounds.slowed(disturbed=few))
@@ -113,13 +109,12 @@ def sample_step(
 class _Rounds:
     """The rounds of a sample, some at a time between two readings of the clock that steps run by and of what may disturb it."""
 
-    def __init__(self, device: Device, together: Alone) -> None:
+    def __init__(self, device: Device) -> None:
         self.kept: list[Round] = []
         self._read = 0
         """How many of them are followed by a reading."""
         self._slowed_on_gpu = 1.0
         self._device = device
-        self._together = together
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
         self._unread = 0.0
@@ -152,10 +147,9 @@ class _Rounds:
         # In this order: reading the conditions takes so long that a GPU may have come to rest.
         self.read_pace()
         now = self._device.conditions()
-        together = self._together
-        disturbed = together.first(disturbance(self._before, now))
-        pace = _lowest(together.exchange(_between(pace, self._pace)))
-        taken = 1.0 if disturbed is None else max(together.exchange(validity.taken(self._before, now)))
+        disturbed = self._device.consensus.first(disturbance(self._before, now))
+        pace = _lowest(self._device.consensus.exchange(_between(pace, self._pace)))
+        taken = 1.0 if disturbed is None else max(self._device.consensus.exchange(validity.taken(self._before, now)))
         self.kept[self._read :] = [replace(one, pace=pace, disturbed=disturbed, taken=taken) for one in unread]
         self._read, self._slowed_on_gpu = (
             len(self.kept),
@@ -165,7 +159,7 @@ class _Rounds:
 
     def are_enough(self) -> bool:
         """Return whether the median is known. Only called after a reading: between two rounds as little as possible is done."""
-        return self._read == len(self.kept) and self._together.all(_is_known(self.kept))
+        return self._read == len(self.kept) and self._device.consensus.all(_is_known(self.kept))
 
     def load(self) -> str | None:
         """Return what kept the machine busy during the whole sample, as a clause."""
@@ -175,7 +169,7 @@ class _Rounds:
         """Return the largest factors by which interference slowed the steps; ``disturbed``: also in the rounds that count."""
         on_host = validity.slowed(self._begun, self._before)
         shared = max(on_host.shared, self._slowed_on_gpu) if disturbed else on_host.shared
-        everywhere = self._together.exchange([shared, on_host.refilled])
+        everywhere = self._device.consensus.exchange([shared, on_host.refilled])
         return Slowed(*(max(factors) for factors in zip(*everywhere, strict=True)))
 
 
@@ -193,23 +187,22 @@ def time_step(
     phases: Sequence[tuple[str, Callable[[], object]]],
     device: Device,
     time_budget: TimeBudget,
-    together: Alone = ALONE,
 ) -> Times:
     """Return the first sample of the time of ``step`` and the times of its ``phases``, with the device to itself."""
-    with to_themselves(device, together) as refused:
-        sample = sample_step(step, device, time_budget.share, together=together)
+    with to_themselves(device) as refused:
+        sample = sample_step(step, device, time_budget.share)
         time_budget.spend(sample.spent)
-        laps = time_phases(phases, device, sample.steps, time_budget, together)
+        laps = time_phases(phases, device, sample.steps, time_budget)
     return Times((invalid_if(refused, sample, device),), laps)
 
 
 @contextmanager
-def to_themselves(device: Device, together: Alone) -> Iterator[str | None]:
+def to_themselves(device: Device) -> Iterator[str | None]:
     """Keep measured tests of others off the devices of all ranks; yields why not, as `Device.exclusive` does."""
     with ExitStack() as stack:
-        with together.in_turn():
+        with device.consensus.in_turn():
             refused = stack.enter_context(device.exclusive())
-        yield together.first(refused)
+        yield device.consensus.first(refused)
 
 
 def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
@@ -226,7 +219,6 @@ def time_phases(
     device: Device,
     steps: int,
     time_budget: TimeBudget,
-    together: Alone = ALONE,
 ) -> Mapping[str, float]:
     """Return the median seconds of each phase of a step, from rounds of ``steps`` steps. Phases of one name are one.
 
@@ -234,11 +226,11 @@ def time_phases(
     They are not taken from the rounds of a sample: reading the clock at every border would be in them.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
-    if together.all(len(seconds) == 1):
+    if device.consensus.all(len(seconds) == 1):
         return {}
     share, spent = time_budget.share, 0.0
     for _ in range(ROUNDS_OF_PHASES):
-        if together.any(spent > 0 and spent >= share):
+        if device.consensus.any(spent > 0 and spent >= share):
             break
         laps = device.laps([run for _ in range(steps) for _, run in phases])
         took = dict.fromkeys(seconds, 0.0)

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pytest_gpumem.ranks.consensus import Together
+from pytest_gpumem.ranks.consensus import Consensus
 from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
@@ -45,15 +45,15 @@ class Entries:
         self._broken.set()
 
 
-def side_by_side(world: int, run: Callable[[Together], T]) -> list[T]:
+def side_by_side(world: int, run: Callable[[Consensus], T]) -> list[T]:
     """Run so many ranks, and return what each returned. Raises what one raised, or an error where one waits for ever."""
     entries = Entries()
 
     def rank(number: int) -> T:
-        together = Together(cast("Board", entries), Rank(number, world))
-        together.begin_test()
+        consensus = Consensus(cast("Board", entries), Rank(number, world))
+        consensus.begin_test()
         try:
-            return run(together)
+            return run(consensus)
         except BaseException:
             entries.end_all()
             raise

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.dry_run import MOST_OVERFLOWS, DryRun, dry_run, dry_run_inference
@@ -47,7 +48,7 @@ def training_of(model, config, loss=None, optimizer=torch.optim.SGD) -> Training
 
 
 def rehearsed(model, config, loss=None) -> DryRun:
-    return dry_run(training_of(model, config, loss))
+    return dry_run(training_of(model, config, loss), CpuDevice())
 
 
 # Recomputation
@@ -102,7 +103,7 @@ def test_the_models_own_checkpointing_is_seen_without_a_config_for_it():
 def test_the_model_is_as_it_was_after_the_rehearsal():
     model = Model()
     training = training_of(model, "amp-fp16,checkpoint=blocks")
-    dry_run(training)
+    dry_run(training, CpuDevice())
     assert training.before_optimizer is None
     assert not any("forward" in vars(module) for module in model.modules())
     assert nn.modules.module._global_forward_pre_hooks == {}
@@ -197,7 +198,7 @@ def test_a_sparse_gradient_is_looked_at_too():
 
 def test_gradients_that_overflow_at_first_bring_the_scale_down_and_are_measured_without_a_note():
     training = training_of(Model(), "amp-fp16", lambda output, _batch: output * 1e3)
-    assert dry_run(training) == DryRun(recomputed=0)
+    assert dry_run(training, CpuDevice()) == DryRun(recomputed=0)
     assert training.scale() < 65536
     settled = training.scale()
     for phase in training.phases():
@@ -213,7 +214,7 @@ def test_gradients_that_overflow_at_every_scale_are_measured_with_a_note():
     training = training_of(Overflowing(), "amp-fp16")
     scale = 65536 / 2 ** (MOST_OVERFLOWS + 1)
     note = f"the gradients overflow at every scale down to {scale:g}: the optimizer is skipped in every step"
-    assert dry_run(training) == DryRun((note,), recomputed=0, overflows=True)
+    assert dry_run(training, CpuDevice()) == DryRun((note,), recomputed=0, overflows=True)
 
 
 def test_what_is_not_a_number_without_a_scaler_is_measured():

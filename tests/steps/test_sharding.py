@@ -229,13 +229,13 @@ import torch
 sys.path.insert(0, {repository!r})
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.ranks.consensus import Alone, Together
+from pytest_gpumem.ranks.consensus import Alone, Consensus
 from pytest_gpumem.measure.reading import run_one_step
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import parts_of
 from tests.steps.test_sharding import prepared
 class Resting(Alone):
-    rest = Together.rest
+    rest = Consensus.rest
 gc.collect()
 gc.freeze()  # as a session does, or each collection of a step goes through all of torch
 device = CpuDevice(other_ranks=tuple if "RANK" in os.environ else None)  # a session asks for the others' processes
@@ -250,8 +250,9 @@ with prepared(bench, config, samples=samples) as step:
             held[name] = sum(blocks_of(part for one in tensors for part in parts_of(one)).values())
         state = reachable_tensors([list(step.optimizer.state.values())])
         held["optimizer"] = sum(one.numel() * 4 for one in state if type(one) is torch.Tensor and one.dtype == torch.float32)
+    device.consensus = Resting()
     device.quiesce()
-    steps = [run_one_step(step.phases, device, step.foreign, together=Resting()) for _ in range(8 if "RANK" in os.environ else 4)]
+    steps = [run_one_step(step.phases, device, step.foreign) for _ in range(8 if "RANK" in os.environ else 4)]
     held["peak"] = statistics.mode(figures["cpu"].own_peak for figures in steps[2:])
     step.training.before_optimizer = look
     for phase in step.phases:

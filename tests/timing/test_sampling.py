@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.ranks.consensus import ALONE, Consensus
 from pytest_gpumem.timing import validity
 from pytest_gpumem.timing.sampling import (
     PRECISION,
@@ -35,6 +36,7 @@ class Clock:
     """
 
     seconds_between_readings = 0.0
+    consensus = ALONE
 
     def __init__(
         self, *seconds_of_a_step: float, retries=(), paces=(None,), others: float = 0.0, waited: float | None = None
@@ -49,6 +51,11 @@ class Clock:
         self.steps_run = 0
         self.rounds: list[int] = []
         self.paces_read_after: list[int] = []
+
+    def of(self, consensus: Consensus) -> Clock:
+        """The device of a rank that decides with others."""
+        self.consensus = consensus
+        return self
 
     def step(self) -> None:
         self.steps_run += 1
@@ -323,6 +330,8 @@ def test_time_is_bounded_whatever_the_clock_says(seconds, limit):
 class Laps:
     """A device on which running a phase takes as many seconds as it returns."""
 
+    consensus = ALONE
+
     def __init__(self) -> None:
         self.rounds = 0
 
@@ -404,9 +413,7 @@ def test_second_looks_of_a_test_share_as_many_seconds_as_first_samples():
 def sampled_beside(clocks: list[Clock], seconds: float = 1.0) -> list[Sample]:
     return side_by_side(
         len(clocks),
-        lambda together: sample_step(
-            clocks[together.rank.number].step, clocks[together.rank.number], seconds, together=together
-        ),
+        lambda consensus: sample_step((clock := clocks[consensus.rank.number].of(consensus)).step, clock, seconds),
     )
 
 
@@ -437,9 +444,9 @@ def test_ranks_that_have_different_times_left_take_the_longer_one():
     left = [0.2, 2.0]
     clocks = [Clock(0.05, 0.06, 0.05, 0.06), Clock(*([0.05, 0.06] * 50))]
 
-    def run(together):
-        number = together.rank.number
-        return sample_step(clocks[number].step, clocks[number], left[number], together=together)
+    def run(consensus):
+        number = consensus.rank.number
+        return sample_step(clocks[number].step, clocks[number].of(consensus), left[number])
 
     first, second = side_by_side(2, run)
     assert len(first.rounds) == len(second.rounds)
@@ -460,15 +467,15 @@ def test_what_disturbed_one_rank_disturbed_all():
 def test_a_rank_that_was_not_alone_on_its_device_makes_the_times_of_all_invalid():
     clocks = [Clock(0.05), Clock(0.05)]
 
-    def run(together):
-        clock = clocks[together.rank.number]
+    def run(consensus):
+        clock = clocks[consensus.rank.number].of(consensus)
 
         @contextmanager
         def exclusive():
-            yield "another measured test kept the GPU busy for 60 s" if together.rank.number else None
+            yield "another measured test kept the GPU busy for 60 s" if consensus.rank.number else None
 
         clock.exclusive = exclusive
-        return time_step(clock.step, [("step", clock.step)], clock, TimeBudget(1.0), together)
+        return time_step(clock.step, [("step", clock.step)], clock, TimeBudget(1.0))
 
     for times in side_by_side(2, run):
         assert times.samples[0].invalid == "on rank 1 of 2: another measured test kept the GPU busy for 60 s"
@@ -478,9 +485,10 @@ def test_phases_of_all_ranks_are_timed_as_often():
     phases = phases_of(forward=1.0, backward=2.0)
     slow = [(name, (lambda run=run: 10 * run())) for name, run in phases]
 
-    def run(together):
+    def run(consensus):
         device = Laps()
-        time_phases(slow if together.rank.number else phases, device, 1, TimeBudget(20.0), together)
+        device.consensus = consensus
+        time_phases(slow if consensus.rank.number else phases, device, 1, TimeBudget(20.0))
         return device.rounds
 
     assert side_by_side(2, run) == [1, 1]
