@@ -493,6 +493,11 @@ def test_the_changelog_begins_with_this_version():
     assert re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), flags=re.MULTILINE)[0] == pytest_gpumem.__version__
 
 
+def test_the_changelog_says_what_the_first_release_is_in_at_most_15_points():
+    first = read("CHANGELOG.md").partition("## [0.1.0]")[2].partition("\n## ")[0]
+    assert 0 < len(re.findall(r"^- ", first, flags=re.MULTILINE)) <= 15
+
+
 TITLED = sorted({(block.page, block.section) for block in blocks("python") if block.title})
 
 
