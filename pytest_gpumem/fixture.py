@@ -51,7 +51,7 @@ class Region:
 
 
 class WithBlock(AbstractContextManager[_T]):
-    """What ``gpumem.steps()`` and ``gpumem.track()`` return: for a ``with`` statement, and nothing else."""
+    """A context manager of ``gpumem.steps()`` and ``gpumem.track()``, for a ``with`` statement and nothing else."""
 
     def __init__(self, method: str, within: AbstractContextManager[_T]) -> None:
         self._method = method

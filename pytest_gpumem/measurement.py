@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
-"""What a step works on: counted in its batch, or given as a number."""
+"""The items that a step works on: counted in its batch, or given as a number."""
 _EXPLAINED = ("measure", "train_step", "infer_step", "steps")
 
 
@@ -60,7 +60,7 @@ def check_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What was run. Two measurements with different workloads are not comparable."""
+    """The step that was run. Two measurements with different workloads are not comparable."""
 
     step: str
     """``call``, ``region``, ``measure``, ``train_step``, ``infer_step`` or ``steps``."""
@@ -95,7 +95,7 @@ def _told_apart(now: str | int | None, was: str | int | None) -> tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a step ran. ``slug`` names the device's folder in the store: memory is compared only between equal slugs."""
+    """The device and software of a step. ``slug`` names the device's folder in the store: only equal slugs are compared."""
 
     slug: str
     device: str
@@ -120,7 +120,7 @@ def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Measurement(MetricAttributes):
-    """What one run of one step gave.
+    """The figures of one run of one step.
 
     ``metrics`` maps names of ``pytest_gpumem.metrics.METRICS`` to bytes and counts (int), seconds or items a second (float).
     Each is also an attribute (`MetricAttributes`); one that this step or device does not have raises `MissingMetric`.
@@ -131,34 +131,34 @@ class Measurement(MetricAttributes):
     environment: Environment
     metrics: Mapping[str, float]
     settled: bool = True
-    """Whether two steps in a row gave the same peak, and so did all that were looked at after them."""
+    """True if two steps in a row gave the same peak, and so did all that were looked at after them."""
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
     """Module calls that were repeated in backward, of `train_step`; ``None`` of any other step, where nobody counts them."""
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
-    """What the peak, and what was retained, is made of, where that was recorded; of that the largest rows are written."""
+    """The composition of the peak, and of what was retained, where that was recorded; the largest rows are written."""
     times: Times | None = None
     """The rounds that `step_time` is the median of, where time was taken."""
     work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
         default_factory=dict
     )
-    """What a step works on: how many ``samples``, ``tokens`` or ``items``. `throughput` is of the first."""
+    """The number of ``samples``, ``tokens`` or ``items`` that a step works on. `throughput` is of the first."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks)
     """The peaks of all steps that were looked at; of several GPUs, in each step the largest."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
-    """What ``operators``, ``flops``, ``syncs`` and ``launches`` are made of: operators, at lines where those are known."""
+    """The operators, at lines where those are known, that make up ``operators``, ``flops``, ``syncs`` and ``launches``."""
     workspaces: int = 0
     """Bytes of `peak_allocated` that the backend's libraries take for themselves (cuBLAS, on CUDA), whatever the code's size
     is: how much lower it would be without them. Those of one product count where the peak is in it."""
     unused_before: int = 0
     """Bytes that the allocator had reserved without use when the step began: by so much `peak_reserved` may vary by chance."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """In a process that sees several GPUs: the metrics in bytes of each on which the step held any, by ``"cuda:1"``.
+    """The metrics in bytes of each GPU of a process that sees several, if the step held any there, by ``"cuda:1"``.
 
     Of each metric, ``metrics`` has the largest value among them.
     """
     step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict)
-    """In a process that sees several GPUs: the peaks of the steps on each of ``by_device``."""
+    """The peaks of the steps on each of ``by_device``."""
     lowest_counts: Mapping[str, int] = field(default_factory=dict)
     """The smallest value of each count that was not the same in each step that was counted; ``metrics`` has the largest."""
 
@@ -190,7 +190,7 @@ class Measurement(MetricAttributes):
 
     @property
     def composition(self) -> Composition:
-        """What is live at the peak: category x module x source line x dtype and shape.
+        """The composition of the peak: category x module x source line x dtype and shape.
 
         Raises `MissingComposition` where it was not recorded.
         """

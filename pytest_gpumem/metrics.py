@@ -18,7 +18,7 @@ WHOLE: tuple[Unit, ...] = ("bytes", "count")
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much worse than its baseline a metric may be.
+    """The most by which a metric may be worse than its baseline.
 
     ``relative`` is a ratio of the baseline (0.005 is 0.5 %), ``absolute`` is in the metric's unit; the larger of the two holds.
     """
@@ -41,31 +41,31 @@ class Metric:
     tolerance: Tolerance | None = None
     """``None`` for what is recorded and shown but not judged."""
     shown: Shown = "always"
-    """Where it has a column in a table of measurements: in each; where a value is not 0; where one has changed; in none, only
+    """Tables of measurements in which it has a column: in each; where a value is not 0; where one has changed; in none, only
     where all of a measurement is shown."""
     short: str = ""
-    """What heads its column, where neither its name nor its title does."""
+    """The head of its column, where that is neither its name nor its title."""
     weight: int | None = 0
     """Columns of less weight give way first where there is no room for all; ``None`` for one that never does."""
     precedence: int = 0
-    """Of several metrics by which a measurement fails, the one with the least heads the failure: the nearest to the cause."""
+    """Rank as a cause: of several metrics by which a measurement fails, the one with the least heads the failure."""
     budget: str | None = None
     """The marker's argument that limits it, which takes a size."""
     larger_is_better: bool = False
     peak: bool = False
-    """Whether it is a peak of bytes: it has the backend's workspaces, and moves as long as steps have not settled."""
+    """True if it is a peak of bytes: it has the backend's workspaces, and moves as long as steps have not settled."""
     repeats: bool = True
-    """Whether the same step gives the same value every time, to the byte."""
+    """True if the same step gives the same value every time, to the byte."""
     optional: bool = False
-    """Whether a device may be unable to tell it, which is not the code's fault."""
+    """True if a device may be unable to tell it, which is not the code's fault."""
     made_of_operators: bool = False
-    """Whether it is counted operator by operator, so that a failure names their lines: work, and not memory."""
+    """True if it is counted operator by operator, so that a failure names their lines: work, and not memory."""
     depends_on: tuple[str, ...] = ()
     """Details of an environment that move this metric though nobody changed the code."""
     decided_by: tuple[str, ...] = ()
     """Details that move it by any amount, to either side, so that no change of it means anything where they differ."""
     where_absent: float | None = None
-    """Its value in a baseline that does not have it; ``None`` where nothing can be said of that."""
+    """The value in a baseline that does not have it; ``None`` where it is not known."""
     emulated: Tolerance | None = Tolerance(0.0)
     """The least tolerance of an emulated GPU's value against a real one's; ``None`` where they cannot be compared."""
 
@@ -79,7 +79,7 @@ class Metric:
 
     @property
     def settles(self) -> bool:
-        """Whether a step is repeated until this stays as it is."""
+        """True if a step is repeated until this stays as it is."""
         return self.peak and self.repeats
 
     @property
@@ -244,7 +244,7 @@ class MetricAttributes:
         made_of_operators=True,
         depends_on=("torch",),
     )
-    """How often a step makes the host wait for a GPU: values that are read, and copies that block.
+    """The number of times that a step makes the host wait for a GPU: values that are read, and copies that block.
 
     On the CPU, how often it would on a GPU. Not those of compiled steps.
     """

@@ -47,15 +47,15 @@ _PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly")
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What to run, and how much of it."""
+    """A script, its arguments, and how much of it is run."""
 
     path: Path
     arguments: tuple[str, ...]
     steps: int
     name: str
-    """What stands for the test's name in the id."""
+    """The name in the place of a test's in the id."""
     command: Command
-    """How to run it again."""
+    """The command that runs it again."""
 
 
 class ScriptSession:
@@ -64,7 +64,7 @@ class ScriptSession:
     def __init__(self, script: Script) -> None:
         self._script = script
         self.skipped = False
-        """Whether the script was not run, as its device cannot be used here."""
+        """True if the script was not run, as its device cannot be used here."""
         self._end: EndOfProcess | None = None
         self._has_ended = False
 
@@ -124,7 +124,7 @@ class ScriptItem(pytest.Item):
         super().__init__(**more)
         self._script = script
         self.fixturenames = [FIXTURE]
-        """As of a test that measures with the fixture, which this does without pytest's set-up of one."""
+        """The fixtures of a test that measures with ours; this one has no set-up by pytest."""
         self.stash[COMMAND] = script.command
 
     def runtest(self) -> None:

@@ -136,7 +136,7 @@ def test_a_script_without_steps_fails_and_says_what_was_expected(project):
     (project.path / "idle.py").write_text("print('done')\n", encoding="utf-8")
     result = project.gpumem("run", "idle.py", "--gpumem-device=cpu")
     assert result.returncode == 1
-    assert "idle.py: the loop has made no step: one ends with the step of an optimizer of torch" in result.stdout
+    assert "idle.py: no step was seen: a step ends with optimizer.step() of a torch optimizer" in result.stdout
 
 
 def test_without_the_device_a_script_is_not_run_and_the_command_fails(script):

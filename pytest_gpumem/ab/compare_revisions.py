@@ -115,7 +115,7 @@ def order_of_pair(number: int) -> tuple[Side, Side]:
 
 
 def is_settled(now: Compared, before: Compared | None) -> bool:
-    """Tell whether more pairs would change nothing; ``before`` is the report without the last pair."""
+    """Return whether more pairs would change nothing; ``before`` is the report without the last pair."""
     assert now.pairs is not None, "it is of runs in turns"
     if not now.rows:
         return True

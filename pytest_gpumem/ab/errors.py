@@ -1,4 +1,4 @@
-"""What ends a comparison of two revisions early."""
+"""Exceptions that end a comparison of two revisions early."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Runner:
     arguments: Sequence[str]
     setup: str | None
     folder: Path
-    """Where the runs keep what they write."""
+    """The folder of the files that runs write."""
     stop: Stop
     others: Sequence[Path] = field(default=())
     """Other folders in which the repository is checked out."""

@@ -49,7 +49,7 @@ class Subject:
     batch: Any
     loss: Loss | None
     containers: tuple[BlockContainer, ...]
-    """Where the repeated blocks are; empty when there are none."""
+    """The paths of the repeated blocks; empty when there are none."""
 
     @property
     def samples(self) -> int | None:

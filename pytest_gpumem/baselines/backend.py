@@ -1,4 +1,4 @@
-"""What a store needs of where its files lie."""
+"""Contract of a place for a store's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with the store and its files."""
+"""Exceptions of the store and its files."""
 
 from __future__ import annotations
 

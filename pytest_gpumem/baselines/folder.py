@@ -82,7 +82,7 @@ class Folder(Backend):
         try:
             lines = ignored.read_text(encoding="utf-8").splitlines() if ignored.exists() else [_ITSELF]
             missing = [line for line in _IGNORED if line not in lines]
-            # One that does not ignore itself is the user's.
+            # Only a .gitignore of ours ignores itself; another one is the user's.
             if _ITSELF in lines and (missing or not ignored.exists()):
                 write_whole(ignored, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED])))
             for draft in self.root.rglob(f".*{DRAFT}"):

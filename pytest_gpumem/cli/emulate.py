@@ -13,7 +13,7 @@ from pytest_gpumem.values.option_words import EMULATED
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--quiet", "-q", is_flag=True, help="Tell no peaks: no history of the allocator is recorded for them.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no peaks, and record no history of the allocator.")
 @click.argument("gpu")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:

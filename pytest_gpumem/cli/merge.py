@@ -59,7 +59,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
     """Make one report and one verdict of the shards of a run.
 
     Each REPORT is what pytest --gpumem-report=FILE.json wrote of its part of the tests: on another machine, by folders, by -k,
-    or by pytest-split. Merged reports can be merged again. The order is of no account.
+    or by pytest-split. Merged reports can be merged again, in any order.
 
     The whole passed when no test failed, measured or not, each that was selected ran in some shard, and nothing went wrong in
     any of them. Each measured test that failed or did not run to its end is named. Whether anything was gated, and which

@@ -99,7 +99,7 @@ class _Collected:
     def __init__(self) -> None:
         self.session: GpumemSession | None = None
         self.names_tests = False
-        """Whether the arguments name tests, and not only files and folders."""
+        """True if the arguments name tests, and not only files and folders."""
         self._selected: list[pytest.Item] = []
 
     @property

@@ -28,9 +28,9 @@ class Kind:
     """Returns the value of the setting; the second argument is where it stands. Raises `SettingsError`."""
     choices: tuple[str, ...] | None = None
     is_array: bool = False
-    """Whether it is an array of texts that are not empty; such an option may be repeated."""
+    """True if it is an array of texts that are not empty; such an option may be repeated."""
     is_path: bool = False
-    """Whether it is relative to the root directory in pyproject.toml, and when typed to the folder pytest was started in."""
+    """True if it is relative to the root directory in pyproject.toml, and when typed to the folder pytest was started in."""
 
     def read(self, value: Any, where: str) -> Any:
         """Return the setting for a value of ``[tool.gpumem]``.

@@ -46,7 +46,7 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "min_throughput": ("min_throughput", parse_rate),
     "device": ("device", _device),
 }
-"""What each argument says of a `Budget`: the metric that it limits, or the field that it is; and what reads it."""
+"""The metric that each argument limits, or the field of `Budget` that it sets, and the function that reads it."""
 
 
 def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:

@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 
 COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""How to run an item again, where that is not by pytest and its id."""
+"""The command that runs an item again, where that is not pytest and its id."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 MARKER_ARGUMENTS = (
@@ -54,11 +54,11 @@ class Option:
     metavar: str | None = None
     """The name of the value in help; flags and choices need none."""
     is_key: bool = True
-    """Whether it may stand in ``[tool.gpumem]``; others are for one session."""
+    """True if it may stand in ``[tool.gpumem]``; others are for one session."""
     in_accept: bool = False
-    """Whether the command that accepts a result repeats it as it was typed, since it decides what is measured."""
+    """True if the command that accepts a result repeats it as it was typed, since it decides what is measured."""
     wants_result: bool = False
-    """Whether a session in which it is typed has to say something also where nothing is measured."""
+    """True if a session in which it is typed has to say something also where nothing is measured."""
 
     @property
     def flag(self) -> str:

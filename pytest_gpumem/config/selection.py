@@ -1,4 +1,4 @@
-"""Which of the collected tests are measured, under which budget, and what a session's reports need to know of that."""
+"""Select the collected tests that are measured, with their budgets, and what a session's reports need to know of them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ else:
 
 DEFAULT_STORE = "gpumem-baselines"
 DEFAULT_RANK_TIMEOUT = 600.0
-"""As long as NCCL's collectives wait by default."""
+"""The timeout in seconds of NCCL's collectives by default."""
 
 
 def matches_test(tests: str, nodeid: str) -> bool:
@@ -69,7 +69,7 @@ class Settings:
     baseline: bool = False
     update: UpdateMode | None = None
     reason: str | None = None
-    """Why what ``update`` writes is accepted, in one line."""
+    """The reason why what ``update`` writes is accepted, in one line."""
     store: str = DEFAULT_STORE
     store_base: Path = field(default_factory=Path)
     device: str = DEFAULT_DEVICE
@@ -78,7 +78,7 @@ class Settings:
     strict: bool = False
     no_time: bool = False
     pack: bool = False
-    """Whether tests share a GPU by their known peaks."""
+    """True if tests share a GPU by their known peaks."""
     explain: ExplainMode = "on-failure"
     artifacts: str | None = None
     """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
@@ -96,7 +96,7 @@ class Settings:
     measure: tuple[str, ...] = ()
     """Patterns of the tests that are measured as if they had the marker."""
     explicit: bool = False
-    """Whether anything was set: an option, or a ``[tool.gpumem]`` table."""
+    """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
 
     def compared_slug(self, slug: str) -> str:
         """Return the slug of the device with whose baselines the figures of the one called ``slug`` are compared."""
@@ -109,7 +109,7 @@ class Settings:
 
     @property
     def gates(self) -> bool:
-        """Whether the session was asked to end red unless all is well."""
+        """True if the session was asked to end red unless all is well."""
         return self.baseline or self.strict
 
     def budget_for(self, nodeid: str) -> Budget:

@@ -1,1 +1,1 @@
-"""Where a step runs, and how its bytes and seconds are read. Nothing outside this folder asks "is it cuda?"."""
+"""Devices that steps run on, with readings of their bytes and seconds. Nothing outside this folder asks "is it cuda?"."""

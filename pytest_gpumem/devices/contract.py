@@ -104,9 +104,9 @@ class Device(ABC):
     name: str
     """The word of ``--gpumem-device``."""
     memory_title = "Memory"
-    """What a failure calls what is counted: ``"GPU memory"`` regressed."""
+    """The name of what is counted, for failures: ``"GPU memory"`` regressed."""
     tells_time = False
-    """Whether seconds on this device mean something: `laps` waits for it, by `synchronize` if not by itself."""
+    """True if seconds on this device mean something: `laps` waits for it, by `synchronize` if not by itself."""
     seconds_between_readings = 0.0
     """Seconds between readings of pace and conditions, where a reading would show in the steps that come next."""
     lock: DeviceLock | None = None
@@ -123,12 +123,12 @@ class Device(ABC):
     _kept: Peak | None = None
     """The peak before the device's own was last reset, where that was not by `pop_peak`."""
     _windows: tuple[Window, ...] = ()
-    """Those that are open."""
+    """The windows that are open."""
 
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Where tensors go."""
+        """The `torch.device` of tensors."""
 
     @abstractmethod
     def environment(self) -> Environment:
@@ -271,7 +271,7 @@ class Device(ABC):
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        """Give a list that has, once what runs within has ended, how many bytes of its peak were workspaces of an operation.
+        """Yield a list that has, at the end of the block, the bytes of its peak that were workspaces of an operation.
 
         On each of `everywhere`; of those that were dropped with the operation that they were made for.
         """
@@ -334,7 +334,7 @@ class Device(ABC):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Give a window that sees the peaks of what runs within. An error within is raised, also if no peak can be read."""
+        """Yield a window that sees the peaks of the block. An error within is raised, also if no peak can be read."""
         window = self.open_window()
         try:
             yield window

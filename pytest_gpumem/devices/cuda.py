@@ -212,7 +212,7 @@ class CudaDevice(Device):
         return self._runtime.launches(to_its_end)
 
     def conditions(self) -> Conditions:
-        """Of the host only the waiting of this thread, which launches: a GPU shares neither cache nor memory with the host."""
+        """Return only the waiting of this thread, which launches: a GPU shares neither cache nor memory with the host."""
         gpu = self._runtime.gpu()
         return replace(
             super().conditions(),

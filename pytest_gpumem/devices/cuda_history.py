@@ -131,7 +131,7 @@ class _Join:
         self._tokens: list[Token] = []
         self._now = next((token.time_ns for token in tokens if not isinstance(token, Seen)), 0)
         self._ahead = 0
-        """How far the profiler's clock is ahead of the history's, by the latest event that both have."""
+        """The lead of the profiler's clock over the history's, by the latest event that both have."""
         self._seen = 0
         self._counts = (
             sum(isinstance(token, AllocationEvent) and token.nbytes > 0 for token in tokens),

@@ -57,7 +57,7 @@ class GpuProperties:
 
 @dataclass(slots=True)
 class Stretch:
-    """What was recorded of a stretch, once it has ended: the profiler's tokens, as its event tree has them.
+    """A recording of a stretch, once it has ended: the profiler's tokens, as its event tree has them.
 
     ``history`` and ``snapshot`` are the allocator's, if they were asked for.
     """
@@ -260,7 +260,7 @@ class TorchCuda:
 
     @contextmanager
     def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
-        """Give what happened to blocks within, by the GPU's index, once it has ended; none where that was too much."""
+        """Yield a mapping that gets, at the end, the events of blocks by the GPU's index; none where they were too many."""
         found: dict[int, Sequence[HistoryEntry]] = {}
         was_on = cuda_history_is_on()
         skipped = [len(trace) for trace in cuda_snapshot()["device_traces"]] if was_on else []

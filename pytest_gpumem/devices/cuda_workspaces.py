@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Gpu(Protocol):
-    """What counting needs of a CUDA GPU, which has its workspaces counted."""
+    """The part of a CUDA GPU that counting workspaces needs."""
 
     @property
     def runtime(self) -> CudaRuntime: ...
@@ -60,7 +60,7 @@ class Workspaces:
 
     @property
     def are_kept(self) -> bool:
-        """Whether they are kept between products; also where that was not found out yet."""
+        """True if they are kept between products; also where that was not found out yet."""
         return self._are_kept is not False
 
     def release(self) -> None:

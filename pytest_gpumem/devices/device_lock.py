@@ -24,9 +24,9 @@ MOST_SECONDS_FOR_EXCLUSIVE = 60.0
 MOST_SECONDS_FOR_SHARED = 600.0
 """No process holds a device alone for as long, unless its step hangs or is in a debugger."""
 SECONDS_UNTIL_TOLD = 5.0
-"""After so long it is told for whom this process waits."""
+"""Seconds after which the holder that this process waits for is named."""
 MOST_SECONDS_NEXT_TIME = 5.0
-"""After a timeout the next wait is no longer than this: a suite must not wait a minute in each of its tests."""
+"""The longest wait after one that timed out, in seconds: a suite must not wait a minute in each of its tests."""
 
 
 _Waits = Callable[[str | None], None]

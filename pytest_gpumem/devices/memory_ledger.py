@@ -33,11 +33,11 @@ class State(IntEnum):
     """The use that a process makes of a device."""
 
     RESTS = 1
-    """It runs no test that needs the device's memory."""
+    """Running no test that needs the device's memory."""
     SHARES = 2
-    """It runs a test beside others."""
+    """Running a test beside others."""
     ALONE = 3
-    """It runs a test that takes the whole device."""
+    """Running a test that takes the whole device."""
 
 
 class Entry(NamedTuple):
@@ -142,7 +142,7 @@ class MemoryLedger:
 
 
 class Reservation:
-    """What a running test has of a device: ``wanted`` bytes beside what its process held, or ``None``: all of it."""
+    """A running test's part of a device: ``wanted`` bytes beside what its process held, or ``None``: all of it."""
 
     def __init__(self, process: _ProcessLedger, wanted: int | None, now: Callable[[], DeviceMemory]) -> None:
         self._process = process

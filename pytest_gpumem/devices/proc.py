@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _BUSY = (0, 1, 2, 5, 6)
-"""Of the counters of a cpu line: user, nice, system, irq, softirq; guests are in user and nice (proc_stat(5))."""
+"""Indices of counters of a cpu line: user, nice, system, irq, softirq; guests are in user and nice (proc_stat(5))."""
 _STEAL = 7
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS_BETWEEN_TRIES = 0.02
-"""So seldom that it does not disturb the process that is being timed, on whose cores it runs."""
+"""Seconds between polls: seldom enough not to disturb the process that is being timed, on whose cores it runs."""
 
 
 class _Layout(NamedTuple):

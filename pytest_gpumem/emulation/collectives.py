@@ -1,4 +1,4 @@
-"""What a rank of an emulated GPU receives from others, which do what it does itself.
+"""Collectives of emulated ranks: a rank receives what it sends itself.
 
 NCCL's stand-in computes sums, broadcasts and what all ranks gather. What goes from one rank to one other is not sent.
 """

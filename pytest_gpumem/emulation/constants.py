@@ -53,7 +53,7 @@ class Constant:
 
     value: bool
     noted: Use | None = None
-    """As what a read of it is noted; ``None`` where it is certain."""
+    """The use that a read of it is noted as; ``None`` where it is certain."""
 
 
 def _doubt(constant: Constant) -> int:

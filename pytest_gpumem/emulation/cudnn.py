@@ -1,4 +1,4 @@
-"""What is known of cuDNN on an emulated GPU. The real one plans convolutions where it is installed, and needs no GPU."""
+"""cuDNN on an emulated GPU. The real one plans convolutions where it is installed, and needs no GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHY_RECURRENT = (
     "what recurrent layers keep for backward is taken as published of cuDNN 7, and their workspaces as 0, since cuDNN tells "
     "both on a GPU only"
 )
-"""Why peaks with recurrent layers may be too low, as a clause."""
+"""The reason why peaks with recurrent layers may be too low, as a clause."""
 
 
 class Cudnn:

@@ -1,4 +1,4 @@
-"""What stands in the way of an emulated GPU."""
+"""Exceptions of emulated GPUs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "h100"
 MOST_DEVICES = 64
-"""As in ``native/emulated.h``."""
+"""The limit in ``native/emulated.h``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ MOST_EXACT = 1 << 20
 MOST_FLOATS = 1 << 16
 """Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
 BIGGEST_COPY = 1 << 20
-"""As in ``native/memory.c``: a larger copy leaves zeros."""
+"""The limit in ``native/memory.c``: a larger copy leaves zeros."""
 
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 """Operators that ask for the positions at which a boolean index is true: those are seen (`NativeReads.positions`)."""
@@ -32,7 +32,7 @@ _READ_UNTAGGED = frozenset(
 )
 """Operators that read values, and are not tagged as such."""
 _READ_SECOND = frozenset({"tensor_split", "_pack_padded_sequence"})
-"""Those that read only the second of their arguments."""
+"""Operators that read only the second of their arguments."""
 _MADE_OF_NOTHING = frozenset(
     {
         "zeros_like",
@@ -195,7 +195,7 @@ def on_host(value: Any) -> Any:
 
 @contextmanager
 def drawing_as(named: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Give the arguments with which the host draws random numbers, seeded by the state of the GPU's: they repeat as it does."""
+    """Yield the arguments with which the host draws random numbers, seeded by the GPU's state: they repeat as it does."""
     theirs = named.get("generator") or torch.cuda.default_generators[device.index or 0]
     seed = int.from_bytes(hashlib.sha256(theirs.get_state().numpy().tobytes()).digest()[:7], "little")
     if named.get("generator") is not None:

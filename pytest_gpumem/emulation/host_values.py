@@ -69,7 +69,7 @@ _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_fin
 """Operators whose second argument says whether a gradient is infinite or not a number; it stays as it is."""
 
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
-"""What the call of an operator says that the library's stand-in is not asked for."""
+"""The error of an operator's call, raised in place of asking the library's stand-in."""
 _MOST_NOTED = 4096
 """Storages that are noted before those that are gone are forgotten."""
 
@@ -86,7 +86,7 @@ class _Unknown(NamedTuple):
 
     storage: StorageWeakRef
     of_floats: bool
-    """Those that are not are made of floats that Python had, each by itself."""
+    """True if the unknown values are made of floats that Python had, each by itself."""
 
 
 class HostValues(TorchDispatchMode):
@@ -110,15 +110,15 @@ class HostValues(TorchDispatchMode):
         self.lent = LentMemory()
         self.constants = Constants(self.is_unknown)
         self._has_left = False
-        """Whether an uncomputed value has ever been on the host."""
+        """True if an uncomputed value has ever been on the host."""
         self.values_read = 0
-        """How many uncomputed values were read."""
+        """The number of uncomputed values that were read."""
         self.is_watched = False
-        """Whether a method that reads runs, which notes what it reads."""
+        """True if a method that reads runs, which notes what it reads."""
         self.running = ""
         """The operator that runs on the GPU."""
         self._made_of_unknown = False
-        """Whether `torch.tensor` is making a tensor of others, which are not all known."""
+        """True if `torch.tensor` is making a tensor of others, which are not all known."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

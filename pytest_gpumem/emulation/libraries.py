@@ -27,7 +27,7 @@ class Library:
     quiet: bool = False
     """True if its stubs are called normally, and print nothing."""
     why: str = ""
-    """Why its stubs are none and what to do, for the error of a call from torch; empty where torch goes on without them."""
+    """Reason for having no stubs and what to do, for the error of a call from torch; empty where torch goes on without them."""
 
 
 _INSTEAD = (

@@ -31,7 +31,7 @@ _SEEING = (host_values.__file__, watched_methods.__file__)
 _PASSING = frozenset({"normal"})
 """Operators that read one truth: whether what they are given is valid."""
 _kept: list[object] = []
-"""What C++ calls, for as long as the process."""
+"""The callback of C++, kept for as long as the process."""
 
 
 class NativeReads:

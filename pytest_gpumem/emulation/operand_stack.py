@@ -1,4 +1,4 @@
-"""What the instructions of a function take from the operand stack and put on it, in Python 3.10 to 3.13. Pure.
+"""Stack effects of a function's instructions, in Python 3.10 to 3.13. Pure.
 
 One pass without running anything: of loops the body once, of branches both sides. Code needs no positions, which Python 3.10
 does not keep and ``-X no_debug_ranges`` leaves out.
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _TAKES_ALL = ("STORE_", "POP_", "DELETE_", "RETURN_VALUE", "RAISE", "LIST_", "SET_", "MAP_", "DICT_", "END_", "JUMP_IF")
-"""How instructions begin that put nothing in the place of what they take."""
+"""Prefixes of instructions that put nothing in the place of what they take."""
 LEAVES = ("RETURN_", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")
-"""How instructions begin after which the next one is not run."""
+"""Prefixes of instructions after which the next one is not run."""
 _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2, "CALL": 2, "CALL_KW": 3}
-"""What a call takes beside its arguments: what is called, a method's object or nothing, names of arguments."""
+"""Operands of a call beside its arguments: what is called, a method's object or nothing, names of arguments."""
 
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """What is on the stack: all that is known of it."""
+    """A value on the stack: all that is known of it."""
 
     name: str | None = None
     """The last part of the name that it was loaded by."""
     constant: object = None
     kind: str | None = None
-    """What it is to who walks over the instructions."""
+    """The value's meaning to the caller that walks over the instructions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Step:
     taken: list[Cell]
     put: list[Cell]
     below: list[Cell] = field(default_factory=list)
-    """What stays on the stack beneath."""
+    """The values that stay on the stack beneath."""
 
     def callee(self) -> str | None:
         """Return the last part of the name of what it calls, if it is a call and that has a name."""

@@ -37,10 +37,10 @@ _MENDS = {
         " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside of what is measured)"
     )
 }
-"""What to do about a read, by its clause."""
+"""Advice about a read, by its clause."""
 
 Use = Literal["kept", "branch", "order", "integer"]
-"""What is made of a float: nothing that memory could depend on, as far as can be seen, or one of the others."""
+"""Use of a float: nothing that memory could depend on, as far as can be seen, or one of the others."""
 
 
 class Reads:

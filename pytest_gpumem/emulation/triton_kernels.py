@@ -30,7 +30,7 @@ _OF_INDUCTOR = "out_ptr"
 
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _kept: list[object] = []
-"""What C++ calls, for as long as the process."""
+"""The callback of C++, kept for as long as the process."""
 
 
 def forget_what_kernels_write(mode: HostValues) -> None:

@@ -23,7 +23,7 @@ class UnknownFloat(float):
 
     __slots__ = ()
     reads: ClassVar[Reads]
-    """Where it is noted."""
+    """The record of its uses."""
 
     def __new__(cls, *_: object) -> UnknownFloat:  # noqa: PYI034 -- Self is of Python 3.11
         # Python's own modules make others of its class: means.

@@ -44,22 +44,22 @@ class ProcessUsage:
     """Usage of emulated GPUs by one process."""
 
     began: int
-    """When it first used CUDA, in ns of the machine's monotonic clock."""
+    """The time of its first use of CUDA, in ns of the machine's monotonic clock."""
     ended: int | None
     """``None`` where it was killed before it could write it: then all else is as it was when it was last written."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
     ran_out: RanOut | None = None
     expandable: bool = False
-    """Whether the allocator's segments were expandable."""
+    """True if the allocator's segments were expandable."""
     unknown: str | None = None
     """The first read of a value that is not computed and may have changed what came after, with its line."""
     without_statistics: bool = False
     """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
     lacking: str | None = None
-    """Why its peaks may be too low, as a clause, where they lack what cuDNN takes on a GPU."""
+    """The reason why its peaks may be too low, as a clause, where they lack what cuDNN takes on a GPU."""
     no_kernels: str | None = None
-    """That torch has no kernels for the GPU, and for which it has, as a clause; ``None`` where it has."""
+    """The clause that torch has no kernels for the GPU, and for which it has; ``None`` where it has."""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:

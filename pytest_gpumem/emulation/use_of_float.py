@@ -1,4 +1,4 @@
-"""What a program makes of a float, by the instructions that follow: a branch, an order, an integer. Pure.
+"""Find the use of a float by the instructions that follow: a branch, an order, an integer. Pure.
 
 A number is followed through its expression, through variables of its function, and to the function that it is returned to.
 Nothing is run: what may be made of it counts, whether this call comes to it or not.
@@ -22,7 +22,7 @@ _OF_CALLS: dict[str, Use] = {
     **dict.fromkeys(("sorted", "sort"), "order"),
     **dict.fromkeys(("min", "max"), "branch"),
 }
-"""What functions make of a float that they are given."""
+"""Uses that functions make of a float that they are given."""
 _OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
 """Functions that ask whether a float is finite, which uncomputed ones are taken to be, or that do not look at it."""
 _OF_NUMBERS = frozenset(
@@ -31,11 +31,11 @@ _OF_NUMBERS = frozenset(
 """Functions that make a number of numbers."""
 _TEXTS = frozenset({"str", "repr", "format"})
 _ORDER: tuple[Use, ...] = ("kept", "branch", "order", "integer")
-"""From what matters least."""
+"""Uses in rising order of importance."""
 _MOST_CALLERS = 4
 """Functions to which a number is followed that it is returned to."""
 NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
-"""What a cell is: the number or what is computed of it, a list of such, its text, or something else that is made of it.
+"""Kinds of cells: the number or what is computed of it, a list of such, its text, or something else that is made of it.
 
 The last is followed to the end of its expression only.
 """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_PATHS = 3
 _HIGHEST = 6
-"""How many containers within one another are looked through."""
+"""The depth of nested containers that are looked through."""
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 
 

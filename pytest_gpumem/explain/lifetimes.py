@@ -32,7 +32,7 @@ class Lifetime:
     freed: int | None = None
     """``None`` when it outlived the recording."""
     own: bool = True
-    """Whether it is the step's: allocated by it, or held when it began."""
+    """True if it is the step's: allocated by it, or held when it began."""
     phase: str = ""
     """The step's phase; of code that has none, ``forward``, ``backward`` or ``optimizer``."""
     operator: str = ""
@@ -40,13 +40,13 @@ class Lifetime:
     """Node of the autograd graph that allocated it; empty where Python code of the step or of a module did."""
     in_optimizer: bool = False
     recomputed: bool = False
-    """Whether Python code allocated it during backward: recomputed code."""
+    """True if Python code allocated it during backward: recomputed code."""
     mark: Mark | None = None
     """The innermost mark around its allocation; in backward that around the operator that made the node."""
     call_ended: int | None = None
-    """When the innermost call that allocated it ended: of a torch function, a node, or an operator."""
+    """The end of the innermost call that allocated it: of a torch function, a node, or an operator."""
     module_ended: int | None = None
-    """When the innermost module that allocated it ended; ``None`` outside of modules."""
+    """The end of the innermost module that allocated it; ``None`` outside of modules."""
     tensor: str = ""
     label: Label | None = None
     matched: Lifetime | None = None
@@ -75,7 +75,7 @@ class Timeline:
     """First and last moment of the release of the backend's workspaces, after the step."""
     no_grad: ModuleCalls = field(default_factory=dict)
     no_backward: ModuleCalls = field(default_factory=dict)
-    """As of `GraphCalls`."""
+    """Calls of modules with grad mode off, and without a part in backward: see `GraphCalls`."""
     layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
     """The layers that there are of each module, by its folded path."""
     phases: Mapping[str, int] = field(default_factory=dict)

@@ -55,9 +55,9 @@ class Expected:
     own: int | None = None
     """Bytes that it held when it began, where each step keeps more: bytes of later steps are not of this peak."""
     keeps: bool = False
-    """Whether a step is wanted that keeps bytes, where not each one need do so."""
+    """True if a step is wanted that keeps bytes, where not each one need do so."""
     steps: int = 1
-    """How many steps are recorded until one of them is as measured: more than one where they differ."""
+    """The number of steps that are recorded until one of them is as measured: more than one where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class Subject:
     left: Callable[[], Left] = Left
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     once: bool = False
-    """Whether it is run once only: what it does besides allocating is done again with each run."""
+    """True if it is run once only: what it does besides allocating is done again with each run."""
     compiled: bool = False
-    """Whether it runs compiled code, which marks would make torch compile anew."""
+    """True if it runs compiled code, which marks would make torch compile anew."""
 
 
 @dataclass(frozen=True)

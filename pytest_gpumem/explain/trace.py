@@ -38,7 +38,7 @@ class Mark:
     site: str = ""
     library: str = ""
     grad: bool = True
-    """Of a module's call: whether autograd recorded when it began."""
+    """True if autograd recorded when a module's call began."""
 
 
 @dataclass(frozen=True, slots=True)

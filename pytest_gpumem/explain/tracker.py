@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.sites import Site, Sites
 
 Level = Literal["calls", "modules", "phases"]
-"""How closely a step is watched: each call of a torch function, each of a module, or only its phases."""
+"""Levels of detail: each call of a torch function, each of a module, or only phases."""
 
 _ZERO = ("zero_", "_foreach_zero_")
 # Functions that read a tensor's properties and allocate nothing; a step calls them thousands of times.

@@ -23,7 +23,7 @@ _MOST_NAMED = 3
 
 
 class ExportError(Exception):
-    """Nothing can be exported; the message says why."""
+    """Raised when nothing can be exported; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Figure:
     interval: tuple[float, float] | None = None
     """The ends of the 95 % confidence interval of a time or a throughput."""
     of: str | None = None
-    """What a throughput is of: ``samples``, ``tokens``, ``steps``, ``items``."""
+    """The unit of a throughput: ``samples``, ``tokens``, ``steps``, ``items``."""
     ended: str = ""
-    """When its session ended, in UTC: ``2026-11-21T16:20:05Z``."""
+    """The end of its session, in UTC: ``2026-11-21T16:20:05Z``."""
     commit: str | None = None
 
     @property
@@ -60,13 +60,13 @@ class Figures:
     without: int = 0
     """Tests without a figure: not measured, not finished, or held by relations only."""
     disturbed: tuple[str, ...] = ()
-    """Of each measurement whose times are left out, the clause that says why."""
+    """A clause for each measurement whose times are left out, which says why."""
     not_finite: tuple[str, ...] = ()
-    """Of each value that is left out because it is no finite number, the clause that says which."""
+    """A clause for each value that is left out because it is no finite number, which names it."""
 
     @property
     def summary(self) -> str:
-        """How many tests and figures are exported, and how many are left out and why, in a line."""
+        """Return a line with the numbers of tests and figures that are exported, and of those that are left out and why."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
         if self.without:

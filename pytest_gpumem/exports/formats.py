@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Better = Literal["smaller", "bigger"]
 
 _MEASURES = {"step_time": "latency", "throughput": "throughput"}
-"""Those that every project on Bencher has from the start: nanoseconds, and operations a second."""
+"""Measures that every project on Bencher has from the start: nanoseconds, and operations a second."""
 _NANOSECONDS = 1e9
 _LONGEST_NAME = 1024
 """Bytes that the name of a benchmark may have on Bencher."""

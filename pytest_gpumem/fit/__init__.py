@@ -1,1 +1,1 @@
-"""Which GPUs a program fits into: run on emulated ones, and judged by whether PyTorch's allocator ran out of memory."""
+"""Find the GPUs that a program fits into: run on emulated ones, and judged by PyTorch's allocator running out of memory."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
 _ADVICE = re.compile(r" If reserved but unallocated memory is large.*| See documentation for.*", re.DOTALL)
 _NO_KERNEL_IMAGE = "no kernel image is available"
-"""In CUDA's error where a program has no kernels for a GPU, its own or torch's."""
+"""The words of CUDA's error where a program has no kernels for a GPU, its own or torch's."""
 _MOST_LINES = 20
 
 
@@ -42,7 +42,7 @@ NOT_ENOUGH = (Outcome.WENT_ON, Outcome.OUT_OF_MEMORY, Outcome.TOO_MUCH_TOGETHER)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a program ended, and the usage of its processes."""
+    """The end of a program, and the usage of its processes."""
 
     status: int
     """Its exit status; negative for the signal that killed it."""
@@ -60,9 +60,9 @@ class Found:
     allocated: int = 0
     reserved: int = 0
     devices: int = 0
-    """How many of them were used."""
+    """The number of them that were used."""
     together: int = 1
-    """How many processes used a device at the same time: their peaks are added up."""
+    """The number of processes that used a device at the same time: their peaks are added up."""
     retries: int = 0
     """Allocations that succeeded only after cached memory had been given back, which is slow. 0 where memory ran out."""
     times_out_of_memory: int = 0
@@ -76,9 +76,9 @@ class Found:
     without_statistics: bool = False
     """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
     lacking: str | None = None
-    """Why what was taken may be too low, as a clause, where what cuDNN takes on a GPU is not in it."""
+    """The reason why peaks may be too low, as a clause, where what cuDNN takes on a GPU is not in them."""
     no_kernels: str | None = None
-    """Why none of torch's kernels runs, as a clause."""
+    """The reason why none of torch's kernels runs, as a clause."""
     killed: int = 0
     """Processes that used CUDA and were killed before they wrote their usage."""
 
@@ -157,7 +157,7 @@ def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUs
     """Return the largest sum of peaks on a device over processes that used it at the same time, and their number."""
     users = [(one, device) for one in processes for device in one.devices if device.device == number]
     sums = []
-    # As many as ever are alive at once are so when one of them begins.
+    # The maximum of concurrent processes is reached when one of them starts, so only starts are looked at.
     for at, _ in users:
         there = [
             device

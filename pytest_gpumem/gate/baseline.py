@@ -1,4 +1,4 @@
-"""What a measurement is compared with: the baseline of a test in an environment, and the budget of a test."""
+"""The baseline of a test in an environment, and the budget of a test, with which a measurement is compared."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Budget:
     """The limits of a test: bytes, growth and slowdown against its baseline, and throughput. ``None`` is no limit."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
-    """By metric, in bytes."""
+    """Limits in bytes, by metric."""
     max_growth: float | None = None
-    """How much `peak_allocated` may grow against the baseline (0.02 is 2 %); replaces the tolerance."""
+    """The growth of `peak_allocated` against the baseline that is allowed (0.02 is 2 %); replaces the tolerance."""
     max_slowdown: float | None = None
-    """How much longer a step may take than in the baseline (0.05 is 5 %); replaces the tolerance."""
+    """The slowdown of a step against the baseline that is allowed (0.05 is 5 %); replaces the tolerance."""
     min_throughput: Rate | None = None
     device: str | None = None
 
@@ -68,17 +68,17 @@ class Baseline:
     runs: Runs | None = None
     """The step's times in the last accepted runs; ``None`` where none was valid."""
     reason: str | None = None
-    """Why it was accepted, in one line; ``None`` where no reason was given."""
+    """The reason why it was accepted, in one line; ``None`` where no reason was given."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     """The operators of its counts, by metric; baselines of older versions have none."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The judged metrics in bytes of each GPU, where it used several; baselines of older versions have none."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """What was live at the peak of each other phase to which the step's peak may move, as of `Explanation.kept`."""
+    """Compositions of the other phases to which the step's peak may move, as `Explanation.kept` leaves them."""
     workspaces: int | None = None
-    """As of `Measurement.workspaces`, in bytes; ``None`` where nothing was reserved, and in baselines of older versions."""
+    """`Measurement.workspaces` in bytes; ``None`` where nothing was reserved, and in baselines of older versions."""
     unused_before: int | None = None
-    """As of `Measurement.unused_before`, in bytes; ``None`` as `workspaces`."""
+    """`Measurement.unused_before` in bytes; ``None`` as `workspaces`."""
     step_peaks: tuple[int, ...] = ()
     """The peaks of the steps in order, in bytes, where they differ; ``peak_allocated`` is the highest of them."""
     step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Baseline:
 
     @property
     def tells_lines(self) -> bool:
-        """Whether the line of any of its operators is known."""
+        """True if the line of any of its operators is known."""
         return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
     def takes_the_same(self, other: Baseline) -> bool:

@@ -67,7 +67,7 @@ class Change(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """By how much it grew; negative when it shrank."""
+        """The growth in bytes; negative when it shrank."""
         return (self.after.nbytes if self.after else 0) - (self.before.nbytes if self.before else 0)
 
     @property
@@ -99,7 +99,7 @@ class Difference:
     after: int
     changes: tuple[Change, ...]
     moved: Moved | None = None
-    """Where the peak was and is, if that is not the same phase. It is then of one of the two, before and now."""
+    """The phases of the peak, if it moved. The difference is then of one of the two, before and now."""
 
     def __post_init__(self) -> None:
         if any(one.before is None and one.after is None for one in self.changes):
@@ -107,7 +107,7 @@ class Difference:
 
     @property
     def growth(self) -> int:
-        """In bytes."""
+        """The sum in bytes."""
         return self.after - self.before
 
     def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:

@@ -36,7 +36,7 @@ def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tol
 
 
 MOST_BY_ENVIRONMENT = 0.40
-"""How much another environment may move a metric by itself, as a ratio; more than that is the code's.
+"""The most that another environment may move a metric, as a ratio; more than that is the code's.
 
 Kernels for another instruction set allocate differently: convolution backward took 27 % more with AVX-512 than with SSE4.1,
 a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64).

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How a test ended on one rank: with a verdict, or by itself."""
+    """The end of a test on one rank: with a verdict, or by itself."""
 
     how: Literal["judged", "raised", "skipped", "followed"]
     """``followed``: because another rank had ended it."""

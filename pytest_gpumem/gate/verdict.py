@@ -63,26 +63,26 @@ class MetricVerdict:
     interval: tuple[float, float] | None = None
     """The ends of the confidence interval of the ratio to the baseline, of a time."""
     of: str | None = None
-    """What a throughput is of: ``samples``, ``tokens``, ``steps``, ``items``."""
+    """The unit of a throughput: ``samples``, ``tokens``, ``steps``, ``items``."""
     gpu: str | None = None
     """The GPU whose bytes decided, of several that the step used."""
 
     @property
     def gated(self) -> bool:
-        """Whether the value was compared with anything: a budget, or a comparable baseline."""
+        """True if the value was compared with anything: a budget, or a comparable baseline."""
         return self.budget is not None or self.outcome in COMPARED
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a baseline comes from."""
+    """The origin of a baseline."""
 
     recorded: str
     device: str
     torch: str
     commit: str | None = None
     reason: str | None = None
-    """Why it was accepted, in one line; ``None`` where no reason was given."""
+    """The reason why it was accepted, in one line; ``None`` where no reason was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Verdict:
     elsewhere: tuple[str, ...] = ()
     """The devices for which there are baselines, where there is none for this one."""
     growth: Difference | None = None
-    """What changed in the composition of the peak, where both sides have one."""
+    """The changes of the peak's composition, where both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
     """The operators of which each count that grew has more, where both sides know its operators."""
 
@@ -121,25 +121,25 @@ class Cell:
     """The tests' common id: ``"tests/test_gpt.py::test_matrix"``."""
     config: str
     index: int
-    """Where its row stands: the others are compared with the lowest, which is 0 where there are no other parameters."""
+    """The place of its row: the others are compared with the lowest, which is 0 where there are no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a test's function stands: the file from the root directory, and the line, the first being 1."""
+    """The place of a test's function: the file from the root directory, and the line, the first being 1."""
 
     file: str
     line: int
 
 
 SKIPPED = "it was skipped"
-"""Why a test that skipped itself was not measured."""
+"""The reason why a test that skipped itself was not measured."""
 
 NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of measure matches it"
-"""Why a test that has baselines, and was measured by marker, fixture or settings, was not."""
+"""The reason why a test that has baselines, and was measured by marker, fixture or settings, was not."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
-"""Where a test failed: in one of pytest's phases, in a subtest, or because the process that ran it crashed."""
+"""Places where a test can fail: one of pytest's phases, a subtest, or a crash of the process that ran it."""
 
 WHY_FAILED: Mapping[FailedIn | None, str] = {
     "setup": "its set-up failed",
@@ -149,7 +149,7 @@ WHY_FAILED: Mapping[FailedIn | None, str] = {
     "worker": "the process that ran it crashed",
     None: "it failed in its set-up, its tear-down or a subtest",
 }
-"""Why a test failed that the gate did not fail, as a clause; ``None`` stands for a test that does not say where."""
+"""The reason why a test failed that the gate did not fail, as a clause; ``None`` stands for a test that does not say where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +162,15 @@ class TestVerdict:
     test: str
     verdicts: tuple[Verdict, ...] = ()
     unmeasured: str | None = None
-    """Why nothing was measured, as a clause; ``None`` when something was."""
+    """The reason why nothing was measured, as a clause; ``None`` when something was."""
     failed_by_itself: bool = False
-    """Whether the test failed for a reason that is not the gate's."""
+    """True if the test failed for a reason that is not the gate's."""
     relations: int = 0
-    """How many relations it asserted with the fixture, which held."""
+    """The number of relations that it asserted with the fixture, and that held."""
     cell: Cell | None = None
     """Its place in a matrix of step configs."""
     location: Location | None = None
-    """Where its function is; ``None`` where pytest does not know."""
+    """The place of its function; ``None`` where pytest does not know."""
     failure: str | None = None
     """The text with which the gate failed it; ``None`` when it passed the gate."""
     missing: tuple[str, ...] = ()
@@ -196,7 +196,7 @@ class TestVerdict:
 
     @property
     def missing_text(self) -> str | None:
-        """Which baselines it no longer has measurements for, as a sentence; ``None`` where there are none."""
+        """Return a sentence that names the baselines without a measurement; ``None`` where there are none."""
         if not self.missing:
             return None
         names = ", ".join(self.missing)
@@ -210,5 +210,5 @@ class TestVerdict:
 
     @property
     def compared(self) -> bool:
-        """Whether anything was compared with a baseline, and not only with a budget."""
+        """True if anything was compared with a baseline, and not only with a budget."""
         return any(metric.allowed is not None for verdict in self.verdicts for metric in verdict.metrics)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 _SECONDS = 30
-"""How long an answer may take."""
+"""The time in seconds that an answer may take."""
 _VERSION = "2022-11-28"
-"""Of the REST API: https://docs.github.com/en/rest/about-the-rest-api/api-versions."""
+"""The version of the REST API: https://docs.github.com/en/rest/about-the-rest-api/api-versions."""
 
 
 class GitHubError(Exception):
@@ -69,7 +69,7 @@ class Api:
             following = next_page
 
     def login(self) -> str:
-        """Who the token belongs to: ``github-actions[bot]``. Raises `GitHubError`.
+        """Return the owner of the token: ``github-actions[bot]``. Raises `GitHubError`.
 
         ``GET /user`` is not for the token of a job, and this is.
         """
@@ -159,7 +159,7 @@ _LONGEST_WAIT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Where the comment stands: ``repository`` is ``owner/name``."""
+    """The pull request of a comment: ``repository`` is ``owner/name``."""
 
     repository: str
     number: int
@@ -189,7 +189,7 @@ def pull_request_of_event(file: Path) -> int | None:
         raise ValueError(f"{file}: expected an object, got {type(event).__name__}")
     found = event.get("pull_request")
     if found is None:
-        # A comment in a pull request is an event of the issue that it is as well.
+        # Events of comments name the pull request as an issue.
         issue = event.get("issue")
         found = issue if isinstance(issue, dict) and issue.get("pull_request") else None
     if not isinstance(found, dict):

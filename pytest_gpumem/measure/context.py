@@ -1,4 +1,4 @@
-"""Where steps are measured and explained: the device, and what is kept of what runs there."""
+"""The context in which steps are measured and explained: the device, and what is kept of what runs there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MeasuringContext:
-    """Where steps are measured and explained.
+    """The context in which steps are measured and explained.
 
     ``time_budget`` is ``None`` where no step is timed, ``sites`` where none is explained. ``artifacts`` keep the recordings
     that explanations are taken from. With ``over_time`` an explanation shows the whole step.

@@ -49,7 +49,7 @@ _MOVES_NOTHING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one step did; ``None`` is not counted.
+    """Counts of one step; ``None`` is not counted.
 
     ``flops``: floating-point operations of matrix products, convolutions and attention as ``torch.utils.flop_counter``
     counts them: a multiply-add is two. Attention counts alike in every kernel: 2 products forward, 5 backward (whose
@@ -98,7 +98,7 @@ NOTHING_COUNTED = Counted(Counts())
 
 
 MORE_COUNTED = 3
-"""How many steps more are counted where steps differ: so many that one which differs every second or third time is seen."""
+"""Further steps that are counted where steps differ: enough to see one that differs every second or third time."""
 
 
 def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True) -> Counted:

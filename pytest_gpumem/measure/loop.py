@@ -45,15 +45,15 @@ class Loop:
         self._ended = False
         self._raised: BaseException | None = None
         self.is_counted = False
-        """Whether the loop runs a step that is counted, which may take more memory than one of its own."""
+        """True if the loop runs a step that is counted, which may take more memory than one of its own."""
         self.steps = 0
-        """How many steps have been run for measuring."""
+        """The number of steps that have been run for measuring."""
 
     # Called by the loop
 
     @property
     def is_measured(self) -> bool:
-        """Whether measuring has come to its end, so that no further step is wanted."""
+        """True if measuring has come to its end, so that no further step is wanted."""
         return self._measuring is not None and self._measuring.dead
 
     def border(self) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.times import Times
 
 STEPS = 20
-"""How many steps a loop's memory is read from: the first, in which it builds what it needs, and enough to tell growth."""
+"""Steps that a loop's memory is read from: the first, in which it builds what it needs, and enough to tell growth."""
 FEWEST_STEPS = 4
 """The first, one that may make the optimizer's state, and two that can be alike."""
 
@@ -44,13 +44,13 @@ class PreparedLoop(PreparedStep):
     """A loop that waits at the end of its first step. Its only phase runs it until the next border."""
 
     steps: int
-    """How many steps its memory is read from, with the first."""
+    """The number of steps that its memory is read from, with the first."""
     first: ByDevice
-    """Those of the first step, in which it also makes what it needs."""
+    """Figures of the first step, in which it also makes what it needs."""
     run_counted: Callable[[], object]
     """Runs it until the next border, for counting, by which alone it may run out of memory."""
     optimizers: Sequence[torch.optim.Optimizer]
-    """Those that have stepped so far."""
+    """The optimizers that have stepped so far."""
     foreign_blocks: frozenset[int]
     """Addresses of tensors that were there before, and are not the test's."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 MOST_SAMPLES = 3
-"""Of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
+"""Samples of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class MeasuredStep:
     figures: StepFigures
     workload: Workload
     work: Mapping[str, float]
-    """What the step works on, by its name (``samples``, ``tokens``, ``items``); throughput is of the first."""
+    """The items that the step works on, by name (``samples``, ``tokens``, ``items``); throughput is of the first."""
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
     """Training steps: module calls that were repeated in backward; ``None`` of others."""
     is_over: bool = False
-    """Whether it cannot be run again: a step of a loop that has ended."""
+    """True if it cannot be run again: a step of a loop that has ended."""
 
     @property
     def may_be_timed_again(self) -> bool:
@@ -75,12 +75,12 @@ class PreparedStep:
     context: MeasuringContext
     workload: Workload
     work: Mapping[str, float]
-    """What the step works on, as of `MeasuredStep`."""
+    """The items that the step works on, as in `MeasuredStep`."""
     phases: Sequence[Phase]
     foreign: Sequence[int]
     """Bytes that were live before its model was built, and are not its own, on each of `Device.everywhere`."""
     held: object
-    """What leads to everything that the step holds between steps."""
+    """Objects that lead to everything that the step holds between steps."""
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None

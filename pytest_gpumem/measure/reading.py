@@ -33,7 +33,7 @@ class Figures:
     turnover: int = 0
     """Bytes that were allocated in all, whether freed or not."""
     held_change: int = 0
-    """How much more the test's fixtures hold than before: kept on purpose, not retained."""
+    """The bytes that the test's fixtures hold more than before: kept on purpose, not retained."""
     workspaces: int = 0
     """Bytes of the peak that the backend's libraries took for themselves, between operations or in one of them."""
     workspaces_before: int = 0
@@ -66,7 +66,7 @@ class Figures:
 
     @property
     def keeps(self) -> bool:
-        """Whether it kept bytes."""
+        """True if it kept bytes."""
         return self.live_after > self.live_before
 
     def memory_metrics(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MOST_WARM_UPS = 6
 FURTHER_STEPS = 4
-"""How many steps are looked at after two in a row that are alike, or that do not come."""
+"""Steps that are looked at after two in a row that are alike, or that do not come."""
 SECONDS_BETWEEN_SAMPLES = 1.0
 ROUNDS_TO_DECIDE = 3
 """A sample that a test may fail by has so many rounds, however long a step takes."""

@@ -1,4 +1,4 @@
-"""Which of several steps in a row count, and the highest of them: those that come before steps repeat build state."""
+"""Select the steps in a row that count, and the highest of them: those that come before steps repeat build state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class DeviceFigures:
     """Memory of the steps that were looked at, on one device."""
 
     seen: tuple[Figures, ...]
-    """Those that used it, in order."""
+    """The figures of the steps that used it, in order."""
     left_out: int = 0
-    """How many of the first ones build state."""
+    """The number of first ones, which build state."""
     growth: int = 0
     """Bytes that every further step keeps."""
 
@@ -64,7 +64,7 @@ class StepFigures:
     seen: tuple[ByDevice, ...]
     """All steps that were looked at, in order."""
     left_out: int
-    """How many of the first ones build state."""
+    """The number of first ones, which build state."""
     settled: bool
     growth: Mapping[str, int] = field(default_factory=dict)
     """Bytes that every further step keeps, by device."""
@@ -91,7 +91,7 @@ class StepFigures:
 
     @property
     def allocate_alike(self) -> bool:
-        """Whether all steps after those that build state allocated as many bytes."""
+        """True if all steps after those that build state allocated as many bytes."""
         return all(_turnovers(one) == _turnovers(self.seen[-1]) for one in self.seen[self.left_out :])
 
     def memory_metrics(self) -> dict[str, int]:

@@ -30,9 +30,9 @@ class Borders:
         self._is_due = False
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.optimizers: list[torch.optim.Optimizer] = []
-        """Those that have stepped, in this order."""
+        """The optimizers that have stepped, in this order."""
         self.stepped_elsewhere = False
-        """Whether one has stepped in another thread."""
+        """True if one has stepped in another thread."""
         self._stack = ExitStack()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a step: reads of values, and copies between the two."""
+"""Count how often the host waits for the device in a step: reads of values, and copies between the two."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostTensors:
 
     def __init__(self, device: torch.device) -> None:
         self.stands_in = is_host(device)
-        """Whether the CPU stands in for a GPU."""
+        """True if the CPU stands in for a GPU."""
         # The storages are held: an address is not given to another one meanwhile.
         self._marked: dict[int, torch.UntypedStorage] = {}
 

@@ -21,20 +21,20 @@ _COLLECTIVES = tuple(
     os.path.sep + str(Path("torch", folder)) + os.path.sep
     for folder in ("distributed", "autograd", "cuda", str(Path("nn", "parallel")))
 )
-"""Whose functions call C++ that waits for other ranks: collectives, and the backward and forward that have some."""
+"""Modules whose functions call C++ that waits for other ranks: collectives, and the backward and forward that have some."""
 _SILENT = 10.0
 """Seconds without a sign of life after which a process is said to give none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the main thread of a rank stands. ``line`` is the innermost one of the project: ``"test_it.py:18 in step"``."""
+    """The position of a rank's main thread. ``line`` is the innermost one of the project: ``"test_it.py:18 in step"``."""
 
     line: str
     within: str = ""
     """The function of a library that it called, if it did."""
     collective: bool = False
-    """Whether that one may be waiting for other ranks."""
+    """True if that one may be waiting for other ranks."""
 
     def __str__(self) -> str:
         return f"{self.line}, within {self.within}" if self.within else self.line
@@ -49,12 +49,12 @@ class Beat:
     """``"tests/test_gpt.py::test_step (call)"``, or a clause."""
     point: Point
     measures: bool
-    """Whether it is within a measured test."""
+    """True if it is within a measured test."""
     place: Place
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
-        """What changes when the rank comes further."""
+        """The part that changes when the rank comes further."""
         return (self.where, *self.point)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.launch import Launch
 
 _MOST_BYTES = 4_000_000
-"""Of one entry: the store closes the connection of a client that sends more than 8 MiB at once."""
+"""The most bytes of one entry: the store closes the connection of a client that sends more than 8 MiB at once."""
 
 
 class Board:

@@ -1,4 +1,4 @@
-"""What ranks have to decide alike while they measure: how often a step runs, until when it is timed.
+"""Decisions that ranks make together while they measure: how often a step runs, until when it is timed.
 
 A step may exchange data with those of other ranks. One that a single rank ran would wait for the others for ever.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.board import Board
 
 _SHARE_BETWEEN_LOOKS = 0.1
-"""Of what was waited so far, the next look follows after that: ranks that time a step go on at nearly the same moment."""
+"""Poll interval as a share of the time waited so far, so that ranks that time a step resume almost together."""
 _SECONDS_BETWEEN_LOOKS = (0.00005, 0.02)
 """The shortest, and the longest: a wait must neither cost a step's time nor a core."""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
@@ -38,7 +38,7 @@ class Alone:
     """A process without other ranks, which decides by itself."""
 
     several = False
-    """Whether there are others."""
+    """True if there are others."""
 
     def exchange(self, mine: Any) -> list[Any]:
         """Return the values of all ranks, in their order. Raises `RankLost` if one of them will not give any."""
@@ -115,7 +115,7 @@ def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
 
 
 class Point(NamedTuple):
-    """How far a rank has come. ``test`` and ``step`` count from 1; ``waits`` is whether it waits there for the others."""
+    """The progress of a rank. ``test`` and ``step`` count from 1; ``waits`` is true if it waits there for the others."""
 
     test: int = 0
     step: int = 0
@@ -133,7 +133,7 @@ class Consensus(Alone):
         self._board = board
         self._scope = "session"
         self._given: torch.Tensor | None = None
-        """What `release` gives to a collective: kept, as the process group holds it from then on."""
+        """The tensor that `release` gives to a collective: kept, as the process group holds it from then on."""
 
     def comes_to(self, where: str) -> None:
         """Tell what this rank runs from now on, before its next sign of life: it may be its last."""

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks."""
+"""Exceptions of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a distributed job were launched, from the environment that torchrun sets."""
+"""The launch of a distributed job's ranks, from the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Launch:
 
     rank: Rank
     local_rank: int
-    """Its number on this machine, by which it has a GPU."""
+    """The rank's number on this machine, by which it has a GPU."""
     ranks_here: int
-    """How many ranks this machine has, as far as the launcher says."""
+    """The number of ranks on this machine, as far as the launcher says."""
     address: str
     port: int
     agent_store: bool
-    """Whether the launcher itself serves a key/value store at that address (torchrun), and not rank 0."""
+    """True if the launcher itself serves a key/value store at that address (torchrun), and not rank 0."""
     attempt: str
     """The run and its restart, by which keys in the store are told apart."""
 

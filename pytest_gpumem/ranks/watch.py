@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_BEATS = 0.5
 _SECONDS_AFTER_A_FAILURE = 30.0
-"""How long ranks may come no further, at most, after the test has failed on one of them."""
+"""The longest time that ranks may come no further after the test has failed on one of them, in seconds."""
 _SECONDS_FOR_LAST_WORDS = 2.0
-"""How long rank 0 waits, when the job is ended, for other ranks to say that they are ended too."""
+"""The time that rank 0 waits, when the job is ended, for other ranks to say that they are ended too, in seconds."""
 _SECONDS_FOR_THE_FIRST = 15.0
-"""How much longer than rank 0 the other ranks wait, as it has a report to write."""
+"""The seconds that the other ranks wait longer than rank 0, as it has a report to write."""
 _SECONDS_TO_WRITE = 20.0
-"""How long rank 0 may go on writing when the job is ended: torchrun kills after 30 s."""
+"""The time in which rank 0 may go on writing when the job is ended: torchrun kills after 30 s."""
 
 
 class Watch(threading.Thread):
@@ -57,10 +57,10 @@ class Watch(threading.Thread):
         """
         super().__init__(name="gpumem-ranks", daemon=True)
         self.where = "the collection"
-        """What the main thread runs, as a clause."""
+        """The main thread's work, as a clause."""
         self.measures = False
         self.leaves = False
-        """Whether this rank is about to exit, and rank 0 perhaps gone with the store."""
+        """True if this rank is about to exit, and rank 0 perhaps gone with the store."""
         self.writing = threading.Lock()
         """Held while the main thread writes what is not to be cut off."""
         self._launch = launch

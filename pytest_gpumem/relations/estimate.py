@@ -45,7 +45,7 @@ class Estimate:
 
     @property
     def optimizer_state(self) -> int:
-        """As measured for an optimizer without a formula."""
+        """State of the optimizer, as measured if there is no formula for it."""
         return _formula(self.state.optimizer_state)
 
     @property

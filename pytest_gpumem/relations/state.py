@@ -40,7 +40,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What a training step holds, in bytes. `gradients` are there from backward to ``zero_grad``, the others always."""
+    """State of a training step, in bytes. `gradients` are there from backward to ``zero_grad``, the others always."""
 
     parameters: Share
     gradients: Share
@@ -51,7 +51,7 @@ class StateBytes:
     buffers: int
     batch: int
     other: int
-    """What is held at rest by something else."""
+    """The bytes that something else holds at rest."""
     activations: int
     """The rest: what forward adds at its peak, saved tensors and temporaries."""
     peak: int

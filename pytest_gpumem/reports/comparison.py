@@ -28,7 +28,7 @@ NOTHING_COMPARED = 2
 Place = tuple[Key, str]
 """A measurement's key, and the slug of the device that it was taken on."""
 Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
-"""Why something is not compared."""
+"""The reason why something is not compared."""
 _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
 
 
@@ -61,7 +61,7 @@ class Change:
 
     @property
     def is_shown(self) -> bool:
-        """Whether it is shown: bytes and counts that differ, and times that differ by more than the tolerance."""
+        """True if it is shown: bytes and counts that differ, and times that differ by more than the tolerance."""
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
         if METRICS[self.metric].unit in WHOLE:

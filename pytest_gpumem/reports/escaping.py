@@ -10,7 +10,7 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
 """Unicode's categories of what is not seen, or changes what is: controls, marks of direction, lone surrogates, lines' ends."""
 _MARKUP = re.compile(r"([\\`*_\[\]|~])")
 _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
-"""What GitHub acts on when the Markdown is HTML already, so that no backslash helps: mentions, references, formulas, emoji.
+"""Texts that GitHub acts on after Markdown is HTML, so that no backslash helps: mentions, references, formulas, emoji.
 
 An element of its own keeps it apart from what follows, as GitHub's documentation shows for the dollar sign.
 """

@@ -37,7 +37,7 @@ PLURALS = {
     "temporary": "temporaries",
     "workspace": "workspaces",
 }
-"""What every report calls the blocks of a category; the others are called as they are."""
+"""Names of categories in every report; the others are called as they are."""
 
 _NO_COMPOSITION = (
     "the baseline keeps no composition to compare with; one is kept when it is next accepted "
@@ -62,7 +62,7 @@ class Part:
     """Module and line, and of blocks the operator and the tensors."""
     reason: str = ""
     share: float = 0.0
-    """Of the largest part."""
+    """Size relative to the largest part."""
     bar: str = ""
     """The class of its bar in HTML: ``grew``, ``shrank``, or that of the category's colour."""
 
@@ -76,16 +76,16 @@ class PartTable:
     """The titles of the columns of figures."""
     parts: tuple[Part, ...]
     others: str = ""
-    """What the others are called; empty where there are none."""
+    """The name of the others; empty where there are none."""
     rest: str = ""
-    """What they make up."""
+    """The sum of the others."""
     note: str = ""
     of_blocks: bool = True
-    """Whether it is of blocks of memory, or else of calls of operators."""
+    """True if it is of blocks of memory, or else of calls of operators."""
 
     @property
     def changes(self) -> bool:
-        """Whether the parts are changes of blocks."""
+        """True if the parts are changes of blocks."""
         return len(self.figures) > 1
 
     @property

@@ -50,7 +50,7 @@ FORMATS = (
     Format(".md", "for a comment", "pytest_gpumem.reports.markdown:markdown"),
     Format(".json", "for programs and `gpumem merge`", "pytest_gpumem.reports.json_report:to_json"),
 )
-"""In the order in which help lists them."""
+"""All formats, in the order in which help lists them."""
 
 
 def format_of(file: str | PurePath) -> Format | None:
@@ -91,7 +91,7 @@ class ReportFiles:
 
     @property
     def wanted(self) -> bool:
-        """Whether there are files to write."""
+        """True if there are files to write."""
         return self._begun and bool(self._paths)
 
     def write(self, report: SessionReport) -> list[str]:

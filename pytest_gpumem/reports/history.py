@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MARKS = "▁─▔"
 """A mark low, in the middle and high in a cell."""
 _WIDEST = 8
-"""How many cells a value takes at most."""
+"""The most cells that a value takes."""
 
 
 def plot(values: Sequence[float | None], label: Callable[[float], str], screen: Screen, height: int = 6) -> list[str]:

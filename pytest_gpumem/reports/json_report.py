@@ -114,7 +114,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def mistake_in(plain: Any) -> str | None:
-    """What the schema of a report does not allow in ``plain``, with its path and what would be right."""
+    """Return the first violation of a report's schema in ``plain``, with its path and what would be right."""
     from fastjsonschema import JsonSchemaValueException
 
     try:

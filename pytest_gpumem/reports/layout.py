@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HARMLESS = frozenset({"Zs"})
 """Categories that Python calls unprintable and that may be written: blanks."""
 _COMMAND = re.compile(r"^(\s*):(?=:[\w-]+(?:\s.*)?::)")
-"""What GitHub's runner takes for a command, at the beginning of a line; ``##[...]`` it does anywhere (``ActionCommand.cs``)."""
+"""Commands to GitHub's runner: at the beginning of a line, and ``##[...]`` anywhere (``ActionCommand.cs``)."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
 _BEGINNING = 1 / 3
 """The share of the beginning in a shortened text: the end of a test's id has more information."""
@@ -105,7 +105,7 @@ Style = Literal["good", "bad", "doubtful", "heading", "aside"]
 
 _GAP = 2
 _HANGING = 4
-"""How far figures are indented that stand beneath the name of their row."""
+"""The indentation of figures that stand beneath the name of their row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class RankPeaks:
     peaks: tuple[tuple[int, int], ...]
     """Rank and peak in bytes, by rank."""
     several: bool = False
-    """Whether its test has other measurements, too."""
+    """True if its test has other measurements, too."""
 
     @property
     def title(self) -> str:

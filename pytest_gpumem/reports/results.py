@@ -1,4 +1,4 @@
-"""What became of the measured tests of a session: collected from pytest's reports, counted in one line. Pure."""
+"""Results of a session's measured tests: collected from pytest's reports, counted in one line. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROPERTY = "gpumem"
 _FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
 """Outcomes of what has no baseline here."""
 ACCEPTED = "accepted"
-"""How a test ended whose change became the baseline."""
+"""The end of a test whose change became the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class TestResult:
     passed: bool
     failed: bool = False
     failed_in: FailedIn | None = None
-    """Where it failed first; ``None`` where it did not."""
+    """The place where it failed first; ``None`` where it did not."""
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
-        """Whether a session with this update writes what was measured as its first baselines."""
+        """Return whether a session with this update writes what was measured as its first baselines."""
         return self.passed and self.verdict.outcome in ACCEPTS[update] & _FIRST
 
     def is_accepted_by(self, update: UpdateMode | None) -> bool:
-        """Whether a session with this update replaces the baseline by what it was compared with."""
+        """Return whether a session with this update replaces the baseline by what it was compared with."""
         # Nothing is written for a test that measured nothing, and nothing removed.
         return self.passed and bool(self.verdict.verdicts) and self.verdict.outcome in ACCEPTS[update] - _FIRST
 
@@ -61,7 +61,7 @@ class Results:
     _verdicts: dict[str, TestVerdict] = field(default_factory=dict)
     _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
     _failed: dict[tuple[str, str], FailedIn] = field(default_factory=dict)
-    """Where each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
+    """The place where each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
     _others: set[str] = field(default_factory=set)
     """The ids of the tests that have no verdict."""
 
@@ -132,7 +132,7 @@ class Results:
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
     def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
-        """How many tests failed that are not among ``measured``, the (file, test) that were selected, and have no result."""
+        """Return the number of tests that failed, are not among ``measured``, the selected (file, test), and have no result."""
         failed = {nodeid for nodeid, _ in self._failed} - self._verdicts.keys()
         known = {f"{file}::{test}" for file, test in measured}
         # `--dist loadgroup` appends a group to ids.
@@ -140,7 +140,7 @@ class Results:
 
 
 def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
-    """Whether a test whose reports have these ``outcomes``, none of them failed, failed by its verdict."""
+    """Return whether a test whose reports have these ``outcomes``, none of them failed, failed by its verdict."""
     if not outcomes or "xfail" in outcomes:
         return False
     # Suites skip what they have no memory for after it has failed, which hides nothing that was measured.
@@ -222,7 +222,7 @@ _MOST_NOTES = 3
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """What is to be said of recordings, whatever became of their tests: each thing once, with the first test that it is of."""
+    """Return the notes on recordings, without repetition, each with the first test that has it."""
     first: dict[str, str] = {}
     for result in results:
         for one in result.verdict.verdicts:

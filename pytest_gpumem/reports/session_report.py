@@ -18,7 +18,7 @@ from pytest_gpumem.values.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the session was asked for. ``units`` are those that people are shown."""
+    """The options of the session. ``units`` are those that people are shown."""
 
     baseline: bool = False
     strict: bool = False
@@ -38,11 +38,11 @@ _StoredKey = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the store held at the end, as (slug, key), of the devices that the session measured on."""
+    """The store's entries at the end, as (slug, key), of the devices that the session measured on."""
 
     baselines: tuple[_StoredKey, ...] = ()
     gone: frozenset[str] = frozenset()
-    """Those of their test files that do not exist any more."""
+    """Their test files that do not exist any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class SessionReport:
     """``results`` and ``not_run``, the tests that were selected and gave none as (file, test), are sorted."""
 
     ended: str
-    """When, in UTC: ``2026-11-21T16:20:05Z``."""
+    """The time of the report, in UTC: ``2026-11-21T16:20:05Z``."""
     version: str
-    """Of pytest-gpumem."""
+    """The version of pytest-gpumem."""
     commit: str | None = None
     terms: Terms = Terms()
     results: tuple[TestResult, ...] = ()
@@ -60,18 +60,18 @@ class SessionReport:
     selection: Selection = field(default_factory=Selection)
     stored: Stored = Stored()
     said: tuple[str, ...] = ()
-    """What became of the store, each as a line."""
+    """Lines on what was written into the store."""
     errors: tuple[str, ...] = ()
-    """Why the session is red, whatever became of its tests: but for what the fields below tell, and that nothing was gated."""
+    """Reasons for a red session beside its tests, what the fields below tell, and that nothing was gated."""
     ended_early: str | None = None
-    """Why not every selected test was to run, as a clause: Ctrl-C, ``--maxfail``."""
+    """The reason why not every selected test was to run, as a clause: Ctrl-C, ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
     """The files that could not be collected, sorted."""
     shards: int = 1
     others_failed: int = 0
-    """How many tests failed that are not measured, also in set-up or tear-down."""
+    """The number of tests that failed and are not measured, also in set-up or tear-down."""
     merged: bool = False
-    """Whether shards were merged into it: it stands for all that was asked to be gated, and not for a part."""
+    """True if shards were merged into it: it stands for all that was asked to be gated, and not for a part."""
     unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
     """The tests, as (file, test), of each shard that measured none of them; sorted."""
 
@@ -82,7 +82,7 @@ class SessionReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why it is red, whatever became of its tests, each as a sentence."""
+        """The reason why it is red, whatever became of its tests, each as a sentence."""
         found = list(self.errors)
         if self.ended_early is not None:
             found.append(f"the session ended early: {self.ended_early}")
@@ -94,7 +94,7 @@ class SessionReport:
 
     @property
     def idle_parts(self) -> list[str]:
-        """What compared nothing though the rest of a whole did, each as a sentence: a device, or a shard that could
+        """Parts that compared nothing though the rest of a whole did, each as a sentence: a device, or a shard that could
         measure nothing.
 
         Each is red by itself, and may be of a machine of its own: what the others compared does not stand in for it. Tests
@@ -139,12 +139,12 @@ class SessionReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the gate is green: every selected test ran, no test failed, measured or not, and all else is well."""
+        """True if the gate is green: every selected test ran, no test failed, measured or not, and all else is well."""
         return self.why_red is None
 
     @property
     def why_red(self) -> str | None:
-        """Why it did not pass, as clauses in one line; ``None`` where it did."""
+        """The reason why it did not pass, as clauses in one line; ``None`` where it did."""
         failed = sum(result.failed for result in self.results)
         clauses = list(self.problems)
         if failed:

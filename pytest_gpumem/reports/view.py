@@ -43,7 +43,7 @@ _ALWAYS_FAIL = frozenset({*(outcome.words for outcome in FAILING), BY_ITSELF, NO
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a test ended: ``words``, a ``mark`` for the eye, and whether it ``fails`` the gate."""
+    """The end of a test: ``words``, a ``mark`` for the eye, and whether it ``fails`` the gate."""
 
     words: str
     fails: bool
@@ -54,7 +54,7 @@ class Status:
 
     @property
     def note(self) -> str:
-        """Whether it failed, where the words suggest the opposite."""
+        """True if it failed, where the words suggest the opposite."""
         if self.fails == (self.words in _ALWAYS_FAIL):
             return ""
         return "failed" if self.fails else "not failed"
@@ -80,7 +80,7 @@ class Measured:
     test: TestVerdict
     verdict: Verdict
     device: str | None = None
-    """Where shards measured the test on several devices, this one's."""
+    """The device, where shards measured the test on several."""
     accepted: frozenset[Outcome] = frozenset()
     """The outcomes of what became the baseline."""
 
@@ -103,7 +103,7 @@ class Row:
     test: str
     status: Status
     why: str = ""
-    """Why it failed: the whole text of the gate, or a sentence. Empty where it did not fail."""
+    """The reason why it failed: the whole text of the gate, or a sentence. Empty where it did not fail."""
     accept: str = ""
     """The command that accepts what failed."""
     notes: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def headline(self) -> str:
-        """Why it failed, in a line."""
+        """The reason why it failed, in a line."""
         return headline(self.why)
 
 

@@ -1,4 +1,4 @@
-"""Which measurements of a test are explained, how its call is run once more, and whether it reads a composition."""
+"""Select the measurements of a test that are explained, run its call once more, and see if it reads a composition."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class ExplainPolicy:
-    """Which measurements of one test are explained, by ``--gpumem-explain``."""
+    """The choice of one test's measurements that are explained, by ``--gpumem-explain``."""
 
     def __init__(self, config: pytest.Config, settings: Settings, judging: Judging) -> None:
         self._config = config

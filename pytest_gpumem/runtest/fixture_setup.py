@@ -46,10 +46,10 @@ class SharedFixtures:
 
     _why: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
     _within: list[str | None] = field(default_factory=lambda: [None])
-    """What was lost so far: of the test first, then of each shared fixture that is being set up."""
+    """Reasons for lost figures so far: of the test first, then of each shared fixture that is being set up."""
     _reads: dict[pytest.FixtureDef[Any], UnknownReads] = field(default_factory=dict)
     _reads_within: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
-    """What was read so far, in the same order."""
+    """Uncomputed values read so far, in the same order."""
 
     def begin(self) -> None:
         """Begin with a new test."""

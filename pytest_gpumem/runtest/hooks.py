@@ -175,7 +175,7 @@ class Measuring:
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes files."""
+        """True if this process writes files."""
         return self._ranks.rank is None or self._ranks.rank.is_first
 
     @cached_property

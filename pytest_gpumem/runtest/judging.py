@@ -257,7 +257,7 @@ class Judging:
             idle = idle_throughput(budget.min_throughput, measurements)
             if idle is not None:
                 return idle
-        # As a limit of many tests it is a tolerance, which some of them may have no use for.
+        # Only a test's own max_slowdown must have an effect; one from a class or a pattern may be unused.
         if budget.max_slowdown is not None and self._settings.baseline and sets_itself(self.item, "max_slowdown"):
             return idle_slowdown(budget.max_slowdown, measurements)
         return None
@@ -274,7 +274,7 @@ class Judging:
 
     @property
     def _compares(self) -> bool:
-        """Whether this session reads the store."""
+        """True if this session reads the store."""
         return self._settings.baseline or self._settings.update is not None
 
     @staticmethod

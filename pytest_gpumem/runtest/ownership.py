@@ -53,7 +53,7 @@ class Ownership:
 
     device: Device
     elsewhere: tuple[Ownership, ...] = ()
-    """Those of the device's `others`, which are told what this one is told."""
+    """The ownerships of the device's `others`, which are told what this one is told."""
     _notes: dict[pytest.FixtureDef[Any], FixtureNote] = field(default_factory=dict)
     _gained_within: list[int] = field(default_factory=list)
 

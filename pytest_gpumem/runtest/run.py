@@ -54,13 +54,13 @@ class TestRun:
         self.context = context
         self.device = context.device
         self.judged: list[Judged] = []
-        """What was measured, with the verdicts."""
+        """The measurements with their verdicts."""
         self.measures_itself = judging.measured.has_fixture
-        """Whether the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
+        """True if the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
         self.relations = 0
-        """How many relations the test asserted with the fixture, and saw hold."""
+        """The number of relations that the test asserted with the fixture, and that held."""
         self.lost: str | None = None
-        """Why its figures are not valid, as a clause."""
+        """The reason why its figures are not valid, as a clause."""
         self._policy = policy
         self._ownership = ownership
         self._environment = environment
@@ -68,16 +68,16 @@ class TestRun:
         """Returns the uncomputed values that the test has read so far, its fixtures included."""
         self._failure: BaseException | None = None
         self._at_call: tuple[list[int], list[int]] | None = None
-        """Its own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
+        """The test's own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
         self._random: RandomNumbers | None = None
         """The random numbers as the call began with them."""
         self._known_at_call: BlockIds = frozenset()
         self._attributes: frozenset[str] = frozenset()
-        """What the test's instance had when its call began."""
+        """The attributes of the test's instance when its call began."""
         self._under_way: list[str] = []
         """The measurements that have begun and not ended, each as its call; more than one only of nested regions."""
         self._nested: MeasuringError | None = None
-        """What was raised within the measurement that is under way."""
+        """The error of a nested measurement within the one that is under way."""
 
     @property
     def measurements(self) -> list[Measurement]:

@@ -40,7 +40,7 @@ class Steps:
         self._loop = Loop(self._measure)
         self._borders = Borders(self._optimizer_stepped)
         self._is_told = False
-        """Whether the loop says itself where its steps end."""
+        """True if the loop says itself where its steps end."""
         self._judged: Judged | None = None
         self._measurement: Measurement | None = None
         self._foreign_blocks: frozenset[int] = frozenset()
@@ -53,7 +53,7 @@ class Steps:
         return self._measurement
 
     def step_ended(self) -> bool:
-        """Say that a step has ended, where no optimizer of torch does; from then on optimizers end none.
+        """End a step, where no optimizer of torch does; from then on optimizers end none.
 
         Returns:
             Whether the loop has been measured, and may end.
@@ -96,12 +96,12 @@ class Steps:
         if self._judged is None:
             if self._borders.stepped_elsewhere:
                 raise MeasuringError(
-                    "the loop has made no step: an optimizer has stepped in another thread, and steps of other threads than "
+                    "no step was seen: an optimizer has stepped in another thread, and steps of other threads than "
                     "this one are not seen"
                 )
             raise MeasuringError(
-                "the loop has made no step: one ends with the step of an optimizer of torch, and none has made any; where the "
-                "loop has no such optimizer, call steps.step_ended() at the end of each step"
+                "no step was seen: a step ends with optimizer.step() of a torch optimizer, and none was called; where the loop "
+                "has no such optimizer, call steps.step_ended() at the end of each step"
             )
 
     def _ran_out_by_counting(self, error: BaseException) -> bool:
@@ -148,7 +148,7 @@ _BASES = {
     "lightning.pytorch": ("lightning.pytorch", "Callback"),
     "pytorch_lightning": ("pytorch_lightning", "Callback"),
 }
-"""By a module that is loaded where it may be used: module and name of the class that a trainer asks of its callbacks."""
+"""Callback classes of trainers: by a module that is loaded where it may be used, the class's module and name."""
 
 
 def callback_of(step_ended: Callable[[], bool]) -> Any:
@@ -181,12 +181,12 @@ def _class_for(loaded: tuple[str, ...]) -> Any:
             self._optimizer_steps = 0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """After a step of the optimizer, in transformers."""
+            """End a step after the optimizer's, in transformers."""
             if self._step_ended():
                 control.should_training_stop = True
 
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            """After a batch, in Lightning: with accumulation, not each of them ends with a step of the optimizer."""
+            """End a step after a batch, in Lightning, if the optimizer has stepped: with accumulation it does not in each."""
             if trainer.global_step != self._optimizer_steps:
                 self._optimizer_steps = trainer.global_step
                 if self._step_ended():

@@ -1,1 +1,1 @@
-"""One process of a pytest session: what it measures, under which settings, and what it makes of it."""
+"""One process of a pytest session: its settings, its measured tests, and its report."""

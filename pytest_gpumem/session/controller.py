@@ -207,7 +207,7 @@ class Controller:
 
     @property
     def report(self) -> SessionReport | None:
-        """What was reported at the end of the tests; ``None`` where none was to be run."""
+        """The report at the end of the tests; ``None`` where none was to be run."""
         return self._report
 
     def ended_red(self, status: int) -> None:

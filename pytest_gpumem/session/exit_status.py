@@ -33,7 +33,7 @@ _SHOWS = {
 
 
 class Reporting(Protocol):
-    """What an exit status needs of a session."""
+    """The part of a session that its exit status needs."""
 
     settings: Settings
 

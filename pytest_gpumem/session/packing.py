@@ -1,4 +1,4 @@
-"""Which measured tests share a GPU (``--gpumem-pack``): by their known peaks, the largest first."""
+"""Sharing of a GPU among measured tests (``--gpumem-pack``): by their known peaks, the largest first."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Budget
 
 WhyAlone = Literal["timed", "of unknown peak"]
-"""Why a test has the whole GPU."""
+"""The reason why a test has the whole GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a test takes of a GPU: ``wanted`` bytes beside what its process holds, or all of it, and ``alone`` says why."""
+    """A test's part of a GPU: ``wanted`` bytes beside what its process holds, or all of it, and ``alone`` says why."""
 
     memory: SharedMemory
     wanted: int | None
@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a session's tests were packed, for its reports. The same in each worker, but for ``repeated``."""
+    """Figures of packing for a session's reports. The same in each worker, but for ``repeated``."""
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()
@@ -76,7 +76,7 @@ class Packed:
 
 
 NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, as torchrun gives each its own"}))
-"""What a session of one rank says."""
+"""The result for a session of one rank."""
 
 
 def wanted_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
@@ -115,7 +115,7 @@ def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Sha
 
 
 class Planner:
-    """What each measured test of a session takes of its GPU. Raises what reading the store raises, and ``OSError``."""
+    """Return each measured test's part of its GPU. Raises what reading the store raises, and ``OSError``."""
 
     def __init__(self, config: pytest.Config, settings: Settings, devices: Devices, store: Store) -> None:
         self._config = config

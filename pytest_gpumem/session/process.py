@@ -281,7 +281,7 @@ class GpumemSession:
 
     @property
     def reports(self) -> bool:
-        """Whether this process writes the store and the reports: of several ranks only the first does."""
+        """True if this process writes the store and the reports: of several ranks only the first does."""
         return self._ranks.rank is None or self._ranks.rank.is_first
 
     def finished(self) -> None:

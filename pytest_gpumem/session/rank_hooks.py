@@ -26,7 +26,7 @@ _LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
 
 
 class RankHooks:
-    """Hooks around those of `Measuring`, which is to be registered later: of a test that failed it has recorded so."""
+    """Hooks around those of `Measuring`; registered first, so that a failure is recorded before these run."""
 
     def __init__(
         self, ranks: RankSession, measured: Mapping[pytest.Item, Measured], tell: Callable[[str], object]
@@ -36,7 +36,7 @@ class RankHooks:
         self._measured = measured
         self._tell = tell
         self._failed: list[str] = []
-        """What failed on this rank, each as a clause, and is in no verdict."""
+        """Failures on this rank that are in no verdict, each as a clause."""
         self.current: Measured | None = None
         """The measured test that runs."""
 

@@ -37,7 +37,7 @@ class RankSession(OneProcess):
         self.rank: Rank = launch.rank
         self.command = launch.command
         self.has_ended = True
-        """Whether the others know how the current test ended on this rank."""
+        """True if the others know how the current test ended on this rank."""
         self._launch = launch
         self._seconds = seconds
         self._watch: Watch | None = None
@@ -46,7 +46,7 @@ class RankSession(OneProcess):
 
     @property
     def joined(self) -> bool:
-        """Whether the other ranks know of this one."""
+        """True if the other ranks know of this one."""
         return self._watch is not None
 
     @property

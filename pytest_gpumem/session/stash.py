@@ -1,4 +1,4 @@
-"""Where pytest's config keeps the session."""
+"""The key under which pytest's config keeps the session."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession
 
 SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
-"""What this process knows of the session."""
+"""The session of this process."""

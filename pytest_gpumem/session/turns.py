@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Has each test wait until what it takes of its GPU is free, and holds it to that.
+    """A plugin that has each test wait until its part of the GPU is free, and holds it to that.
 
     A test that runs out of what was reserved for it is given the whole GPU when it runs again (`Repeating`, or a plugin for
     reruns).

@@ -56,7 +56,7 @@ class CheckpointKind:
     _: KW_ONLY
     argument: Argument | None = None
     on_blocks: bool = False
-    """Whether it acts on the repeated blocks of a model, which ``blocks=PATTERN`` names."""
+    """True if it acts on the repeated blocks of a model, which ``blocks=PATTERN`` names."""
     recomputed: Callable[[Iterable[Blocks], Any], Iterable[Blocks]] | None = None
     """Replace ``forward``: from lists of modules and the argument, the groups that are each recomputed as one.
 
@@ -71,7 +71,7 @@ class CheckpointKind:
     part_of_compiler: str = ""
     """The feature of torch.compile that it is: without a mode of that it does nothing."""
     cached_casts: bool = True
-    """Whether autocast may cast a weight that is used twice only once."""
+    """True if autocast may cast a weight that is used twice only once."""
     search_order: int = 0
     """The place in the order in which ``gpumem advise`` tries kinds without an argument; 0: not at all."""
     snippet: Snippet = Snippet()
@@ -83,7 +83,7 @@ class CheckpointKind:
 
 
 class Checkpointing(NamedTuple):
-    """What ``checkpoint=KIND:ARGUMENT`` means."""
+    """A parsed ``checkpoint=KIND:ARGUMENT``."""
 
     kind: CheckpointKind
     argument: Any = None
@@ -209,4 +209,4 @@ KINDS = {
         ),
     )
 }
-"""By name, in the order in which messages list them."""
+"""All kinds by name, in the order in which messages list them."""

@@ -39,7 +39,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """How a step is run. ``StepConfig.parse("amp-bf16,checkpoint=every:2,optimizer=adamw,accumulate=4")``.
+    """Configuration of a step. ``StepConfig.parse("amp-bf16,checkpoint=every:2,optimizer=adamw,accumulate=4")``.
 
     Raises `ConfigError` when a word is unknown, or two of them contradict one another. ``str()`` gives the text, without
     what is as by default; ``id`` a short name for test ids.
@@ -147,7 +147,7 @@ class StepConfig:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """What is kept in the host's memory."""
+        """The parts of a step that are kept in the host's memory."""
         return frozenset() if self.offload == NONE else read_offload(self.offload)
 
     def given(self) -> dict[str, str]:
@@ -186,7 +186,7 @@ class StepConfig:
 
     @property
     def casts_shards(self) -> bool:
-        """Whether ``fully_shard`` casts what it gathers, instead of autocast (``mp-bf16``)."""
+        """True if ``fully_shard`` casts what it gathers, instead of autocast (``mp-bf16``)."""
         return str(self.precision).startswith("mp-")
 
 

@@ -34,7 +34,7 @@ class DryRun:
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
     overflows: bool = False
-    """Whether gradients overflow at every scale, so that the optimizer is skipped in every step."""
+    """True if gradients overflow at every scale, so that the optimizer is skipped in every step."""
 
 
 def dry_run(training: Training, device: Device) -> DryRun:
@@ -212,7 +212,7 @@ class CastTo:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the precision has no autocast, so that there is nothing to detect."""
+        """True if the precision has no autocast, so that there is nothing to detect."""
         return self._name is None
 
     def watched(self) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""What makes no step, or none under its config."""
+"""Exceptions for what is no step, or none under its config."""
 
 from __future__ import annotations
 

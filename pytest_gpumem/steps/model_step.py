@@ -1,4 +1,4 @@
-"""What a model's step is made of: the model on its device, its optimizer and its loss."""
+"""Parts of a model's step: the model on its device, its optimizer and its loss."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a word of ``precision=`` means. Dtypes by name, since torch is loaded later."""
+    """A word of ``precision=``. Dtypes are by name, since torch is loaded later."""
 
     weights: str
     autocast: str | None = None
     scaled: bool = False
-    """Whether gradients are scaled (``torch.amp.GradScaler``), as float16's narrow exponent asks for."""
+    """True if gradients are scaled (``torch.amp.GradScaler``), as float16's narrow exponent asks for."""
     tf32: bool = False
-    """Whether float32 products and convolutions of a GPU may run in TF32."""
+    """True if float32 products and convolutions of a GPU may run in TF32."""
     computed: str | None = None
     """The dtype to which ``fully_shard`` casts parameters when it gathers them."""
 

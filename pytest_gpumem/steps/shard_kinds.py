@@ -16,7 +16,7 @@ REPLICAS = 2
 MOST_RANKS = 131_072
 """Ranks whose mesh and shards torch makes within seconds; no job has as many."""
 OFFLOADS = ("params", "optimizer", "activations")
-"""What a step may keep in the host's memory: ``offload=params+activations``."""
+"""Parts that a step may keep in the host's memory: ``offload=params+activations``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class ShardKind:
     name: str
     _: KW_ONLY
     wrapped: bool = False
-    """Whether the model is called through ``DistributedDataParallel``."""
+    """True if the model is called through ``DistributedDataParallel``."""
     shards_optimizer: bool = False
-    """Whether the optimizer is a ``ZeroRedundancyOptimizer``."""
+    """True if the optimizer is a ``ZeroRedundancyOptimizer``."""
     fully: bool = False
-    """Whether parameters are sharded by ``fully_shard``, the model's repeated blocks one by one."""
+    """True if parameters are sharded by ``fully_shard``, the model's repeated blocks one by one."""
     reshard_after_forward: bool | None = None
     """With ``fully``: whether parameters are sharded again after forward; ``None`` is torch's default, all but the root's."""
     replicas: bool = False
-    """Whether a number behind the colon says how many copies of the model there are."""
+    """True if a number behind the colon says how many copies of the model there are."""
     degree: bool = False
-    """Whether a number behind the colon says how many parts there are."""
+    """True if a number behind the colon says how many parts there are."""
 
     @property
     def form(self) -> str:
@@ -63,7 +63,7 @@ SHARD_KINDS = {
         ShardKind("tp", degree=True),
     )
 }
-"""By name, in the order in which messages list them."""
+"""All kinds by name, in the order in which messages list them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +105,17 @@ class Sharding:
 
     @property
     def fully(self) -> bool:
-        """Whether parameters are sharded by ``fully_shard``."""
+        """True if parameters are sharded by ``fully_shard``."""
         return self.data is not None and self.data.fully
 
     @property
     def staged(self) -> bool:
-        """Whether a rank runs one stage of a pipeline."""
+        """True if a rank runs one stage of a pipeline."""
         return self.degree("pp") > 1
 
     @property
     def in_place(self) -> bool:
-        """Whether the model's own parameters are replaced by shards."""
+        """True if the model's own parameters are replaced by shards."""
         return self.fully or self.staged or self.degree("tp") > 1
 
     def degree(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""What a model runs in, whatever is set outside: its mode, matrix precision, key/value cache and autocast."""
+"""Global settings that a step runs under, whatever is set outside: mode, matrix precision, key/value cache and autocast."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Training:
     pipeline: Pipeline | None = None
     """The stage whose schedule is forward and backward of all micro-batches."""
     buckets: Mapping[int, torch.Tensor] | None = None
-    """As of `Built`."""
+    """The same as `Built.buckets`."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context around forward in which backward leaves gradients as this rank's own."""
     _losses: list[torch.Tensor] = field(default_factory=list)

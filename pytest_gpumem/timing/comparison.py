@@ -27,10 +27,10 @@ SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 MOST_UNKNOWN = 0.25
 """A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
 SLOWER_MACHINE = 0.03
-"""By how much the clock may run slower than in the slowest of the baseline's runs before what that explains is taken off a
+"""The share by which the clock may run slower than in the slowest of a baseline's runs before the effect is taken off a
 slowdown. Up to the slowest of them, the interval over runs has what a slower clock does."""
 SLOWER_RUN = 0.10
-"""By how much it may run slower in a run that is added to a baseline's: five slow ones would hide a slowdown behind them."""
+"""The share by which it may run slower in a run that is added to a baseline: five slow ones would hide a slowdown."""
 SLOWER_IN_TURNS = 0.02
 """The same of one side of an A/B, whose runs are neighbours: by the median over pairs."""
 AGREEING = 2
@@ -176,7 +176,7 @@ def _seconds_and_cycles(
 
 
 def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
-    """Say, as a clause, that the machine ran slower during the head's runs; ``None`` if it did not."""
+    """Return a clause that says that the machine ran slower during the head's runs; ``None`` if it did not."""
     paces = [(_pace(head), _pace(base)) for base, head in pairs]
     change = statistics.median(now / then for now, then in paces if now is not None and then is not None) - 1
     return f"the machine ran {_percent(-change)} slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
@@ -236,7 +236,7 @@ def _pace(sample: Sample) -> float | None:
 
 
 def slower_machine(this: Runs, pace: float | None, most: float = SLOWER_MACHINE) -> str | None:
-    """Say that the clock runs slower in this run than a baseline's ``pace``, by more than ``most``, as a clause.
+    """Return a clause that says that the clock runs slower than a baseline's ``pace`` by more than ``most``.
 
     Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
     """

@@ -68,11 +68,11 @@ LEVEL = 0.95
 """The confidence of an interval. That its lower end is beyond the tolerance is one condition of several."""
 RESAMPLES = 1000
 PRIOR_SPREAD = 0.01
-"""How far medians of runs of the same code lie apart, as a standard deviation of their logarithms, where it is not known."""
+"""Prior spread of runs of the same code: the standard deviation of the logarithms of their medians."""
 UNKNOWN_SPREAD = 0.045
 """The same, of a machine that nothing is known of."""
 PRIOR_RUNS = 4
-"""How many runs the prior counts for."""
+"""The number of runs that the prior counts for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class TimeBudget:
 
     @property
     def may_sample_again(self) -> bool:
-        """Whether seconds are left for second samples that decide nothing. One that fails the test is always taken."""
+        """True if seconds are left for second samples that decide nothing. One that fails the test is always taken."""
         return self._left_for_second_samples > 0
 
     def spend_on_second_sample(self, seconds: float) -> None:
@@ -112,7 +112,7 @@ class _Rounds:
     def __init__(self, device: Device) -> None:
         self.kept: list[Round] = []
         self._read = 0
-        """How many of them are followed by a reading."""
+        """The number of rounds that are followed by a reading."""
         self._slowed_on_gpu = 1.0
         self._device = device
         self._begun = self._before = device.conditions()

@@ -31,7 +31,7 @@ OTHERS = 0.25
 one cost GPT-2 steps up to 8 %, and copying through memory up to 41 %; copying for a quarter of the time, up to 9 %. Steps
 of 3 ms moved by 15 %, 76 % and 11 %, and by up to 38 % with no other process at work."""
 SLOWEST_CLOCK = 0.75
-"""Of the default SM clock, as in NVIDIA's nvbench, which discards samples below."""
+"""Share of the default SM clock, as in NVIDIA's nvbench, which discards samples below."""
 
 _TICK_COUNTERS = 5
 """``others`` is the sum of so many counters of /proc/stat, each of which may be a tick off."""
@@ -195,12 +195,12 @@ REFILLING = 0.45
 was measured on the EPYC where it waited up to 60 % of the time (1.14 times as long at 40 %, 1.34 at 50 %). It has no limit:
 with one of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes for each core."""
 MOST_SLOWED = 5.0
-"""On machines with many cores, all of them busy: the memory's bandwidth is shared by all. Not measured."""
+"""Bound on machines with many cores, all of them busy: the memory's bandwidth is shared by all. Not measured."""
 MOST_STOLEN = 0.95
 THROTTLED = 4.0
 """The hardware lowers the GPU's clock to a half (``nvmlClocksEventReasonHwSlowdown`` in nvml.h), and that may count twice."""
 OTHERS_ON_GPU = 2.0
-"""On a GPU, for each process including this one: they take turns by equal slices of time, and that may count twice."""
+"""Bound on a GPU, for each process including this one: they take turns by equal slices of time, and that may count twice."""
 SECONDS_A_RETRY = 1.0
 """For the allocator to give back all that it cached, up to a whole GPU's memory, and to take it again."""
 SECONDS_A_GRAPH = 100.0

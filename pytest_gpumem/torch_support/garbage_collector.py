@@ -65,9 +65,9 @@ class FrozenHeap:
 
     def __init__(self) -> None:
         self.frozen = False
-        """Whether this heap has frozen objects."""
+        """True if this heap has frozen objects."""
         self._stale = True
-        """Whether frozen objects may be garbage."""
+        """True if frozen objects may be garbage."""
         self._younger: set[Hashable] = set()
         """Shared fixtures that were set up since the heap was frozen."""
 

@@ -467,7 +467,7 @@ def cublas_workspace_sizes() -> frozenset[int]:
 
 
 MOST_ENTRIES = 2**20
-"""How many allocations and frees a history without frames keeps: the latest."""
+"""The number of allocations and frees that a history without frames keeps: the latest."""
 
 
 def start_cuda_history(*, frames: bool = True) -> None:

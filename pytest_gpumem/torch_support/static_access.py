@@ -98,13 +98,13 @@ class Layout:
     """The way in which objects of a class keep what they hold."""
 
     package: str
-    """As `package_of`."""
+    """The result of `package_of`."""
     contents: Callable[[Any], Iterable[object]] | None
-    """As `contents_of`; ``None`` where there are none."""
+    """The result of `contents_of`; ``None`` where there are none."""
     dictionary: Any
     """The descriptor that gives the ``__dict__``; ``None`` where there is none, or Python code overrides it."""
     covered: bool
-    """Whether Python code overrides it."""
+    """True if Python code overrides it."""
     members: tuple[types.MemberDescriptorType, ...]
     """The slots."""
 

@@ -30,7 +30,7 @@ CATEGORIES = (
     "other",
     "unattributed",
 )
-"""What a block is for.
+"""Uses of a block.
 
 ``parameter``, ``buffer``, ``gradient``, ``optimizer state``, ``input``: found on the model, its optimizer and its batch.
 ``activation``: made in forward (or recomputed) and still there when the module that made it has returned: passed on, saved
@@ -39,9 +39,9 @@ before the operator that took it returned. ``unattributed``: of the step, but ne
 """
 
 KEPT_SHARE = 0.95
-"""How much of the peak the rows that a baseline keeps make up."""
+"""The share of the peak that a baseline's rows make up."""
 MOST_KEPT = 100
-"""How many rows a baseline keeps at most. Of a transformer 30 make up 95 %, of a U-Net, whose blocks differ, 100 to 190."""
+"""The most rows that a baseline keeps. Of a transformer 30 make up 95 %, of a U-Net, whose blocks differ, 100 to 190."""
 REST = "smaller rows"
 """The operator of a row that stands for all rows of its category that were not kept."""
 
@@ -50,7 +50,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
-"""How the note of a step begins that raised when it was run once more."""
+"""Prefix of the note of a step that raised when it was run once more."""
 
 
 class MissingComposition(AttributeError):
@@ -209,7 +209,7 @@ class Composition:
         Those that are not kept are joined to one of each category (`REST`).
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
-        # What is missing from the others stays, or those that are kept could hold more than there is.
+        # Keep negative rows; without them the kept rows could add up to more than the total.
         kept = [row for row in self.rows if row.nbytes < 0]
         missing = self.total - sum(row.nbytes for row in kept)
         missing_beside = missing - workspaces
@@ -294,11 +294,11 @@ class Explanation:
     """Result of a recorded run of a step."""
 
     peak: Composition
-    """What is live at the peak; where the run ended with an out-of-memory error, at that moment."""
+    """Composition of the peak; where the run ended with an out-of-memory error, of that moment."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """What the step left behind, after garbage was collected."""
+    """Composition of the bytes that the step left behind, after garbage was collected."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """What only Python's cyclic collector freed."""
+    """Composition of the bytes that only Python's cyclic collector freed."""
     cycles: tuple[str, ...] = ()
     """The types in the reference cycles that held it: ``"Trainer -> dict -> function"``."""
     asked: int | None = None
@@ -306,11 +306,11 @@ class Explanation:
     over_time: OverTime | None = None
     """The step's bytes from its beginning to its end, where a report shows them."""
     holders: tuple[str, ...] = ()
-    """What keeps the tensors in ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
+    """Attributes and variables that keep tensors of ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
     gpu: str | None = None
     """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """What is live at the peak of each other phase."""
+    """Compositions of the peaks of the other phases."""
 
     def kept(self) -> Explanation:
         """Return it with the largest rows only, and of other phases those whose peaks are half of the step's or more.

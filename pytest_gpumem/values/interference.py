@@ -22,10 +22,10 @@ class Conditions:
     """
 
     seconds: float
-    """When: seconds of the monotonic clock."""
+    """The time in seconds of the monotonic clock."""
 
     retries: int | None = None
-    """How often the allocator found no memory, gave back what it had cached and tried again."""
+    """The number of times that the allocator found no memory, gave back what it had cached and tried again."""
     graphs: int | None = None
     """Graphs that torch.compile has compiled in this process."""
 
@@ -41,7 +41,7 @@ class Conditions:
     """Seconds in which ``stolen`` and ``others`` are counted."""
 
     clock_events: frozenset[str] | None = None
-    """Why the GPU's clock is not higher, by NVML's names: ``"SwPowerCap"``, ``"HwThermalSlowdown"``, ``"GpuIdle"``, ..."""
+    """Limits on the GPU's clock by NVML's names: ``"SwPowerCap"``, ``"HwThermalSlowdown"``, ``"GpuIdle"``, ..."""
     sm_clock: float | None = None
     """The GPU's SM clock in Hz."""
     sm_clock_default: float | None = None
@@ -49,7 +49,7 @@ class Conditions:
     other_processes: int | None = None
     """Processes on the GPU that are none of this session's, without those that NVML knows to be idle."""
     other_pids: frozenset[int] = frozenset()
-    """Which they are; empty where only their number is known (in a container, where pids are another namespace's)."""
+    """Their pids; empty where only their number is known (in a container, where pids are another namespace's)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which layers of a repeated module something is of: paths with layer numbers folded, and the numbers beside them. Pure."""
+"""Layers of a repeated module: paths with layer numbers folded, and the numbers beside them. Pure."""
 
 from __future__ import annotations
 

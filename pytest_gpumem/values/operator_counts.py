@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.made_of_operators)
 """The metrics that are counted operator by operator."""
 MOST_PLACES = 150
-"""How many places a baseline keeps of a metric; of the others it keeps the operators alone.
+"""The most places that a baseline keeps of a metric; of the others it keeps the operators alone.
 
 A Llama trained with DoRA has 38 places with FLOPs, and 116 with operators.
 """

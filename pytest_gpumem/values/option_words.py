@@ -9,7 +9,7 @@ from pytest_gpumem.units import nearest
 DEFAULT_DEVICE = "cuda"
 """The word of the device that is used where nobody names one."""
 EMULATED = "emulated:"
-"""How the words of emulated GPUs begin."""
+"""Prefix of the words of emulated GPUs."""
 NO_CUDNN = "none"
 """Stands for the release of cuDNN, among the details of an environment, where convolutions ran and none planned them."""
 LOWER_BOUND = "lower bound"

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Form(NamedTuple):
-    """In ``Annotated``: a value is written as one of the type ``plain``, which ``write`` makes of it and ``read`` takes."""
+    """A codec in ``Annotated``: a value is written as one of the type ``plain``, by ``write``, and read by ``read``."""
 
     plain: Any
     write: Callable[[Any], Any]

@@ -20,7 +20,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the one that writes."""
+        """True if it is the one that writes."""
         return self.number == 0
 
 

@@ -20,7 +20,7 @@ class StepPeaks:
     reserved: tuple[int, ...] = ()
     """Empty where the device does not reserve."""
     left_out: int = 0
-    """How many of the first ones build state. Budgets count them; the metrics, which baselines keep, are of the others."""
+    """The number of first ones, which build state. Budgets count them; the metrics, which baselines keep, are of the others."""
 
     @property
     def repeated(self) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ class StepPeaks:
 
     @property
     def differ(self) -> bool:
-        """Whether `repeated` are not all the same."""
+        """True if `repeated` are not all the same."""
         return len({*self.repeated}) > 1
 
     def of(self, metric: str) -> tuple[int, ...]:

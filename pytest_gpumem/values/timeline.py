@@ -11,7 +11,7 @@ from typing import Any
 from pytest_gpumem.values.plain import from_plain, to_plain
 
 MOST_MOMENTS = 300
-"""So many are enough for a picture: a bucket of moments gives its highest and its lowest."""
+"""Moments that are enough for a picture: a bucket of moments gives its highest and its lowest."""
 
 
 @dataclass(frozen=True, slots=True)

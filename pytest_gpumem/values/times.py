@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FEWEST_ROUNDS = 6
-"""From so many rounds on, the smallest and the largest enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
+"""Rounds from which on the smallest and the largest enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
 MOST_SLOWED_RUN, MOST_TAKEN_RUN = 1.25, 1.1
 """A run that was disturbed further than that is no measure for later ones: one that waited for a core a tenth of the time. What
 is not known as well as waiting took more (`pytest_gpumem.timing.validity`)."""

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 DECIDED = "an uncomputed value decided a branch"
-"""How a note begins for which a test fails in strict mode: another value might have taken more memory, or less."""
+"""Prefix of a note that fails a test in strict mode: another value might have taken more memory, or less."""
 _MOST_LINES = 5
 """Lines that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownReads:
-    """How often each line (``"/path/train.py:88"``) read an uncomputed float."""
+    """The number of times that each line (``"/path/train.py:88"``) read an uncomputed float."""
 
     decided: Mapping[str, int] = field(default_factory=dict)
     """Reads that decided which way the program went."""

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _DIGITS = 5
-"""Of a figure in a chart: more than a screen has pixels."""
+"""The significant digits of a figure in a chart: more than a screen has pixels."""
 
 
 _FURTHEST = 2
-"""How many times the peak a line may be: further off it would press the areas flat."""
+"""The highest that a line may be, as a multiple of the peak: further off it would press the areas flat."""
 
 
 def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: UnitSystem) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Nothing is fetched, and no script runs but those of this package, known by their hashes. Plotly needs styles inline."""
+"""Policy by which nothing is fetched, and only this package's scripts run, by their hashes. Plotly needs styles inline."""
 _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}
 _METRICS = ("peak_allocated", "step_time")
 _LONGEST = 60
@@ -77,7 +77,7 @@ class TestRow:
     anchor: str
     device: str
     part: str
-    """Which of its measurements the figures are of, where it has several."""
+    """The name of the measurement that the figures are of, where the test has several."""
     cells: tuple[Cell, ...]
     """Peak and its change, step time and its change."""
     panels: tuple[Panel, ...]
@@ -102,12 +102,12 @@ class Page:
     verdict: Literal["passed", "failed", "idle"]
     """``idle`` where nothing failed because nothing was held against anything."""
     problems: tuple[str, ...]
-    """Why it failed, in a few sentences."""
+    """The reason why it failed, in a few sentences."""
     facts: tuple[tuple[str, str], ...]
     statuses: tuple[tuple[Status, int], ...]
     tests: tuple[TestRow, ...]
     timed: bool
-    """Whether any test has a step time: else there are no columns for it."""
+    """True if any test has a step time: else there are no columns for it."""
     several_devices: bool
     ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
     """Titles and rows of the table of ranks' peaks; without rows in a session without ranks."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_ROWS = 30
-"""Of a table that explains; the others are one row together."""
+"""The most rows of a table that explains; the others are one row together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Bar:
     """The most that is tolerated."""
     budget: float | None = None
     cut: bool = False
-    """Whether the value is longer than the track."""
+    """True if the value is longer than the track."""
     beyond: str = ""
     """A budget that is: how many times the baseline. It has no place on the track then."""
 
@@ -64,14 +64,14 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What a page shows of a measurement."""
+    """A measurement on a page."""
 
     name: str
     workload: tuple[str, ...]
     metrics: tuple[MetricRow, ...]
     origin: str
     changes: tuple[PartTable, ...]
-    """Of the composition of the peak, and of counts that are more."""
+    """Tables of the composition of the peak, and of counts that are more."""
     compositions: tuple[PartTable, ...]
     over_time: dict[str, Any] | None
     rounds: dict[str, Any] | None
