@@ -26,13 +26,20 @@ _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_
 """Operators that ask for the positions at which a boolean index is true: those are seen (`NativeReads.positions`)."""
 _READ_BEFORE = frozenset({"_ctc_loss", "_use_cudnn_ctc_loss"})
 """Operators whose reads are noted where they are called from (`watched_methods`)."""
-_READ_UNTAGGED = frozenset(
+_OF_MASKS = frozenset({"_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned"})
+"""Operators by which an encoder leaves padding out."""
+_READ_UNTAGGED = _OF_MASKS | frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
-    | {"_pack_padded_sequence", "_coalesce", *(f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc"))}
+    | {"_pack_padded_sequence", "_nested_from_padded", "isin.Scalar_Tensor", "_coalesce"}
+    | {f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc")}
 )
 """Operators that read values, and are not tagged as such."""
-_READ_SECOND = frozenset({"tensor_split", "_pack_padded_sequence"})
+_READ_SECOND = _OF_MASKS | frozenset({"tensor_split", "_pack_padded_sequence", "_nested_from_padded"})
 """Operators that read only the second of their arguments."""
+_IN_PLACE = frozenset({"set_", *(f"_nested_tensor_{what}" for what in ("size", "strides", "storage_offsets"))})
+"""Operators that return memory that was there, and whose schemas do not say so."""
+_CALLS_READERS = _OF_MASKS | frozenset({"isin"})
+"""Operators whose kernels call others that read, on which their results or the memory that they take depends."""
 _MADE_OF_NOTHING = frozenset(
     {
         "zeros_like",
@@ -77,6 +84,8 @@ class Operator:
     """The values of its first argument do not matter."""
     reads: bool = False
     """Its result, or the size of its result, depends on values that the host reads."""
+    calls_readers: bool = False
+    """Its kernel calls operators of which that is true."""
 
     def read_of(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors whose values the host reads in a call."""
@@ -101,7 +110,7 @@ def operator_of(func: Any) -> Operator:
     reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     return Operator(
         name,
-        view=name == "set_" or (bool(returned) and not any(one.is_write for one in returned)),
+        view=name in _IN_PLACE or (bool(returned) and not any(one.is_write for one in returned)),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         written=tuple(sorted({*(at for at, one in written if not one.kwarg_only), *statistics})),
         written_names=tuple(one.name for _, one in written if one.kwarg_only),
@@ -110,6 +119,7 @@ def operator_of(func: Any) -> Operator:
         overwrites=name in _MADE_OF_NOTHING,
         reads=name not in _INDEXED | _READ_BEFORE
         and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
+        calls_readers=name in _CALLS_READERS and not overload.startswith("Scalar"),
     )
 
 

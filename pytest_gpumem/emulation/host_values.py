@@ -37,7 +37,7 @@ from pytest_gpumem.emulation.lent_memory import LentMemory
 from pytest_gpumem.emulation.libraries import BY_STEM
 from pytest_gpumem.emulation.reads import Reads
 from pytest_gpumem.emulation.unknown_float import UNKNOWN, is_unknown_number
-from pytest_gpumem.torch_support.private_api import never_compiled
+from pytest_gpumem.torch_support.private_api import never_compiled, run_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -117,6 +117,8 @@ class HostValues(TorchDispatchMode):
         """True if a method that reads runs, which notes what it reads."""
         self.running = ""
         """The operator that runs on the GPU."""
+        self._in_kernel = False
+        """Whether a kernel runs whose operators are seen."""
         self._made_of_unknown = False
         """True if `torch.tensor` is making a tensor of others, which are not all known."""
 
@@ -142,8 +144,8 @@ class HostValues(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = operator_of(func)
-        if torch.is_inference_mode_enabled() and (operator.view or operator.reads):
-            # It leaves operators whole that are made of others, and what those read would not be seen.
+        if (self._in_kernel or torch.is_inference_mode_enabled()) and (operator.view or operator.reads):
+            # These leave operators whole that are made of others, and what those read would not be seen.
             self._read_by(operator, args, named)
             with self:
                 result = func.decompose(*args, **named)
@@ -166,7 +168,8 @@ class HostValues(TorchDispatchMode):
                 return self._read_number(func, args, named, known)
             if operator.name == "nonzero" and on_gpu:
                 return func(*args, **named)  # by way of `NativeReads.positions`
-            if any(tensor.is_cuda for tensor in read) and all(map(has_storage, tensors)):
+            is_whole = all(map(has_storage, tensors)) and not operator.calls_readers
+            if is_whole and any(tensor.is_cuda for tensor in read):
                 return self._moved(func(*on_host(args), **on_host(named)), on_gpu[0].device)
             known = self._knows(read)  # what it makes on the host is of these
         if is_hosts:
@@ -229,13 +232,14 @@ class HostValues(TorchDispatchMode):
         computed = computed and (not operator.random or operator.name in _DRAWN)
         room = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         self.running = operator.name
-        result = func(*args, **named)
+        result = self._call(func, operator, args, named, "cuda")
         self.running = ""
         if room is not None and args[0].untyped_storage().nbytes() == room:
             return result  # another shape on the same bytes
         made = tensors_among((result,))
         if not made and not operator.written and not operator.written_names:
-            return result
+            # What takes less memory is not assumed of a mask that is not known.
+            return result and known if operator.calls_readers else result
         changed = _changed(operator, args, named)
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
@@ -266,6 +270,18 @@ class HostValues(TorchDispatchMode):
                 on_the_same_memory(tensor).fill_(constant.value)
         return result
 
+    def _call(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], device_type: str
+    ) -> Any:
+        if not operator.calls_readers:
+            return func(*args, **named)
+        outer, self._in_kernel = self._in_kernel, True
+        try:
+            with self:
+                return run_kernel(func, device_type, args, named)
+        finally:
+            self._in_kernel = outer
+
     @staticmethod
     def _compute(func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
         if not operator.random:
@@ -277,7 +293,7 @@ class HostValues(TorchDispatchMode):
         self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], known: bool
     ) -> Any:
         """Run an operator of the host, whose result is known as far as what it is given."""
-        result = func(*args, **named)
+        result = self._call(func, operator, args, named, "cpu")
         made = tensors_among((result,))
         changed = _changed(operator, args, named)
         constant, of_floats = None, False

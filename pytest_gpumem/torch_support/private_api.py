@@ -124,6 +124,25 @@ def reduced_with_attribute(
     return _rebuild_from_type_v2, (rebuild, kind, arguments, {name: value})
 
 
+def run_kernel(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator's kernel for a device past the modes: those see the operators that the kernel calls.
+
+    Args:
+        operator: An operator of ``torch.ops``, one overload of it.
+        device_type: ``cpu`` or ``cuda``.
+        args: What the operator is given.
+        kwargs: What it is given by name.
+
+    Returns:
+        What the kernel returns.
+    """
+    from torch._C import DispatchKey, DispatchKeySet
+
+    return operator.redispatch(
+        DispatchKeySet(DispatchKey.CUDA if device_type == "cuda" else DispatchKey.CPU), *args, **kwargs
+    )
+
+
 def compiled_graphs() -> int:
     """Return how many graphs torch.compile has compiled in this process, recompiled ones included."""
     if "torch._dynamo" not in sys.modules:

@@ -80,13 +80,15 @@ def test_an_initialisation_that_draws_again_ends_and_is_no_read(on_gpu):
     assert on_gpu(SEEN + source) == "None\n"
 
 
-LOADED = """
+MADE = """
 import copy, io
 def loaded(tensor):
     file = io.BytesIO()
     torch.save(tensor, file)
     file.seek(0)
     return torch.load(file, map_location="cpu")
+def padded(mask):
+    return torch._nested_tensor_from_mask(torch.ones(2, 3, 4).cuda(), mask)
 """
 # One process for all: it is torch's start that takes time.
 KNOWN = {
@@ -108,6 +110,11 @@ KNOWN = {
     "torch.arange(3).cuda().repeat_interleave(torch.tensor([1, 0, 2]).cuda()).tolist()": [0, 2, 2],
     "torch.arange(3).cuda().equal(torch.arange(3).cuda())": True,
     "torch.arange(6).cuda().view(2, 3).t()[1].tolist()": [1, 4],
+    "torch.isin(torch.arange(100).cuda(), torch.arange(60).cuda()).sum().item()": 60,
+    "torch.isin(7, torch.arange(60).cuda()).item()": True,
+    "torch._nested_tensor_from_mask_left_aligned(torch.ones(2, 3, 4).cuda(), torch.ones(2, 3).cuda().tril() > 0)": True,
+    "torch._nested_tensor_from_mask_left_aligned(torch.ones(2, 3, 4).cuda(), torch.ones(2, 3).cuda().triu() > 0)": False,
+    "padded(torch.ones(2, 3).cuda().tril() > 0)._nested_tensor_size().tolist()": [[1, 4], [2, 4]],
     "torch.randn(4000, 4000, device='cuda').isfinite().all().item()": True,
     "torch.randn(4000, 4000, device='cuda').isnan().any().item()": False,
 }
@@ -124,7 +131,7 @@ LOGGED = ("x.sum().item()", "float(x.mean())", "str(x.sum())", "x.norm().cpu()")
 
 
 def test_what_the_host_can_know_is_true(on_gpu):
-    source = LOADED + "".join(f"print([{expression}, seen()])\n" for expression in KNOWN)
+    source = MADE + "".join(f"print([{expression}, seen()])\n" for expression in KNOWN)
     assert on_gpu(SEEN + source).splitlines() == [str([value, None]) for value in KNOWN.values()]
 
 
@@ -304,6 +311,29 @@ print(rows, rows_of, forward - forward_of, backward - backward_of)
 """
     # Their positions are kept as long as it takes to index.
     assert on_gpu(source) == "250 250 2000 0\n"
+
+
+def test_an_encoder_with_a_known_padding_mask_leaves_the_padding_out(on_gpu):
+    source = """
+layer = torch.nn.TransformerEncoderLayer(64, 2, 256, batch_first=True)
+encoder = torch.nn.TransformerEncoder(layer, 2).cuda().eval()
+given = torch.randn(8, 512, 64, device="cuda")
+def peak(length, context):
+    masked = (torch.arange(512).cuda() >= length).expand(8, 512)
+    for _ in range(2):  # what is there from the first time on
+        torch.cuda.reset_peak_memory_stats()
+        with context():
+            made = encoder(given, src_key_padding_mask=masked)
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"], made.shape
+(whole, shape), (half, of_half), (inferred, _) = peak(512, torch.no_grad), peak(256, torch.no_grad), peak(256, torch.inference_mode)
+print(shape == of_half == given.shape, whole - half > given.nbytes, half == inferred, seen())
+with torch.no_grad():
+    made = encoder(given, src_key_padding_mask=given[..., 0] > 0)
+print(made.shape == given.shape, seen())
+"""
+    known, unknown = on_gpu(SEEN + source).splitlines()
+    assert known == "True True True None"
+    assert unknown.startswith("True nested_tensor_from_mask_left_aligned reads values")
 
 
 ORDINARY = {

@@ -32,6 +32,7 @@ from pytest_gpumem.torch_support.private_api import (
     peak_resets,
     recording_no_operators,
     reduced_with_attribute,
+    run_kernel,
     running_node_number,
     watched_operators,
 )
@@ -521,3 +522,18 @@ def test_tensors_of_the_host_are_printed_as_ever(monkeypatch):
     before = str(torch.arange(3.0))
     private_api.print_by_way_of_the_host()
     assert str(torch.arange(3.0)) == before == "tensor([0., 1., 2.])"
+
+
+def test_the_operators_that_a_kernel_calls_are_seen_by_the_modes():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with Mode():
+        found = run_kernel(torch.ops.aten.isin.Tensor_Tensor, "cpu", (torch.arange(100), torch.arange(60)), {})
+    assert found.sum() == 60
+    assert "isin" not in seen
+    assert any("unique" in name for name in seen)
