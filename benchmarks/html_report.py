@@ -22,7 +22,7 @@ from pytest_gpumem.reports.html.page import html
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.timeline import MOST_MOMENTS, OverTime, Phase
+from pytest_gpumem.values.timeline import MOST_MOMENTS, OverTime, PhaseSpan
 from pytest_gpumem.values.times import Round, Sample, Times
 
 TESTS = 1000
@@ -73,7 +73,7 @@ def _explanation(peak: int) -> Explanation:
         tuple(map(sum, zip(series, parameters, strict=True))),
         {"parameter": parameters, "activation": series},
         MOST_MOMENTS // 2,
-        (Phase("forward", 0, 15_000_000), Phase("backward", 15_000_000, 30_000_000)),
+        (PhaseSpan("forward", 0, 15_000_000), PhaseSpan("backward", 15_000_000, 30_000_000)),
     )
     return Explanation(Composition(peak, rows), over_time=over_time)
 

@@ -94,7 +94,7 @@ def _quantity(text: object) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class ThroughputLimit:
     """Amount per second ``of`` ``"samples"``, ``"tokens"``, ``"steps"`` or ``"items"``."""
 
     amount: float
@@ -107,7 +107,7 @@ class Rate:
 RATES = ("samples", "tokens", "steps", "items")
 
 
-def parse_rate(text: str) -> Rate:
+def parse_rate(text: str) -> ThroughputLimit:
     """Return the rate of ``"1200 samples/s"`` or ``"3.5e4 tokens/s"``. Raises ``ValueError`` for anything else."""
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
@@ -118,7 +118,7 @@ def parse_rate(text: str) -> Rate:
     amount = float(match["number"].replace("_", ""))
     if not 0 < amount < float("inf"):
         raise ValueError(f"{text!r} is not a rate above zero")
-    return Rate(amount, of)
+    return ThroughputLimit(amount, of)
 
 
 def parse_seconds(text: str) -> float:

@@ -15,22 +15,22 @@ from pytest_gpumem.emulation.before_torch import PEAKS, STEPS, USAGE
 from pytest_gpumem.emulation.gpus import known_gpus
 from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut
 from pytest_gpumem.fit import run
-from pytest_gpumem.fit.outcome import Run
+from pytest_gpumem.fit.outcome import ProgramRun
 from pytest_gpumem.fit.run import run_on, with_expandable_segments
 
 GB = 10**9
-OUT_OF_MEMORY = Run(1, "", (ProcessUsage(0, 1, (), 1, RanOut(0, GB, 0, 0, "t.py:1 f")),))
+OUT_OF_MEMORY = ProgramRun(1, "", (ProcessUsage(0, 1, (), 1, RanOut(0, GB, 0, 0, "t.py:1 f")),))
 
 
-def fitting(reserved: int) -> Run:
-    return Run(0, "", (ProcessUsage(0, 1, (DeviceUsage(0, reserved, reserved, 0),)),))
+def fitting(reserved: int) -> ProgramRun:
+    return ProgramRun(0, "", (ProcessUsage(0, 1, (DeviceUsage(0, reserved, reserved, 0),)),))
 
 
 @pytest.fixture
 def ran(monkeypatch):
     """What was run, and by word what comes of it."""
     called: list[tuple] = []
-    comes: dict[str, Run | BaseException] = {}
+    comes: dict[str, ProgramRun | BaseException] = {}
 
     def run_one(word, command, environment, steps):
         expandable = "expandable_segments:True" in environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -98,7 +98,7 @@ def test_who_says_whether_segments_are_expandable_is_not_asked_again(ran, monkey
 
 def test_a_program_that_fails_on_the_usual_gpu_is_tried_on_no_other(ran):
     called, comes = ran
-    comes["h100"] = Run(3, "ValueError: no data", ())
+    comes["h100"] = ProgramRun(3, "ValueError: no data", ())
     result = fit("train.py")
     assert (result.exit_code, len(called)) == (2, 1)
     assert "H100 80GB: failed by itself (exit status 3)\n  ValueError: no data\n" in result.stdout
@@ -109,7 +109,7 @@ def test_a_program_that_fails_on_the_usual_gpu_is_tried_on_no_other(ran):
 
 def test_a_program_without_gpu_memory_is_an_error(ran):
     called, comes = ran
-    comes["h100"] = Run(0, "", ())
+    comes["h100"] = ProgramRun(0, "", ())
     result = fit("train.py")
     assert (result.exit_code, len(called), result.stdout) == (2, 1, "")
     assert "Error: the program uses no GPU memory" in result.stderr

@@ -13,7 +13,7 @@ from pytest_gpumem.config.errors import BudgetError
 from pytest_gpumem.config.marker import _ARGUMENTS, budget_from_arguments, budget_of_marks, check_of_a_call
 from pytest_gpumem.config.options import MARKER_ARGUMENTS, MARKER_HELP
 from pytest_gpumem.gate.baseline import Budget
-from pytest_gpumem.units import Rate
+from pytest_gpumem.units import ThroughputLimit
 
 unhurried = settings(deadline=None)
 
@@ -143,8 +143,8 @@ def test_a_budget_takes_what_it_leaves_open_from_another():
 
 
 def test_the_limits_of_speed_are_taken_one_by_one():
-    closer, farther = Budget(max_slowdown=0.3), Budget(max_slowdown=0.1, min_throughput=Rate(8, "steps"))
-    assert closer.or_else(farther) == Budget(max_slowdown=0.3, min_throughput=Rate(8, "steps"))
+    closer, farther = Budget(max_slowdown=0.3), Budget(max_slowdown=0.1, min_throughput=ThroughputLimit(8, "steps"))
+    assert closer.or_else(farther) == Budget(max_slowdown=0.3, min_throughput=ThroughputLimit(8, "steps"))
 
 
 def test_a_limit_of_zero_is_a_limit():
@@ -191,7 +191,7 @@ def test_the_fields_of_a_budget_can_all_be_set_by_arguments():
         {"max_gb": 1, "max_reserved": "1 GB", "max_retained": "1 GB", "max_growth": "1 %", "device": "cpu"}
         | {"max_slowdown": "30 %", "min_throughput": "1_200 samples/s"}
     )
-    assert (everything.max_slowdown, everything.min_throughput) == (0.3, Rate(1200, "samples"))
+    assert (everything.max_slowdown, everything.min_throughput) == (0.3, ThroughputLimit(1200, "samples"))
     fields = inspect.signature(Budget).parameters
     assert [name for name in fields if getattr(everything, name) is None] == []
 

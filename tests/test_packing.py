@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.config.selection import Measured
+from pytest_gpumem.config.selection import MeasuredTest
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.session import packing
-from pytest_gpumem.session.packing import Packed, Planner, Share, largest_first, wanted_bytes
+from pytest_gpumem.session.packing import GpuShare, Packed, Planner, largest_first, wanted_bytes
 
 GB, MIB = 10**9, 2**20
 
@@ -48,7 +48,7 @@ def test_what_a_test_takes_is_its_largest_baseline_else_its_budget_with_the_tole
 def test_those_that_share_come_largest_first_and_those_that_take_all_last_each_in_their_order(wants):
     items = [object() for _ in wants]
     shares = {
-        item: Share(None, want, most=want) for item, want in zip(items, wants, strict=True) if want != "needs none"
+        item: GpuShare(None, want, most=want) for item, want in zip(items, wants, strict=True) if want != "needs none"
     }
     ordered = largest_first(items, shares)
     assert sorted(map(id, ordered)) == sorted(map(id, items))
@@ -75,7 +75,7 @@ def test_workers_with_gpus_of_two_models_have_one_order(tmp_path, monkeypatch):
             Workload("measure"), Environment(slug, slug.upper()), {"peak_reserved": size * GB}, "2026-11-23"
         )
         store.change({Key("test_it.py", test, "measure"): entry})
-    measured = {test: Measured("test_it.py", test, Budget(), has_fixture=False) for test in "dcba"}
+    measured = {test: MeasuredTest("test_it.py", test, Budget(), has_fixture=False) for test in "dcba"}
 
     def order(slug):
         memory = SimpleNamespace(ledger=SimpleNamespace(enter=lambda _: None), now=lambda: SimpleNamespace(held=0))

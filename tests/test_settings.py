@@ -24,7 +24,7 @@ from pytest_gpumem.config.settings import (
 )
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.units import Rate
+from pytest_gpumem.units import ThroughputLimit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -198,7 +198,7 @@ def test_the_seconds_of_ranks_are_a_number_or_a_duration(written, seconds):
 def test_limits_of_speed_are_set_by_a_pattern_of_tests():
     entry = {"tests": "tests/*", "max_slowdown": "30 %", "min_throughput": "8 steps/s"}
     budget = settings_from_table({"budget": [entry]}, "here").budget_for("tests/test_gpt.py::test_a")
-    assert budget == Budget(max_slowdown=0.3, min_throughput=Rate(8, "steps"))
+    assert budget == Budget(max_slowdown=0.3, min_throughput=ThroughputLimit(8, "steps"))
 
 
 def test_a_metric_that_is_not_judged_takes_no_tolerance():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.units import (
     SIZES,
-    Rate,
+    ThroughputLimit,
     format_bytes,
     format_bytes_change,
     format_count,
@@ -339,17 +339,19 @@ def test_all_words_are_listed_when_none_is_near():
 @pytest.mark.parametrize(
     ("text", "rate"),
     [
-        ("1200 samples/s", Rate(1200, "samples")),
-        ("3.5e4 tokens/s", Rate(35000, "tokens")),
-        ("1_200.5 Items/s", Rate(1200.5, "items")),
-        (" .5steps / s ", Rate(0.5, "steps")),
+        ("1200 samples/s", ThroughputLimit(1200, "samples")),
+        ("3.5e4 tokens/s", ThroughputLimit(35000, "tokens")),
+        ("1_200.5 Items/s", ThroughputLimit(1200.5, "items")),
+        (" .5steps / s ", ThroughputLimit(0.5, "steps")),
     ],
 )
 def test_a_rate_is_so_many_of_something_a_second(text, rate):
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("rate", [Rate(1200, "samples"), Rate(0.5, "steps"), Rate(3.5e9, "tokens")])
+@pytest.mark.parametrize(
+    "rate", [ThroughputLimit(1200, "samples"), ThroughputLimit(0.5, "steps"), ThroughputLimit(3.5e9, "tokens")]
+)
 def test_a_rate_reads_as_it_is_written(rate):
     assert parse_rate(str(rate)) == rate
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.processes import Stop
     from pytest_gpumem.ab.runs import Run
     from pytest_gpumem.git import Revision
-    from pytest_gpumem.reports.comparison import Change, Compared
+    from pytest_gpumem.reports.comparison import Compared, ComparedChange
     from pytest_gpumem.units import UnitSystem
 
 
@@ -127,7 +127,7 @@ def is_settled(now: Compared, before: Compared | None) -> bool:
     )
 
 
-def _is_decided(now: Change, before: Change | None, tolerance: float) -> bool:
+def _is_decided(now: ComparedChange, before: ComparedChange | None, tolerance: float) -> bool:
     if now.outcome is Outcome.OK:
         return now.interval is not None and now.interval.high <= 1 + tolerance
     # Judging after every pair gives chance several tries, so that two judgements in a row have to agree.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row, changes_of
+from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.timing.comparison import compare_pairs
 
@@ -31,7 +31,7 @@ def compare_runs(
     tolerances: Mapping[str, Tolerance],
 ) -> Compared:
     """Compare ``pairs`` of runs (base, head). ``tolerance`` is for times, ``tolerances`` for everything else."""
-    rows: list[Row] = []
+    rows: list[ComparedRow] = []
     left_out: list[LeftOut] = []
     for file, test in sorted({key for pair in pairs for run in pair for key in run.tests}):
         bases, heads = ([run.tests.get((file, test)) for run in side] for side in zip(*pairs, strict=True))
@@ -51,7 +51,7 @@ def compare_runs(
                 left_out.append(LeftOut(title, "not compared", found))
             else:
                 changes, notes = found
-                rows.append(Row(key, taken.heads[-1].environment.slug, title, changes, notes=notes))
+                rows.append(ComparedRow(key, taken.heads[-1].environment.slug, title, changes, notes=notes))
     return Compared(base, head, tuple(rows), tuple(left_out), pairs=len(pairs), tolerance=tolerance)
 
 
@@ -108,7 +108,7 @@ class _Taken:
 
 def _compare(
     taken: _Taken, tolerance: float, tolerances: Mapping[str, Tolerance]
-) -> tuple[tuple[Change, ...], tuple[str, ...]] | str:
+) -> tuple[tuple[ComparedChange, ...], tuple[str, ...]] | str:
     """Return the changes of a measurement and notes on it, or why it cannot be compared, as a clause."""
     reason = _not_comparable(taken)
     if reason is not None:
@@ -138,7 +138,7 @@ def _not_comparable(taken: _Taken) -> str | None:
     return None if taken.pairs else "no pair of neighbouring runs measured it"
 
 
-def _speed(taken: _Taken, tolerance: float) -> Change | None:
+def _speed(taken: _Taken, tolerance: float) -> ComparedChange | None:
     """Return the change of the step time; ``None`` where no pair of runs took times on both sides."""
     samples = [(base.times.best, head.times.best) for base, head in taken.pairs if base.times and head.times]
     if not samples:
@@ -146,10 +146,10 @@ def _speed(taken: _Taken, tolerance: float) -> Change | None:
     found = compare_pairs(samples, tolerance)
     base, head = (statistics.median(sample.median for sample in side) for side in zip(*samples, strict=True))
     reason = found.reason if found.outcome == "uncertain" else None
-    return Change("step_time", base, head, OUTCOMES[found.outcome], tolerance * base, reason, found.seconds)
+    return ComparedChange("step_time", base, head, OUTCOMES[found.outcome], tolerance * base, reason, found.seconds)
 
 
-def _exact_changes(taken: _Taken, tolerances: Mapping[str, Tolerance]) -> tuple[Change, ...]:
+def _exact_changes(taken: _Taken, tolerances: Mapping[str, Tolerance]) -> tuple[ComparedChange, ...]:
     """Return the changes of bytes and counts that both sides have: of runs of a side that differ, by the closest figures."""
     metrics = [name for name, metric in METRICS.items() if metric.unit in WHOLE]
     values = {name: closest(*sides) for name in metrics if all(sides := taken.values(name).values())}

@@ -42,7 +42,7 @@ class SubjectError(ValueError):
 
 
 @dataclass(frozen=True)
-class Subject:
+class AdviceSubject:
     """Subject of the measurements: a function that builds the model, its batch, and the loss if the model has none."""
 
     build: Callable[[], torch.nn.Module]
@@ -56,7 +56,7 @@ class Subject:
         return samples_in(self.batch)
 
 
-def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | None = None) -> Subject:
+def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | None = None) -> AdviceSubject:
     """Return the subject that ``factory()`` gives as ``(model, batch)`` or ``(model, batch, loss)``; it builds each model.
 
     A batch that is a function is made here, once. ``blocks`` is the pattern that names the model's blocks. Raises
@@ -76,10 +76,10 @@ def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | N
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
     containers = _containers(model, blocks)
-    return Subject(lambda: factory()[0], on_device(batch, device), loss[0] if loss else None, containers)
+    return AdviceSubject(lambda: factory()[0], on_device(batch, device), loss[0] if loss else None, containers)
 
 
-def try_config(device: Device, subject: Subject, config: StepConfig) -> Tried:
+def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
     """Measure the step under ``config``, and return the figures or why there are none.
 
     A failure of a config that is not the first is a result as well: the earlier measurements are worth more than a traceback.
@@ -109,7 +109,7 @@ _SECONDS = 0.5
 """Time budget of a config, whose time is shown beside the others' and not judged."""
 
 
-def _metrics(device: Device, subject: Subject, config: StepConfig) -> dict[str, float]:
+def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
     context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
         device.open()

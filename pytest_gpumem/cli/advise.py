@@ -12,7 +12,7 @@ import click
 
 from pytest_gpumem.advice.search_order import Tried, every_config, next_config, recommended
 from pytest_gpumem.advice.snippet import code_snippet
-from pytest_gpumem.advice.trial import Subject, SubjectError, subject_of, try_config
+from pytest_gpumem.advice.trial import AdviceSubject, SubjectError, subject_of, try_config
 from pytest_gpumem.cli.project import devices_of_plugins
 from pytest_gpumem.cli.streams import INTERRUPTED, parsed
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
@@ -20,7 +20,7 @@ from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, m
 from pytest_gpumem.emulation.before_torch import install
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.load import current_emulation, emulate
-from pytest_gpumem.reports.matrix import Row, matrix_table
+from pytest_gpumem.reports.matrix import MatrixRow, matrix_table
 from pytest_gpumem.steps.errors import NotAStep
 from pytest_gpumem.units import counted, format_bytes, format_seconds, parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
@@ -94,7 +94,7 @@ def advise(*, factory: str, fits: int | None, device_name: str, everything: bool
     if tried:
         if not device.tells_time:
             click.echo(f"{device.environment().device}: memory as of PyTorch's own allocator, no times\n")
-        rows = [Row(str(one.config), one.peak, one.time, one.why_not) for one in tried]
+        rows = [MatrixRow(str(one.config), one.peak, one.time, one.why_not) for one in tried]
         click.echo("\n".join([*matrix_table("config", rows, "si"), ""]))
         # An emulated GPU's peaks may lack what convolutions take on a GPU.
         emulation = current_emulation()
@@ -116,7 +116,7 @@ def _climbed(tried: Sequence[Tried], fits: int | None, samples: int | None, bloc
             return
 
 
-def _try(device: Device, subject: Subject, config: StepConfig, number: int) -> Tried:
+def _try(device: Device, subject: AdviceSubject, config: StepConfig, number: int) -> Tried:
     click.echo(f"[{number}] {config} ... ", nl=False, err=True)
     try:
         tried = try_config(device, subject, config)
@@ -140,7 +140,7 @@ def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, 
     return f"nothing fits into {format_bytes(fits)}{closest}" if fits is not None else "nothing could be measured"
 
 
-def _recommend(chosen: Tried, fits: int | None, device: Device, subject: Subject) -> None:
+def _recommend(chosen: Tried, fits: int | None, device: Device, subject: AdviceSubject) -> None:
     within = "" if fits is None else f" of {format_bytes(fits)}"
     time = "" if chosen.time is None else f", {format_seconds(chosen.time)} a step"
     click.echo(f"recommended: {chosen.config}: {format_bytes(chosen.peak or 0)}{within}{time}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.cli.streams import files_of, input_errors, read_report
-from pytest_gpumem.exports.figures import ExportError, Figure, Figures, figures_of
+from pytest_gpumem.exports.figures import ExportedFigures, ExportError, Figure, figures_of
 from pytest_gpumem.exports.formats import Better, bencher, github_action_benchmark, metrics_of, openmetrics
 from pytest_gpumem.exports.tensorboard import commits, seconds, write_scalars
 from pytest_gpumem.metrics import METRICS
@@ -148,7 +148,7 @@ def _read(files: Sequence[str]) -> dict[str, SessionReport]:
     return {str(path): read_report(path) for path in files_of(files)}
 
 
-def _print(found: Figures) -> None:
+def _print(found: ExportedFigures) -> None:
     # It may hold ids of tests.
     screen = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
     click.echo(screen.legible(found.summary), err=True)

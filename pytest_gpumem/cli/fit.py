@@ -14,7 +14,7 @@ from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
 from pytest_gpumem.fit import outcome
-from pytest_gpumem.fit.outcome import Fit, Outcome, exit_status
+from pytest_gpumem.fit.outcome import Fit, FitOutcome, exit_status
 from pytest_gpumem.fit.run import run_on, with_expandable_segments
 from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
 from pytest_gpumem.reports.layout import laid_out
@@ -70,7 +70,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
         raise InputError(
             "it cannot be told what the program takes: it has an allocator of its own, which keeps no statistics"
         )
-    if found[0].plain.outcome is Outcome.UNUSED:
+    if found[0].plain.outcome is FitOutcome.UNUSED:
         raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
     status = exit_status(found, every=bool(words))
     _print(found, arguments, status, as_json=as_json)

@@ -30,7 +30,7 @@ _MATCHES_NONE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTest:
     """A test that is measured. ``file`` and ``test`` are its node id without pytest-xdist's ``@group``."""
 
     file: str
@@ -57,7 +57,7 @@ class Measured:
         )
 
 
-def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> Measured | None:
+def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> MeasuredTest | None:
     """Return how ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
 
     Raises `BudgetError`, with the test's id, when its marker is wrong, or its baselines have no place in a store.
@@ -80,7 +80,7 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
     except BudgetError as error:
         raise BudgetError(f"{item.nodeid}: {error}") from None
     file, _, test = nodeid.partition("::")
-    return Measured(file, test, budget, has_fixture, cell_of(item, nodeid), location_of(item))
+    return MeasuredTest(file, test, budget, has_fixture, cell_of(item, nodeid), location_of(item))
 
 
 def _check_place(item: pytest.Item, nodeid: str) -> None:
@@ -139,7 +139,7 @@ def _is_whole(config: pytest.Config, pattern: str) -> bool:
 def idle_patterns(
     settings: Settings,
     items: Iterable[pytest.Item],
-    measured: Mapping[pytest.Item, Measured],
+    measured: Mapping[pytest.Item, MeasuredTest],
     config: pytest.Config,
 ) -> tuple[str, ...]:
     """Return budgets that nothing is held to, and patterns of ``measure`` that mark nothing, each as a sentence.

@@ -23,7 +23,7 @@ _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2,
 
 
 @dataclass(eq=False, slots=True)
-class Cell:
+class StackCell:
     """A value on the stack: all that is known of it."""
 
     name: str | None = None
@@ -38,9 +38,9 @@ class Step:
     """An instruction with what it takes, the lowest first, and what it puts there."""
 
     instruction: dis.Instruction
-    taken: list[Cell]
-    put: list[Cell]
-    below: list[Cell] = field(default_factory=list)
+    taken: list[StackCell]
+    put: list[StackCell]
+    below: list[StackCell] = field(default_factory=list)
     """The values that stay on the stack beneath."""
 
     def callee(self) -> str | None:
@@ -55,8 +55,8 @@ class Step:
 
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
     """Walk over instructions in their order. What is set on a cell that one put is seen by those that take it."""
-    stack: list[Cell] | None = []
-    waiting: dict[int, list[Cell]] = {}
+    stack: list[StackCell] | None = []
+    waiting: dict[int, list[StackCell]] = {}
     for one in instructions:
         stack = _joined(stack, waiting.pop(one.offset, None))
         name = one.opname
@@ -64,7 +64,7 @@ def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
             _rearrange(stack, one)
             continue
         taken_count, put_count = _effect(one)
-        taken = [stack.pop() if stack else Cell() for _ in range(taken_count)][::-1]
+        taken = [stack.pop() if stack else StackCell() for _ in range(taken_count)][::-1]
         put = _put(one, put_count)
         if one.opname in ("LOAD_METHOD", "LOAD_ATTR") and put_count > 1:
             put[1] = taken[0]  # a method's object
@@ -82,7 +82,7 @@ def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
             stack = None
 
 
-def _joined(one: list[Cell] | None, other: list[Cell] | None) -> list[Cell]:
+def _joined(one: list[StackCell] | None, other: list[StackCell] | None) -> list[StackCell]:
     """Return the stack where two ways meet: of each place, the cell that is something to who walks."""
     if one is None or other is None:
         return one or other or []
@@ -91,10 +91,10 @@ def _joined(one: list[Cell] | None, other: list[Cell] | None) -> list[Cell]:
     return [first if first.kind or not second.kind else second for first, second in pairs]
 
 
-def _rearrange(stack: list[Cell], one: dis.Instruction) -> None:
+def _rearrange(stack: list[StackCell], one: dis.Instruction) -> None:
     name, depth = one.opname, one.arg or 0
     while len(stack) < max(depth, 4):
-        stack.insert(0, Cell())
+        stack.insert(0, StackCell())
     if name == "SWAP":
         stack[-1], stack[-depth] = stack[-depth], stack[-1]
     elif name == "COPY":
@@ -130,9 +130,9 @@ def _works(name: str) -> bool:
     return not name.startswith(("JUMP", "SETUP", "MAKE_CELL", "GEN_START", "SETUP_ANNOTATIONS", "PUSH_EXC", "CHECK_"))
 
 
-def _put(one: dis.Instruction, count: int) -> list[Cell]:
+def _put(one: dis.Instruction, count: int) -> list[StackCell]:
     """Return new cells for what an instruction puts, with names where it loads."""
-    put = [Cell() for _ in range(count)]
+    put = [StackCell() for _ in range(count)]
     if not put or not one.opname.startswith(("LOAD_", "STORE_FAST_LOAD_FAST")):
         return put
     if one.opname == "LOAD_CONST":

@@ -10,7 +10,7 @@ import dis
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulation.operand_stack import LEAVES, Cell, Step, steps
+from pytest_gpumem.emulation.operand_stack import LEAVES, StackCell, Step, steps
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -235,7 +235,7 @@ def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
     return None if first == TEXT or name == "BUILD_STRING" else PART
 
 
-def _mark(cells: list[Cell], kind: str | None) -> None:
+def _mark(cells: list[StackCell], kind: str | None) -> None:
     for cell in cells:
         cell.kind = kind
 

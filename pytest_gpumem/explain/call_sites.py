@@ -11,7 +11,7 @@ from pytest_gpumem.explain.tracker import Tracker, function_mode
 from pytest_gpumem.torch_support.private_api import next_node_number, running_node_number
 from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
 from pytest_gpumem.values.layers import folded
-from pytest_gpumem.values.operator_counts import NOWHERE, Place
+from pytest_gpumem.values.operator_counts import NOWHERE, OperatorSite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,39 +43,39 @@ def creation_sites(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
         yield
 
 
-class Places:
+class OperatorSites:
     """Finder of the places of operators during one run of a step."""
 
     def __init__(self, sites: Sites, device: torch.device) -> None:
         self._sites = sites
         self._tracker = Tracker(device, sites, "modules", snapshots=False)
         self._first_number = next_node_number()
-        self._made: dict[int, tuple[int, Place]] = {}
+        self._made: dict[int, tuple[int, OperatorSite]] = {}
         """Thread and place of each node's creation, by autograd's number, which each thread counts."""
-        self._at_line: dict[Site, Place] = {}
+        self._at_line: dict[Site, OperatorSite] = {}
         """Place of the first operator of forward at each line."""
         self.modules: set[str] = set()
         """Paths of the modules in which operators ran."""
-        self._in_module: dict[tuple[str, str], Place] = {}
+        self._in_module: dict[tuple[str, str], OperatorSite] = {}
         """Place of the first one at each module's line of a library."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Follow the modules' calls within the context."""
         return self._tracker.watching()
 
-    def here(self) -> Place:
+    def here(self) -> OperatorSite:
         """Return the place of the operator that is about to run. To be called for each operator: views make nodes, too."""
         module, site = self._tracker.module, self._sites.here(2)
         self.modules.add(module)
         number = running_node_number()
         if number is None:
-            place = Place(module, *site)
+            place = OperatorSite(module, *site)
             # Of any layer: what is recomputed there does not tell of which it is.
             self._at_line.setdefault(site, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
             # What a node runs in Python: a part that is computed again, or a function's own backward.
-            place = Place(module, *site)
+            place = OperatorSite(module, *site)
             if not module:
                 place = self._at_line.get(site, place)
             elif not site.user:
@@ -85,7 +85,7 @@ class Places:
         self._remember(place)
         return place
 
-    def _remember(self, place: Place) -> None:
+    def _remember(self, place: OperatorSite) -> None:
         # Autograd has made the operator's node, if it makes one, before the operator runs.
         number, thread = next_node_number() - 1, threading.get_ident()
         if threading.current_thread() is threading.main_thread() and number < self._first_number:

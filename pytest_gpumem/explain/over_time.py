@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.compose import category_of
 from pytest_gpumem.values.composition import CATEGORIES
 from pytest_gpumem.values.events import AllocationEvent, Close, Open
-from pytest_gpumem.values.timeline import OverTime, Phase
+from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def over_time_of(recorded: Recorded) -> OverTime:
     )
 
 
-def _phases(recorded: Recorded, began: int) -> Iterator[Phase]:
+def _phases(recorded: Recorded, began: int) -> Iterator[PhaseSpan]:
     open_spans: list[Open] = []
     for token in recorded.trace.tokens:
         if isinstance(token, Open):
@@ -53,4 +53,4 @@ def _phases(recorded: Recorded, began: int) -> Iterator[Phase]:
             span = open_spans.pop()
             mark = recorded.trace.marks[span.mark] if span.kind == "mark" else None
             if mark is not None and mark.kind == "phase":
-                yield Phase(mark.path, span.time_ns - began, token.time_ns - began)
+                yield PhaseSpan(mark.path, span.time_ns - began, token.time_ns - began)

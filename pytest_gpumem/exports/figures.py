@@ -53,7 +53,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ExportedFigures:
     """The figures to export, and what is left out."""
 
     figures: tuple[Figure, ...]
@@ -80,7 +80,7 @@ class Figures:
 
 def figures_of(
     reports: Mapping[str, SessionReport], metrics: Collection[str] = (), *, over_time: bool = False
-) -> Figures:
+) -> ExportedFigures:
     """Return the figures of ``reports``, without values that are no finite numbers and times that something disturbed.
 
     Args:
@@ -127,7 +127,7 @@ def figures_of(
         were += f" ({reasons[0]})" if reasons else ""
         were += f": {not_finite[0]}" if not_finite else ""
         raise ExportError(f"there is no figure{of} in {', '.join(reports)}{were}")
-    return Figures(tuple(found), without, tuple(disturbed), tuple(not_finite))
+    return ExportedFigures(tuple(found), without, tuple(disturbed), tuple(not_finite))
 
 
 def _figure(test: str, measurement: Measurement, metric: MetricVerdict, report: SessionReport) -> Figure:

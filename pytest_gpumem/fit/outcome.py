@@ -22,7 +22,7 @@ _NO_KERNEL_IMAGE = "no kernel image is available"
 _MOST_LINES = 20
 
 
-class Outcome(Enum):
+class FitOutcome(Enum):
     """Outcome of a run. The value is a phrase for people and for programs."""
 
     FITS = "fits"
@@ -36,12 +36,12 @@ class Outcome(Enum):
     UNUSED = "no GPU memory used"
 
 
-NOT_ENOUGH = (Outcome.WENT_ON, Outcome.OUT_OF_MEMORY, Outcome.TOO_MUCH_TOGETHER)
+NOT_ENOUGH = (FitOutcome.WENT_ON, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)
 """Outcomes that more memory would change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramRun:
     """The end of a program, and the usage of its processes."""
 
     status: int
@@ -55,7 +55,7 @@ class Run:
 class Found:
     """Outcome of a run on one GPU. Bytes are of the device that took most."""
 
-    outcome: Outcome
+    outcome: FitOutcome
     status: int
     allocated: int = 0
     reserved: int = 0
@@ -93,14 +93,14 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        return self.plain.outcome is Outcome.FITS
+        return self.plain.outcome is FitOutcome.FITS
 
     @property
     def fits_expanded(self) -> bool:
-        return not self.fits and self.expanded is not None and self.expanded.outcome is Outcome.FITS
+        return not self.fits and self.expanded is not None and self.expanded.outcome is FitOutcome.FITS
 
 
-def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
+def found(run: ProgramRun, total_bytes: int, context_bytes: int) -> Found:
     """Return the outcome of a run.
 
     Args:
@@ -120,17 +120,17 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
     no_kernels = next((one.no_kernels for one in run.processes if one.no_kernels), None)
     failed = run.status != 0
     if failed and (times or raised):
-        outcome = Outcome.OUT_OF_MEMORY
+        outcome = FitOutcome.OUT_OF_MEMORY
     elif failed and no_kernels and _NO_KERNEL_IMAGE in run.output:
-        outcome = Outcome.NO_KERNELS
+        outcome = FitOutcome.NO_KERNELS
     elif failed:
-        outcome = Outcome.FAILED
+        outcome = FitOutcome.FAILED
     elif times:
-        outcome = Outcome.WENT_ON
+        outcome = FitOutcome.WENT_ON
     elif together:
-        outcome = Outcome.TOO_MUCH_TOGETHER
+        outcome = FitOutcome.TOO_MUCH_TOGETHER
     else:
-        outcome = Outcome.UNUSED if most is None else Outcome.FITS
+        outcome = FitOutcome.UNUSED if most is None else FitOutcome.FITS
     lines = [line for line in run.output.splitlines() if line.strip()]
     return Found(
         outcome=outcome,
@@ -143,7 +143,9 @@ def found(run: Run, total_bytes: int, context_bytes: int) -> Found:
         times_out_of_memory=times,
         ran_out=next((one.ran_out for one in run.processes if one.ran_out is not None), None),
         message=_ADVICE.sub("", raised["message"]).strip() if raised else "",
-        last_lines=tuple(lines[-_MOST_LINES:]) if failed and not raised and outcome is not Outcome.NO_KERNELS else (),
+        last_lines=tuple(lines[-_MOST_LINES:])
+        if failed and not raised and outcome is not FitOutcome.NO_KERNELS
+        else (),
         expandable=any(one.expandable for one in run.processes),
         unknown=next((one.unknown for one in run.processes if one.unknown), None),
         without_statistics=any(one.without_statistics for one in run.processes),
@@ -188,4 +190,4 @@ def ends_it(first: Fit, *, every: bool) -> bool:
 
     Where GPUs were asked for (``every``), a program that fails on one may run on the others.
     """
-    return first.plain.outcome is Outcome.UNUSED or (first.plain.outcome is Outcome.FAILED and not every)
+    return first.plain.outcome is FitOutcome.UNUSED or (first.plain.outcome is FitOutcome.FAILED and not every)

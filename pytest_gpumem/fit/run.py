@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.emulation.before_torch import PEAKS, STEPS, USAGE
 from pytest_gpumem.emulation.load import environment_for
 from pytest_gpumem.emulation.usage import read_usages
-from pytest_gpumem.fit.outcome import Run
+from pytest_gpumem.fit.outcome import ProgramRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] |
     }
 
 
-def run_on(word: str, command: Sequence[str], environment: Mapping[str, str], steps: int | None = None) -> Run:
+def run_on(word: str, command: Sequence[str], environment: Mapping[str, str], steps: int | None = None) -> ProgramRun:
     """Run ``command`` to its end on an emulated GPU.
 
     Args:
@@ -59,7 +59,7 @@ def run_on(word: str, command: Sequence[str], environment: Mapping[str, str], st
                 stderr=stderr,
                 check=False,
             )
-        return Run(done.returncode, _tail(errors) or _tail(output), read_usages(folder))
+        return ProgramRun(done.returncode, _tail(errors) or _tail(output), read_usages(folder))
 
 
 def _tail(path: Path) -> str:

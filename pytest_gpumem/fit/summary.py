@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.fit.outcome import NOT_ENOUGH, Outcome
+from pytest_gpumem.fit.outcome import NOT_ENOUGH, FitOutcome
 from pytest_gpumem.reports.layout import Column, Span, Table
 from pytest_gpumem.units import format_bytes
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.fit.outcome import Fit, Found
     from pytest_gpumem.reports.layout import Style
 
-_STYLES: dict[Outcome, Style] = {Outcome.FITS: "good", Outcome.OUT_OF_MEMORY: "bad", Outcome.TOO_MUCH_TOGETHER: "bad"}
+_STYLES: dict[FitOutcome, Style] = {
+    FitOutcome.FITS: "good",
+    FitOutcome.OUT_OF_MEMORY: "bad",
+    FitOutcome.TOO_MUCH_TOGETHER: "bad",
+}
 
 
 def name_of(gpu: Gpu) -> str:
@@ -29,15 +33,15 @@ def name_of(gpu: Gpu) -> str:
 
 def progress(one: Found, cwd: str) -> str:
     """Return a phrase on the outcome of a run."""
-    if one.outcome is Outcome.FITS:
+    if one.outcome is FitOutcome.FITS:
         return f"fits, {_needed(one)}"
-    if one.outcome is Outcome.TOO_MUCH_TOGETHER:
+    if one.outcome is FitOutcome.TOO_MUCH_TOGETHER:
         return f"{one.outcome.value}, {_needed(one)} by {one.together} processes"
-    if one.outcome is Outcome.WENT_ON:
+    if one.outcome is FitOutcome.WENT_ON:
         return f"{one.outcome.value}, {_needed(one)}; {_first_time(one, cwd)}"
-    if one.outcome is Outcome.OUT_OF_MEMORY:
+    if one.outcome is FitOutcome.OUT_OF_MEMORY:
         return f"{one.outcome.value}{_where(one, cwd)}"
-    return f"{one.outcome.value} ({_status(one)})" if one.outcome is Outcome.FAILED else one.outcome.value
+    return f"{one.outcome.value} ({_status(one)})" if one.outcome is FitOutcome.FAILED else one.outcome.value
 
 
 def table(fits: Sequence[Fit], context_bytes: int) -> Table:
@@ -50,7 +54,7 @@ def table(fits: Sequence[Fit], context_bytes: int) -> Table:
     rows = []
     for fit in _by_memory(fits):
         one = fit.plain
-        ended = one.outcome in (Outcome.FITS, Outcome.WENT_ON, Outcome.TOO_MUCH_TOGETHER)
+        ended = one.outcome in (FitOutcome.FITS, FitOutcome.WENT_ON, FitOutcome.TOO_MUCH_TOGETHER)
         left = fit.gpu.total_bytes - one.together * context_bytes - one.reserved
         figures = [
             format_bytes(one.reserved) if ended else "-",
@@ -75,13 +79,13 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
     lines: list[str] = []
     for fit in _by_memory(fits):
         one, name = fit.plain, name_of(fit.gpu)
-        if one.outcome is Outcome.WENT_ON:
+        if one.outcome is FitOutcome.WENT_ON:
             lines.append(f"{name}: {one.outcome.value}, {_first_time(one, cwd)}")
-        elif one.outcome in (Outcome.OUT_OF_MEMORY, Outcome.FAILED):
+        elif one.outcome in (FitOutcome.OUT_OF_MEMORY, FitOutcome.FAILED):
             lines.append(f"{name}: {progress(one, cwd)}")
-        elif one.outcome is Outcome.NO_KERNELS:
+        elif one.outcome is FitOutcome.NO_KERNELS:
             lines.append(f"{name}: {one.no_kernels}, as on a real one; a build for another CUDA may have them")
-        if one.outcome is Outcome.OUT_OF_MEMORY and one.message:
+        if one.outcome is FitOutcome.OUT_OF_MEMORY and one.message:
             lines.append(f"  {one.message}")
         lines += [f"  {line}" for line in one.last_lines]
     for notes in zip(*map(_notes, _by_memory(fits)), strict=True):
@@ -97,10 +101,10 @@ def conclusion(fits: Sequence[Fit]) -> str:
     named = {
         "fits": [fit for fit in fits if fit.fits],
         "expanded": [fit for fit in fits if fit.fits_expanded],
-        "not": [fit for fit in fits if fit.plain.outcome in (Outcome.OUT_OF_MEMORY, Outcome.TOO_MUCH_TOGETHER)],
-        "went on": [fit for fit in fits if fit.plain.outcome is Outcome.WENT_ON],
-        "no kernels": [fit for fit in fits if fit.plain.outcome is Outcome.NO_KERNELS],
-        "failed": [fit for fit in fits if fit.plain.outcome is Outcome.FAILED],
+        "not": [fit for fit in fits if fit.plain.outcome in (FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)],
+        "went on": [fit for fit in fits if fit.plain.outcome is FitOutcome.WENT_ON],
+        "no kernels": [fit for fit in fits if fit.plain.outcome is FitOutcome.NO_KERNELS],
+        "failed": [fit for fit in fits if fit.plain.outcome is FitOutcome.FAILED],
     }
     needs = f"needs {_span([fit.plain for fit in named['fits']])} reserved (emulated): " if named["fits"] else ""
     parts = [f"fits {_names(named['fits'])}" if named["fits"] else "fits none (emulated)"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.measurement import Environment, Measurement, Workload
-    from pytest_gpumem.units import Rate
+    from pytest_gpumem.units import ThroughputLimit
     from pytest_gpumem.values.composition import Composition
     from pytest_gpumem.values.operator_counts import Tally
 
@@ -30,7 +30,7 @@ class Budget:
     """The growth of `peak_allocated` against the baseline that is allowed (0.02 is 2 %); replaces the tolerance."""
     max_slowdown: float | None = None
     """The slowdown of a step against the baseline that is allowed (0.05 is 5 %); replaces the tolerance."""
-    min_throughput: Rate | None = None
+    min_throughput: ThroughputLimit | None = None
     device: str | None = None
 
     def or_else(self, fallback: Budget) -> Budget:

@@ -11,7 +11,7 @@ from pytest_gpumem.gate.difference import grouped
 from pytest_gpumem.values.layers import named
 from pytest_gpumem.values.operator_counts import (
     NOWHERE,
-    Place,
+    OperatorSite,
     Tally,
     each_layer,
     layer_of,
@@ -72,7 +72,7 @@ def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Ta
         more = total(inside) - rest[operator]
         if inside and more > 0:
             modules = {of_any_layer(tally.place).module for tally in inside}
-            changes.append(Tally(operator, more, Place(modules.pop()) if len(modules) == 1 else NOWHERE))
+            changes.append(Tally(operator, more, OperatorSite(modules.pop()) if len(modules) == 1 else NOWHERE))
         changes += _without([tally for tally in came if tally not in inside], max(0, -more))
         changes += [replace(tally, amount=-tally.amount) for tally in _without(gone, rest_now[operator])]
         rest[operator] -= total(came)
@@ -117,7 +117,7 @@ def _unknown(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally
 
     Not if it kept their place, nor if they are more than at the smallest place that it kept.
     """
-    were, are = Counter[Place](), Counter[Place]()
+    were, are = Counter[OperatorSite](), Counter[OperatorSite]()
     for amounts, tallies in ((were, before), (are, after)):
         for tally in tallies:
             if tally.place != NOWHERE:

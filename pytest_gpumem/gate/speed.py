@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Baseline, Budget
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Tolerance
-    from pytest_gpumem.units import Rate
+    from pytest_gpumem.units import ThroughputLimit
 
 MACHINE = "machine"
 """The detail of an environment that must be equal for times to be compared."""
@@ -62,7 +62,7 @@ def judge_step_time(
     )
 
 
-def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVerdict | None:
+def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:
     """Return the verdict on the throughput; ``None`` where it was not measured.
 
     It is over budget where each sample's interval lies below ``minimum`` and no interference could account for that.
@@ -87,7 +87,7 @@ def judge_throughput(measurement: Measurement, minimum: Rate | None) -> MetricVe
     return MetricVerdict("throughput", outcome, value, budget=minimum.amount, reason=reason, of=of)
 
 
-def work_of(measurement: Measurement, minimum: Rate | None) -> tuple[str, float] | None:
+def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
     """Return the unit of a step's work and its amount; ``None`` where it is not known.
 
     The unit is the budget's if there is one: a number that was given as ``items=`` counts whatever the budget names.
@@ -110,7 +110,7 @@ def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
     return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
 
 
-def idle_throughput(minimum: Rate, measurements: list[Measurement]) -> str | None:
+def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
     """Return why ``min_throughput`` has no effect on ``measurements``, as a sentence; ``None`` if it has."""
     timed = [one for one in measurements if one.times is not None]
     if not timed:

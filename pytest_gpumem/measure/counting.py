@@ -15,7 +15,7 @@ from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frame
 from pytest_gpumem.values.layers import layers_of
 from pytest_gpumem.values.operator_counts import (
     NOWHERE,
-    Place,
+    OperatorSite,
     Tally,
     of_layers,
     summed,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.explain.call_sites import Places
+    from pytest_gpumem.explain.call_sites import OperatorSites
 
 _NOT_ATEN = ("profiler", "prim")
 _MOVES_NOTHING = frozenset(
@@ -155,7 +155,7 @@ def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> Counted:
     return Counted(Counts(**{name: total(tallies) for name, tallies in found.items()}), None, found, lowest)
 
 
-def located(step: Callable[[], object], device: Device, counted: Counted, places: Places) -> Counted:
+def located(step: Callable[[], object], device: Device, counted: Counted, places: OperatorSites) -> Counted:
     """Return ``counted`` with the lines of its tallies: ``step`` is run once more for that.
 
     What is not counted alike this time is left as it was, and so is everything if the step raises now.
@@ -180,7 +180,7 @@ class _Tallies:
     """Sums of what is counted, by operator and current place."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Counter[tuple[str, Place]]] = {
+        self._found: dict[str, Counter[tuple[str, OperatorSite]]] = {
             name: Counter() for name in ("flops", "operators", "syncs")
         }
         self.place = NOWHERE
@@ -196,7 +196,7 @@ class _Tallies:
 
 
 def _count_operators(
-    step: Callable[[], object], device: torch.device, places: Places | None = None
+    step: Callable[[], object], device: torch.device, places: OperatorSites | None = None
 ) -> dict[str, tuple[Tally, ...]]:
     """Return the tallies of FLOPs, operators and syncs; with their lines where ``places`` finds them."""
     import torch

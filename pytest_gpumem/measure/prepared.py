@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.call_sites import Places
+from pytest_gpumem.explain.call_sites import OperatorSites
 from pytest_gpumem.explain.recording import Expected, Subject, phase
 from pytest_gpumem.measure.counting import located
 from pytest_gpumem.measure.growth import WINDOW
@@ -126,7 +126,7 @@ class PreparedStep:
         if not context.device.consensus.any(has_lines):
             return step
         assert context.sites is not None, "only called where something is explained"
-        places = Places(context.sites, context.device.torch_device)
+        places = OperatorSites(context.sites, context.device.torch_device)
         with cyclic_collector_off(), random_numbers_given_back(context.device), context.device.peak_ignored():
             counted = located(self._run_counted, context.device, counted, places)
         return replace(step, figures=replace(step.figures, counted=counted))

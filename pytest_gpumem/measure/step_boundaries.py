@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Borders:
+class StepBoundaries:
     """Finds the borders of a loop's steps, and calls ``border()`` at each.
 
     The first optimizer's first step is one. From then on a step ends with the first optimizer to step a second time since the

@@ -27,7 +27,7 @@ _SILENT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """The position of a rank's main thread. ``line`` is the innermost one of the project: ``"test_it.py:18 in step"``."""
 
     line: str
@@ -50,7 +50,7 @@ class Beat:
     point: Point
     measures: bool
     """True if it is within a measured test."""
-    place: Place
+    place: Position
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
@@ -58,7 +58,7 @@ class Beat:
         return (self.where, *self.point)
 
 
-def place_of(thread: int, root: Path) -> Place:
+def place_of(thread: int, root: Path) -> Position:
     """Return where a thread stands.
 
     Args:
@@ -73,11 +73,11 @@ def place_of(thread: int, root: Path) -> Place:
         file = frame.f_code.co_filename
         if file.startswith(f"{root}{os.sep}") and "site-packages" not in file and not file.startswith(_OURS):
             within = "" if frame is innermost else _function(innermost)
-            return Place(
+            return Position(
                 f"{os.path.relpath(file, root)}:{frame.f_lineno} in {frame.f_code.co_name}", within, collective
             )
         frame = frame.f_back
-    return Place(_function(innermost) or "no line of Python")
+    return Position(_function(innermost) or "no line of Python")
 
 
 def _function(frame: FrameType | None) -> str:

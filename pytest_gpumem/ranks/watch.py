@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.ranks.beat import Beat, Place, is_stuck, place_of, stuck_text
+from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, place_of, stuck_text
 from pytest_gpumem.ranks.board import Board
 from pytest_gpumem.ranks.consensus import Point, failure_key
 from pytest_gpumem.ranks.errors import BoardError
@@ -159,7 +159,7 @@ class Watch(threading.Thread):
             plain = self._board.maybe(f"beat/{number}")
             if plain is None:
                 continue
-            beat = Beat(**{**plain, "point": Point(*plain["point"]), "place": Place(**plain["place"])})
+            beat = Beat(**{**plain, "point": Point(*plain["point"]), "place": Position(**plain["place"])})
             last = self._seen[number][0]
             if last is None or beat.number != last.number:
                 self._seen[number] = beat, time.monotonic()

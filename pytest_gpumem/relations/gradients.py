@@ -11,7 +11,7 @@ from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import on_device
-from pytest_gpumem.steps.checkpointing import Runs, checkpointed
+from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
 from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.dry_run import CastTo
@@ -182,7 +182,7 @@ def _gradients(
     def keep() -> None:
         found.update(_unscaled(model, training.scale() or 1.0))
 
-    runs = Runs()
+    runs = BlockRuns()
     cast = CastTo(precision_named(config.precision))
     with ExitStack() as stack:
         # Random numbers of the test must not depend on this comparison.

@@ -33,7 +33,7 @@ _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ComparedChange:
     """A metric of a test on both sides, in its unit; ``None`` where a side has none. ``allowed`` is the change tolerated."""
 
     metric: str
@@ -73,7 +73,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedRow:
     """A measurement that both sides have. ``reason`` is a sentence where they cannot be compared, ``notes`` are clauses.
 
     ``slug`` is the new side's device, ``old_slug`` the old one's where one of the two is emulated and the other is not.
@@ -82,7 +82,7 @@ class Row:
     key: Key
     slug: str
     title: str
-    changes: tuple[Change, ...]
+    changes: tuple[ComparedChange, ...]
     reason: str | None = None
     notes: tuple[str, ...] = ()
     old_slug: str | None = None
@@ -96,7 +96,7 @@ class Row:
         return any(change.outcome in COMPARED for change in self.changes)
 
     @property
-    def shown_changes(self) -> tuple[Change, ...]:
+    def shown_changes(self) -> tuple[ComparedChange, ...]:
         """The changes that are shown."""
         return tuple(change for change in self.changes if change.is_shown)
 
@@ -147,7 +147,7 @@ class Compared:
 
     old: str | Revision
     new: str | Revision
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ComparedRow, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
     failed: tuple[Failure, ...] = ()
     pairs: int | None = None
@@ -156,7 +156,7 @@ class Compared:
     """The tolerated slowdown of revisions that ran in turns, as a ratio."""
 
     @property
-    def speeds(self) -> dict[Key, Change]:
+    def speeds(self) -> dict[Key, ComparedChange]:
         """The changes of step times that were taken in turns."""
         return {row.key: change for row in self.rows for change in row.changes if change.interval is not None}
 
@@ -214,7 +214,7 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
         old_slug = earlier[1] if earlier != place else None
         allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
         changes, reason = changes_of(old.figures[earlier], new.figures[place], allowed)
-        rows.append(Row(*place, title(place), changes, reason, old_slug=old_slug))
+        rows.append(ComparedRow(*place, title(place), changes, reason, old_slug=old_slug))
     failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
     left_out = [LeftOut(title(place), "new", None, place, new.peak(place)) for place in added]
     left_out += [LeftOut(title(place), *new.why_gone(place[0]), place, old.peak(place)) for place in gone]
@@ -270,7 +270,7 @@ def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Si
 
 def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
-) -> tuple[tuple[Change, ...], str | None]:
+) -> tuple[tuple[ComparedChange, ...], str | None]:
     """Judge each metric of ``new`` with ``old`` for its baseline, and return the changes and why they cannot be compared."""
     baseline = old if isinstance(old, Baseline) else baseline_of(old, "", None)
     # A baseline has medians of runs and no rounds, so that its times are shown and not judged.
@@ -283,7 +283,7 @@ def changes_of(
             then, now = (one.metrics.get(name, metric.where_absent) for one in (old, new))
             one = judged.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
             lacking = _lacking(metric, then, now)
-            changes.append(Change(name, then, now, one.outcome, one.allowed, lacking or one.reason))
+            changes.append(ComparedChange(name, then, now, one.outcome, one.allowed, lacking or one.reason))
     return tuple(changes), verdict.reason
 
 

@@ -17,7 +17,7 @@ from pytest_gpumem.reports.values import difference, shown, tolerated
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
-    from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Place, Row
+    from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, Place
     from pytest_gpumem.reports.layout import Line, Screen, Style
     from pytest_gpumem.units import UnitSystem
 
@@ -145,7 +145,7 @@ def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
     return rows + [_on_one_side(one, units) for one in report.left_out if one.word not in ("broken", "not compared")]
 
 
-def _changed(change: Change, report: Compared, units: UnitSystem) -> Cells:
+def _changed(change: ComparedChange, report: Compared, units: UnitSystem) -> Cells:
     metric, old, new, ratio = change.metric, change.old, change.new, change.ratio
     moved = ""
     if old is not None and new is not None:
@@ -204,7 +204,7 @@ def _plain_side(side: str | Revision) -> str | dict[str, str]:
     return {"name": side.name, "commit": side.commit} if isinstance(side, Revision) else side
 
 
-def _plain_row(row: Row, form: _Form) -> dict[str, Any]:
+def _plain_row(row: ComparedRow, form: _Form) -> dict[str, Any]:
     plain = {
         **_plain_place((row.key, row.slug)),
         **({} if row.old_slug is None else {"old_slug": row.old_slug}),
@@ -216,7 +216,7 @@ def _plain_row(row: Row, form: _Form) -> dict[str, Any]:
     return {key: plain[key] for key in form.of_test if key in plain}
 
 
-def _plain_change(change: Change, form: _Form) -> dict[str, Any]:
+def _plain_change(change: ComparedChange, form: _Form) -> dict[str, Any]:
     interval = change.interval
     plain = {
         "metric": change.metric,

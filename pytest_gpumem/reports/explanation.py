@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Row
-    from pytest_gpumem.values.operator_counts import Place, Tally
+    from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 MOST_ROWS = 5
 
@@ -204,7 +204,7 @@ def _tells_lines(tallies: Collection[Tally]) -> bool:
     return any(one.place != NOWHERE for one in tallies)
 
 
-def _place_of(place: Place, *, tells_lines: bool) -> tuple[str, str]:
+def _place_of(place: OperatorSite, *, tells_lines: bool) -> tuple[str, str]:
     """The module and the line of calls; what is not at a line that is known is at one of the others."""
     module = place.module or ("(no module)" if place.where else "")
     return module, place.where or ("(other lines)" if tells_lines else "")

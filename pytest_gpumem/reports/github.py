@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.view import Row
+    from pytest_gpumem.reports.view import ReportRow
 
 MOST_ANNOTATIONS = 10
 """Of a kind that GitHub shows of a step:
@@ -60,7 +60,7 @@ def notice_line(message: str) -> str:
     return _line("notice", "gpumem", message)
 
 
-def _seriousness(row: Row) -> tuple[bool, bool, int]:
+def _seriousness(row: ReportRow) -> tuple[bool, bool, int]:
     verdict = row.result.verdict if row.result is not None else None
     return (False, False, 0) if verdict is None else (True, not verdict.failed_by_itself, _ORDER.index(verdict.outcome))
 
@@ -72,7 +72,7 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
     return [*lines[: MOST_ANNOTATIONS - 1], _line(kind, "gpumem", f"{more} more, for which GitHub has no room here")]
 
 
-def _why_uncertain(row: Row) -> str:
+def _why_uncertain(row: ReportRow) -> str:
     reasons = [
         f"{one.metric} is uncertain: {one.reason or 'its interval reaches beyond what is allowed'}"
         for each in row.measured
@@ -82,7 +82,7 @@ def _why_uncertain(row: Row) -> str:
     return "\n".join(reasons)
 
 
-def _of_a_test(kind: str, row: Row, message: str, folder: str) -> str:
+def _of_a_test(kind: str, row: ReportRow, message: str, folder: str) -> str:
     title = f"gpumem: {row.test}"
     if len(visible(title)) > MOST_OF_A_TITLE:
         message = f"{row.title}\n{message}"

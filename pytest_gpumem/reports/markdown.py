@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.reports.explanation import PartTable
-    from pytest_gpumem.reports.matrix import Row as ConfigRow
+    from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.view import Measured, Row
+    from pytest_gpumem.reports.view import ReportRow, ShownMeasurement
     from pytest_gpumem.units import UnitSystem
 
 MOST_OF_A_SUMMARY = 2**20
@@ -152,7 +152,7 @@ def _ranks(report: SessionReport) -> Iterator[_Part]:
         yield _Part(_RANKS, "the table of ranks", details("Peaks of ranks", found))
 
 
-def _figures(row: Row, units: UnitSystem) -> str:
+def _figures(row: ReportRow, units: UnitSystem) -> str:
     """Return the metrics of a test, what explains them, and the command that accepts them."""
     found = []
     for measured in row.measured:
@@ -192,7 +192,7 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8"))
 
 
-def _metrics(measured: Measured, units: UnitSystem) -> str:
+def _metrics(measured: ShownMeasurement, units: UnitSystem) -> str:
     """Return the table of a measurement's metrics."""
     rows = [
         [
@@ -205,7 +205,7 @@ def _metrics(measured: Measured, units: UnitSystem) -> str:
     return table(header, rows, (0, len(header) - 1))
 
 
-def _loud(measured: Measured, outcome: Outcome) -> str:
+def _loud(measured: ShownMeasurement, outcome: Outcome) -> str:
     words = measured.words_of(outcome)
     return f"**{words}**" if outcome in FAILING - measured.accepted else words
 
@@ -248,7 +248,7 @@ def _part_table(of: PartTable) -> str:
     return f"{found}\n\n{plain(of.note)}" if of.note else found
 
 
-def _changed_table(measured: Iterable[Measured], units: UnitSystem) -> str:
+def _changed_table(measured: Iterable[ShownMeasurement], units: UnitSystem) -> str:
     """Return the table of the metrics that changed; empty where none did."""
     rows = [
         [code_in_table(each.title), *map(plain, astuple(texts_of(one, units))[:4]), _loud(each, one.outcome)]
@@ -259,7 +259,7 @@ def _changed_table(measured: Iterable[Measured], units: UnitSystem) -> str:
     return table(["test", "metric", "baseline", "now", "change", "verdict"], rows, (0, 1, 5)) if rows else ""
 
 
-def _all_tests(tests: Sequence[Row], units: UnitSystem) -> str:
+def _all_tests(tests: Sequence[ReportRow], units: UnitSystem) -> str:
     """Return a table with a row for each measurement, and one for each test that has none; empty where there is no test."""
     verdicts = [one.verdict for row in tests for one in row.measured]
     known = {name: [found for verdict in verdicts if (found := verdict.of(name)) is not None] for name in METRICS}
@@ -291,7 +291,7 @@ def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str
     return ("", "") if one is None else (plain(shown(one.metric, one.value, units, one.of)), change(one, units))
 
 
-def _matrix_table(rows: Sequence[ConfigRow], units: UnitSystem) -> str:
+def _matrix_table(rows: Sequence[MatrixRow], units: UnitSystem) -> str:
     """Return a table of step configs, and a line on its columns."""
     header, cells = matrix_cells(rows, units)
     lines = [[code_in_table(config), *map(plain, others)] for config, *others in cells]

@@ -22,7 +22,7 @@ EFFICIENT = "*"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MatrixRow:
     """A config with its peak in bytes and its step time in seconds, or a clause that says why it has none."""
 
     config: str
@@ -31,11 +31,11 @@ class Row:
     why_not: str = ""
 
     @classmethod
-    def of(cls, config: str, measurement: Measurement) -> Row:
+    def of(cls, config: str, measurement: Measurement) -> MatrixRow:
         return cls(config, measurement.peak_allocated, measurement.metrics.get("step_time"))
 
 
-def matrices(results: Iterable[TestResult]) -> dict[str, list[Row]]:
+def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
     """Return the rows of each matrix, by its tests' common id, in the order of the marker.
 
     A test that measures several steps gives a table for each of their names, and shards on several devices one for each device.
@@ -43,18 +43,18 @@ def matrices(results: Iterable[TestResult]) -> dict[str, list[Row]]:
     cells = [(result.verdict, cell) for result in results if (cell := result.verdict.cell) is not None]
     devices = {(cell.matrix, one.measurement.environment.device) for test, cell in cells for one in test.verdicts}
     several = Counter(matrix for matrix, _ in devices)
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[MatrixRow]] = {}
     for test, cell in sorted(cells, key=lambda entry: (entry[1].matrix, entry[1].index)):
         if test.unmeasured:
-            found.setdefault(cell.matrix, []).append(Row(cell.config, why_not=test.unmeasured))
+            found.setdefault(cell.matrix, []).append(MatrixRow(cell.config, why_not=test.unmeasured))
         for one in test.verdicts if not test.unmeasured else ():
             title = f"{cell.matrix} ({one.measurement.name})" if len(test.verdicts) > 1 else cell.matrix
             title += f" on {one.measurement.environment.device}" if several[cell.matrix] > 1 else ""
-            found.setdefault(title, []).append(Row.of(cell.config, one.measurement))
+            found.setdefault(title, []).append(MatrixRow.of(cell.config, one.measurement))
     return found
 
 
-def efficient(rows: Sequence[Row]) -> set[int]:
+def efficient(rows: Sequence[MatrixRow]) -> set[int]:
     """Return the numbers of the Pareto-efficient rows; where no time was taken, of the smallest one."""
     measured = [(number, row.peak, row.time or 0.0) for number, row in enumerate(rows) if row.peak is not None]
     return {
@@ -64,7 +64,7 @@ def efficient(rows: Sequence[Row]) -> set[int]:
     }
 
 
-def matrix_table(title: str, rows: Sequence[Row], units: UnitSystem) -> list[str]:
+def matrix_table(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[str]:
     """Return the table as lines: peak and step time of each config, against the first row that was measured."""
     header, cells = matrix_cells(rows, units)
     lines = columns([title, *header], cells, left=(0, len(header)))
@@ -72,7 +72,7 @@ def matrix_table(title: str, rows: Sequence[Row], units: UnitSystem) -> list[str
     return [*lines, f"  {against}"] if against else lines
 
 
-def matrix_cells(rows: Sequence[Row], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
+def matrix_cells(rows: Sequence[MatrixRow], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
     """Return the titles of the columns beside the config's, and the cells of each row, the config first."""
     first = next((row for row in rows if row.peak is not None), None)
     best = efficient(rows)
@@ -83,7 +83,7 @@ def matrix_cells(rows: Sequence[Row], units: UnitSystem) -> tuple[list[str], lis
     ]
 
 
-def legend_of(rows: Sequence[Row]) -> str | None:
+def legend_of(rows: Sequence[MatrixRow]) -> str | None:
     """Return the line beneath a table that explains its columns; ``None`` where nothing is compared."""
     first = next((row for row in rows if row.peak is not None), None)
     if first is None or len(rows) < 2:
@@ -94,7 +94,7 @@ def legend_of(rows: Sequence[Row]) -> str | None:
     )
 
 
-def _cells(row: Row, first: Row | None, units: UnitSystem, *, timed: bool) -> list[str]:
+def _cells(row: MatrixRow, first: MatrixRow | None, units: UnitSystem, *, timed: bool) -> list[str]:
     if row.peak is None or first is None or first.peak is None:
         return [row.config, *["-"] * (5 if timed else 2)]
     # A report of another program may have a figure of 0, to which nothing has a ratio.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.view import Measured
+    from pytest_gpumem.reports.view import ShownMeasurement
     from pytest_gpumem.units import UnitSystem
 
 MOST_FIGURES = 60
@@ -40,12 +40,12 @@ _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
 _NO_TIMES_HELP = "the baseline has no times; --gpumem-update=new adds them when little else is at work"
 
 
-def to_be_shown(measured: Iterable[Measured], *, gating: bool) -> list[Measured]:
+def to_be_shown(measured: Iterable[ShownMeasurement], *, gating: bool) -> list[ShownMeasurement]:
     """Return the measurements for the table: all but the ``ok``, and in a session that is ``gating`` the ``recorded``.
 
     Elsewhere figures are what a session is for. Of those that have nothing but figures the first `MOST_FIGURES` are shown.
     """
-    chosen: list[Measured] = []
+    chosen: list[ShownMeasurement] = []
     figures = 0
     for one in measured:
         outcome = one.verdict.outcome
@@ -57,7 +57,7 @@ def to_be_shown(measured: Iterable[Measured], *, gating: bool) -> list[Measured]
     return chosen
 
 
-def not_shown(measured: Sequence[Measured], chosen: Sequence[Measured]) -> list[str]:
+def not_shown(measured: Sequence[ShownMeasurement], chosen: Sequence[ShownMeasurement]) -> list[str]:
     """Return a line that counts those that the table leaves out, if there are any."""
     left_out = Counter(one.verdict.outcome for one in measured)
     left_out.subtract(one.verdict.outcome for one in chosen)
@@ -65,7 +65,7 @@ def not_shown(measured: Sequence[Measured], chosen: Sequence[Measured]) -> list[
     return [f"... and {', '.join(counts)} (-v shows all)"] if counts else []
 
 
-def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything: bool) -> Table:
+def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, everything: bool) -> Table:
     """Return a row for each measurement and a column for each metric; counts where they changed, or with ``everything``."""
     columns = [Column("test", left=True, least=LEAST_NAME)]
     rows = [[Span(one.title)] for one in measured]
@@ -95,7 +95,7 @@ def summary_table(measured: Sequence[Measured], units: UnitSystem, *, everything
     return Table((*columns, Column("verdict", left=True)), tuple(map(tuple, rows)))
 
 
-def device_lines(measured: Iterable[Measured], units: UnitSystem) -> list[str]:
+def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[str]:
     """Return a line with the peak of each GPU for each measurement that used several."""
     return [
         f"{one.title}: {peaks}"
@@ -164,7 +164,7 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
     return speed is not None and speed.outcome in outcomes
 
 
-def notes(measured: Iterable[Measured]) -> list[str]:
+def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
     """Return the notes of measurements, each once, with the first measurement that has it and how many others do."""
     having: dict[str, list[str]] = {}
     for one in measured:

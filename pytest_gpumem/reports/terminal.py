@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.verdict import MetricVerdict
     from pytest_gpumem.reports.layout import Screen
-    from pytest_gpumem.reports.matrix import Row
+    from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.ranks import RankPeaks
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.view import Measured
+    from pytest_gpumem.reports.view import ShownMeasurement
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Explanation
 
@@ -49,7 +49,7 @@ NOTHING: Line = ()
 _UNEXPLAINED = "what other peaks are made of was not recorded; --gpumem-explain=always records it"
 
 
-def compositions(measured: Iterable[Measured], units: UnitSystem, *, everything: bool) -> list[Piece]:
+def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, everything: bool) -> list[Piece]:
     """Return the compositions of explained peaks: of the first `MOST_COMPOSITIONS`, or of all with ``everything``."""
     explained = [
         (one, explanation) for one in measured if (explanation := one.verdict.measurement.explanation) is not None
@@ -65,7 +65,7 @@ def compositions(measured: Iterable[Measured], units: UnitSystem, *, everything:
     return pieces
 
 
-def details(measured: Iterable[Measured], units: UnitSystem) -> list[Piece]:
+def details(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[Piece]:
     """Return the phases of each measurement, and the composition of its peak where that was recorded."""
     pieces: list[Piece] = []
     unexplained = False
@@ -88,7 +88,7 @@ def details(measured: Iterable[Measured], units: UnitSystem) -> list[Piece]:
     return pieces
 
 
-def phase_table(one: Measured, units: UnitSystem) -> Table | None:
+def phase_table(one: ShownMeasurement, units: UnitSystem) -> Table | None:
     """Return the peak and time of each phase, with their changes; ``None`` where the step has no phases."""
     found = {
         phase: (one.verdict.of(f"peak_{phase}"), one.verdict.of(f"{phase}_time"))
@@ -192,7 +192,7 @@ def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
     )
 
 
-def _matrix(title: str, rows: Sequence[Row], units: UnitSystem) -> list[Piece]:
+def _matrix(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
     header, lines = matrix_cells(rows, units)
     columns = (
         Column(title, left=True, least=LEAST_NAME),

@@ -74,7 +74,7 @@ _NOT_JUDGED = "what was measured is not what failed it"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ShownMeasurement:
     """A measurement with the test that took it."""
 
     test: TestVerdict
@@ -96,7 +96,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """A test of a session: how it ended, and its measurements."""
 
     file: str
@@ -108,7 +108,7 @@ class Row:
     """The command that accepts what failed."""
     notes: tuple[str, ...] = ()
     """Notes on the whole test, as clauses: why it was not measured, why it did not fail."""
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[ShownMeasurement, ...] = ()
     result: TestResult | None = None
     """``None`` where it gave none."""
 
@@ -122,19 +122,19 @@ class Row:
         return headline(self.why)
 
 
-def rows_of(report: SessionReport) -> tuple[Row, ...]:
+def rows_of(report: SessionReport) -> tuple[ReportRow, ...]:
     """Return the tests of a session, those that gave no result last."""
     several = _on_several_devices(report.results)
     return (
         *(_row(result, several, report.terms.update) for result in report.results),
         *(
-            Row(file, test, Status(NOT_RUN, fails=True), "It was selected, and did not finish")
+            ReportRow(file, test, Status(NOT_RUN, fails=True), "It was selected, and did not finish")
             for file, test in report.not_run
         ),
     )
 
 
-def measured_in(results: Iterable[TestResult], update: UpdateMode | None = None) -> list[Measured]:
+def measured_in(results: Iterable[TestResult], update: UpdateMode | None = None) -> list[ShownMeasurement]:
     """Return the measurements of all tests of a session with this update."""
     everything = list(results)
     several = _on_several_devices(everything)
@@ -170,9 +170,9 @@ def origin_line(origin: Origin, *, reason: bool = False) -> str:
     return ", ".join(parts)
 
 
-def _row(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Row:
+def _row(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> ReportRow:
     verdict = result.verdict
-    return Row(
+    return ReportRow(
         verdict.file,
         verdict.test,
         Status(
@@ -208,11 +208,11 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
         yield f"it asserted {counted(verdict.relations, 'relation')}, which held"
 
 
-def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Iterable[Measured]:
+def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Iterable[ShownMeasurement]:
     test, accepts = result.verdict, result.is_accepted_by(update)
     for one in () if test.unmeasured else test.verdicts:
         device = one.measurement.environment.device if test.nodeid in several else None
-        yield Measured(test, one, device, ACCEPTS[update] & _COMPARED if accepts else frozenset())
+        yield ShownMeasurement(test, one, device, ACCEPTS[update] & _COMPARED if accepts else frozenset())
 
 
 def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:

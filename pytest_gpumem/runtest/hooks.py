@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
@@ -102,7 +102,7 @@ class Measuring:
         settings: Settings,
         devices: Devices,
         store: Store,
-        measured: Mapping[pytest.Item, Measured],
+        measured: Mapping[pytest.Item, MeasuredTest],
         fixtures: FixtureSetup,
         ranks: OneProcess,
     ) -> None:
@@ -219,7 +219,7 @@ class Measuring:
         run.judging.conclude(run.verdict(), run.device.memory_title)
         return result
 
-    def _call_unmeasured(self, item: pytest.Item, measured: Measured) -> Generator[None, object, object]:
+    def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
         judging = item.stash[_JUDGING]
         if measured.has_fixture:
@@ -268,7 +268,7 @@ class Measuring:
 
 
 def _record_end(
-    item: pytest.Item, measured: Measured, run: TestRun | None, error: BaseException, when: FailedIn
+    item: pytest.Item, measured: MeasuredTest, run: TestRun | None, error: BaseException, when: FailedIn
 ) -> None:
     """Record the verdict on a test that ``error`` ended, unless the gate has, or the device cannot be used."""
     recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)

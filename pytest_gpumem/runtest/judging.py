@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.gate.verdict import FailedIn, Verdict
     from pytest_gpumem.measurement import Measurement
@@ -57,7 +57,7 @@ def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pyt
 
 
 def complete_report(
-    item: pytest.Item, measured: Measured, call: pytest.CallInfo[None], report: pytest.TestReport
+    item: pytest.Item, measured: MeasuredTest, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
     """Shorten the gate's own failure in the report of a test, and give one that ended before the gate its verdict.
 
@@ -69,7 +69,7 @@ def complete_report(
         report.user_properties = list(item.user_properties)
 
 
-def not_measured(measured: Measured, error: BaseException, when: FailedIn) -> TestVerdict:
+def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -> TestVerdict:
     """Return the verdict on a test that ``error`` ended in a phase."""
     if isinstance(error, pytest.skip.Exception):
         return measured.not_measured(SKIPPED)
@@ -141,7 +141,7 @@ class Judging:
         settings: Settings,
         store: Store,
         item: pytest.Item,
-        measured: Measured,
+        measured: MeasuredTest,
         ranks: OneProcess,
     ) -> None:
         self._config = config

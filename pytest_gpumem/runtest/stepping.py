@@ -12,7 +12,7 @@ from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.loop import EndOfLoop, Loop
 from pytest_gpumem.measure.looped import FEWEST_STEPS, FirstStep, PreparedLoop
 from pytest_gpumem.measure.reading import Phase
-from pytest_gpumem.measure.step_boundaries import Borders
+from pytest_gpumem.measure.step_boundaries import StepBoundaries
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.steps.batches import work_of_items
 
@@ -38,7 +38,7 @@ class Steps:
         self._items = items
         self._explain = explain
         self._loop = Loop(self._measure)
-        self._borders = Borders(self._optimizer_stepped)
+        self._borders = StepBoundaries(self._optimizer_stepped)
         self._is_told = False
         """True if the loop says itself where its steps end."""
         self._judged: Judged | None = None

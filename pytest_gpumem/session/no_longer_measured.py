@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.config.options import is_measured
-from pytest_gpumem.config.selection import Measured, location_of, without_group
+from pytest_gpumem.config.selection import MeasuredTest, location_of, without_group
 from pytest_gpumem.gate.baseline import Budget, NoBaseline
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.runtest.judging import Judging, complete_report, forget_verdict
@@ -27,7 +27,7 @@ Names = tuple[str, ...]
 
 def no_longer_measured(
     items: Iterable[pytest.Item], store: Store, rank: Rank | None, slug_of: Callable[[str | None], str | None]
-) -> dict[pytest.Item, tuple[Measured, Names]]:
+) -> dict[pytest.Item, tuple[MeasuredTest, Names]]:
     """Return the tests among ``items`` that are not measured and have baselines here, with the names of their measurements.
 
     A baseline is here if this session would compare with it what the test measures: on the device that its marker named when
@@ -54,9 +54,9 @@ def no_longer_measured(
     return {others[nodeid]: (_measured(others[nodeid], nodeid), tuple(found)) for nodeid, found in names.items()}
 
 
-def _measured(item: pytest.Item, nodeid: str) -> Measured:
+def _measured(item: pytest.Item, nodeid: str) -> MeasuredTest:
     file, _, test = nodeid.partition("::")
-    return Measured(file, test, Budget(), has_fixture=False, location=location_of(item))
+    return MeasuredTest(file, test, Budget(), has_fixture=False, location=location_of(item))
 
 
 class NoLongerMeasured:
@@ -67,7 +67,7 @@ class NoLongerMeasured:
         config: pytest.Config,
         settings: Settings,
         store: Store,
-        tests: Mapping[pytest.Item, tuple[Measured, Names]],
+        tests: Mapping[pytest.Item, tuple[MeasuredTest, Names]],
         ranks: OneProcess,
     ) -> None:
         self._config = config

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_gpumem.baselines.store import Store
-    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.memory_ledger import SharedMemory
@@ -30,7 +30,7 @@ WhyAlone = Literal["timed", "of unknown peak"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class GpuShare:
     """A test's part of a GPU: ``wanted`` bytes beside what its process holds, or all of it, and ``alone`` says why."""
 
     memory: SharedMemory
@@ -99,7 +99,7 @@ def _peak(bytes_by_metric: Mapping[str, float]) -> float | None:
     return bytes_by_metric.get("peak_reserved", bytes_by_metric.get("peak_allocated"))
 
 
-def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Share]) -> list[pytest.Item]:
+def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, GpuShare]) -> list[pytest.Item]:
     """Return the tests that share in order of what they take at most, then those that need none, then those that take all.
 
     Workers may have GPUs of several models, and pytest-xdist needs one order: what this worker's GPU would say is not asked.
@@ -126,7 +126,7 @@ class Planner:
         self._known: dict[tuple[str, str], list[Baseline]] | None = None
         self.not_shared: set[str] = set()
 
-    def shares(self, measured: Mapping[pytest.Item, Measured]) -> dict[pytest.Item, Share]:
+    def shares(self, measured: Mapping[pytest.Item, MeasuredTest]) -> dict[pytest.Item, GpuShare]:
         """Return the shares of the tests whose devices are shared, on which this process is entered from now on."""
         found = {}
         for item, one in measured.items():
@@ -143,15 +143,15 @@ class Planner:
             found[item] = self._share(one, device, device.shared_memory)
         return found
 
-    def _share(self, one: Measured, device: Device, memory: SharedMemory) -> Share:
+    def _share(self, one: MeasuredTest, device: Device, memory: SharedMemory) -> GpuShare:
         if one.has_fixture and device.tells_time and not self._settings.no_time:
-            return Share(memory, None, "timed")
+            return GpuShare(memory, None, "timed")
         slug = self._settings.compared_slug(self._slugs[device.name])
         found = (self._store.find(one.key(name), slug) for name in self._store.names(slug, one.file, one.test))
         wanted = wanted_bytes(one.budget, [entry for entry in found if isinstance(entry, Baseline)])
-        return Share(memory, wanted, "of unknown peak" if wanted is None else None, self._most(one))
+        return GpuShare(memory, wanted, "of unknown peak" if wanted is None else None, self._most(one))
 
-    def _most(self, one: Measured) -> int | None:
+    def _most(self, one: MeasuredTest) -> int | None:
         """Return the bytes that a test takes at most, by its baselines on any device that tell a peak, else by its budget."""
         if self._known is None:
             self._known = {}

@@ -13,7 +13,7 @@ import pytest
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.marker import remember_markers
 from pytest_gpumem.config.options import OPTIONS, is_measured
-from pytest_gpumem.config.selection import Measured, idle_patterns, mark, measured_of, whole_files_of
+from pytest_gpumem.config.selection import MeasuredTest, idle_patterns, mark, measured_of, whole_files_of
 from pytest_gpumem.config.settings import check_device, settings_of
 from pytest_gpumem.ranks.errors import LaunchError
 from pytest_gpumem.runtest.one_process import OneProcess
@@ -56,7 +56,7 @@ class GpumemSession:
         except SettingsError as error:
             raise pytest.UsageError(str(error)) from None
         self.selection = Selection()
-        self._measured: dict[pytest.Item, Measured] = {}
+        self._measured: dict[pytest.Item, MeasuredTest] = {}
         self._store: Store | None = None
         self._controller: Controller | None = None
         self._gate_typed = any(config.getoption(option.dest) for option in OPTIONS if option.wants_result)
@@ -213,7 +213,9 @@ class GpumemSession:
 
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
-    def _no_longer_measured(self, items: list[pytest.Item]) -> Mapping[pytest.Item, tuple[Measured, tuple[str, ...]]]:
+    def _no_longer_measured(
+        self, items: list[pytest.Item]
+    ) -> Mapping[pytest.Item, tuple[MeasuredTest, tuple[str, ...]]]:
         """Return those of the selected tests that have baselines here and are not measured, with their measurements' names."""
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
@@ -234,7 +236,7 @@ class GpumemSession:
         slug = slugs_of(self._device_factories(), [device or self.settings.device])
         return self.settings.compared_slug(*slug) if slug else None
 
-    def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, Measured]) -> None:
+    def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, MeasuredTest]) -> None:
         """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""
         from pytest_gpumem.ranks.errors import BoardError, RankLost
         from pytest_gpumem.session.rank_hooks import RankHooks
@@ -314,7 +316,7 @@ class GpumemSession:
         known = self._device_factories()
         return slugs_of(known, known)
 
-    def _register_measuring(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item]) -> bool:
+    def _register_measuring(self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item]) -> bool:
         """Register the plugins that measure, and put ``items`` in order. Returns whether there was no error."""
         from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.devices.registry import Devices
@@ -334,7 +336,7 @@ class GpumemSession:
             return False
         return True
 
-    def _register_no_longer_measured(self, tests: Mapping[pytest.Item, tuple[Measured, tuple[str, ...]]]) -> None:
+    def _register_no_longer_measured(self, tests: Mapping[pytest.Item, tuple[MeasuredTest, tuple[str, ...]]]) -> None:
         if not tests:
             return
         from pytest_gpumem.session.no_longer_measured import NoLongerMeasured
@@ -342,7 +344,7 @@ class GpumemSession:
         plugin = NoLongerMeasured(self._config, self.settings, self.store(), tests, self._ranks)
         self._config.pluginmanager.register(plugin, "gpumem-no-longer-measured")
 
-    def _pack(self, measured: dict[pytest.Item, Measured], items: list[pytest.Item], devices: Devices) -> None:
+    def _pack(self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], devices: Devices) -> None:
         # A rank that waited for memory would keep the others waiting for it, in another test.
         if not self.settings.pack or self._ranks.rank is not None:
             return

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
     from typing import NoReturn
 
-    from pytest_gpumem.config.selection import Measured
+    from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.session.rank_session import RankSession
 
 _MOST_TEXT = 20_000
@@ -29,7 +29,7 @@ class RankHooks:
     """Hooks around those of `Measuring`; registered first, so that a failure is recorded before these run."""
 
     def __init__(
-        self, ranks: RankSession, measured: Mapping[pytest.Item, Measured], tell: Callable[[str], object]
+        self, ranks: RankSession, measured: Mapping[pytest.Item, MeasuredTest], tell: Callable[[str], object]
     ) -> None:
         """``tell`` is told, on rank 0, what makes the session red that happened on another rank."""
         self._ranks = ranks
@@ -37,7 +37,7 @@ class RankHooks:
         self._tell = tell
         self._failed: list[str] = []
         """Failures on this rank that are in no verdict, each as a clause."""
-        self.current: Measured | None = None
+        self.current: MeasuredTest | None = None
         """The measured test that runs."""
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -76,7 +76,7 @@ class RankHooks:
         with suppress(BoardError):  # which the watch reports
             self._ranks.consensus.comes_to(where)
 
-    def _until_it_ends(self, item: pytest.Item, measured: Measured, phase: str) -> Generator[None, object, object]:
+    def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
         """Run a phase of a measured test, and if it ends the test, by itself, do so on all ranks."""
         try:
             return (yield)
@@ -89,7 +89,7 @@ class RankHooks:
                 _stop(item, error)
             raise
 
-    def _end(self, item: pytest.Item, measured: Measured, error: BaseException, phase: str) -> None:
+    def _end(self, item: pytest.Item, measured: MeasuredTest, error: BaseException, phase: str) -> None:
         """Tell the others that ``error`` ended the test, and raise what ends it on all of them, unless ``error`` does."""
         end = _end_of(item, error, phase)
         try:

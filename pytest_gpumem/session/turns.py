@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
     from pytest_gpumem.devices.memory_ledger import Reservation, SharedMemory
-    from pytest_gpumem.session.packing import Share
+    from pytest_gpumem.session.packing import GpuShare
 
 
 class Turns:
@@ -24,11 +24,11 @@ class Turns:
     reruns).
     """
 
-    def __init__(self, shares: Mapping[pytest.Item, Share], not_shared: frozenset[str]) -> None:
+    def __init__(self, shares: Mapping[pytest.Item, GpuShare], not_shared: frozenset[str]) -> None:
         self._shares = shares
         self._not_shared = not_shared
         self._reservation: Reservation | None = None
-        self._running: Share | None = None
+        self._running: GpuShare | None = None
         self._refusals = 0
         self._repeated: set[str] = set()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.config import StepConfig
 
 
-class Runs:
+class BlockRuns:
     """Numbers of calls and of runs of the parts to recompute: more runs than calls where they were recomputed."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Runs:
 
 
 @contextmanager
-def checkpointed(model: torch.nn.Module, config: StepConfig, runs: Runs | None = None) -> Iterator[None]:
+def checkpointed(model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None) -> Iterator[None]:
     """Apply ``config.checkpoint``: the model's forward saves what it says, and the rest is recomputed in backward.
 
     Parameters, their names and the modules stay as they are; the replaced ``forward`` methods come back afterwards.
@@ -85,7 +85,7 @@ def checkpointed(model: torch.nn.Module, config: StepConfig, runs: Runs | None =
 
 
 def _replacements(
-    model: torch.nn.Module, config: StepConfig, runs: Runs | None
+    model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None
 ) -> Iterator[tuple[torch.nn.Module, Forward]]:
     ops = config.checkpointing.kind.saved_ops
     options = {"context_fn": _saving(ops)} if ops else {}
@@ -139,7 +139,7 @@ def _recomputing(forward: Forward, recompute: Callable[..., Any]) -> Forward:
     return recomputed
 
 
-def _recompute(path: str, runs: Runs | None, options: dict[str, Any]) -> Callable[..., Any]:
+def _recompute(path: str, runs: BlockRuns | None, options: dict[str, Any]) -> Callable[..., Any]:
     """Return ``recompute(function, *args)``, which runs ``function``, and again in backward where gradients are enabled."""
     import torch
     from torch.utils.checkpoint import checkpoint

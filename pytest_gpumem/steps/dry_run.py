@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.checkpointing import Runs, checkpointed
+from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
 from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.torch_support.reachability import tensors_in
@@ -44,7 +44,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
     are not numbers (NaN) at every scale, with the parameter's name.
     """
     config = training.config
-    runs = Runs()
+    runs = BlockRuns()
     attention = CallsOfAttention(config)
     data = None if config.sharding is None else config.sharding.data
     waits, without_gradient = data is not None and data.wrapped, list[str]()

@@ -11,7 +11,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pytest_gpumem.torch_support.private_api import beneath_modes, outside_torch_function, parts_of_coo
-from pytest_gpumem.torch_support.static_access import Layout, contents_of, gradient_of, is_a, layout_of, tensor_property
+from pytest_gpumem.torch_support.static_access import (
+    AttributeLayout,
+    contents_of,
+    gradient_of,
+    is_a,
+    layout_of,
+    tensor_property,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -57,7 +64,7 @@ def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
 
     # All are kept, classes as well: no id is used again.
     seen: dict[int, object] = {}
-    kinds: dict[int, tuple[type, Layout | None, bool]] = {}
+    kinds: dict[int, tuple[type, AttributeLayout | None, bool]] = {}
     stack: list[Any] = list(roots)
     while stack:
         value = stack.pop()

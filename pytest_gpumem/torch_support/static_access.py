@@ -94,7 +94,7 @@ def contents_of(value: object) -> Iterable[object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttributeLayout:
     """The way in which objects of a class keep what they hold."""
 
     package: str
@@ -126,11 +126,11 @@ class Layout:
         return held
 
 
-def layout_of(kind: type) -> Layout:
+def layout_of(kind: type) -> AttributeLayout:
     """Return the way in which objects of a class keep what they hold."""
     bases = [_namespace.__get__(base) for base in _mro.__get__(kind)]
     found = [base["__dict__"] for base in bases if "__dict__" in base]
-    return Layout(
+    return AttributeLayout(
         package_of(kind),
         next((read for base, read in _READERS if issubclass(kind, base)), None),
         next((one for one in found if type(one) in _NATIVE), None),

@@ -29,7 +29,7 @@ _SEPARATOR = " | "
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OperatorSite:
     """Place of an operator's call; in backward that of the forward call that made its node; empty where unknown."""
 
     module: str = ""
@@ -45,7 +45,7 @@ class Place:
         return line_of(self.site, self.library)
 
 
-NOWHERE = Place()
+NOWHERE = OperatorSite()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Tally:
     operator: str
     """``addmm`` for ATen's, ``library::name`` for others; the function's or the kernel's name where that is counted."""
     amount: int
-    place: Place = NOWHERE
+    place: OperatorSite = NOWHERE
 
 
 def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
     """Return tallies with those of the same operator and place added up, without empty ones, in a fixed order."""
-    found: dict[tuple[Place, str], int] = {}
+    found: dict[tuple[OperatorSite, str], int] = {}
     for tally in tallies:
         key = tally.place, tally.operator
         found[key] = found.get(key, 0) + tally.amount
@@ -113,13 +113,13 @@ def each_layer(tally: Tally) -> list[Tally]:
     return [Tally(tally.operator, tally.amount // len(of), replace(tally.place, module=module)) for module in modules]
 
 
-def layer_of(place: Place) -> Numbers | None:
+def layer_of(place: OperatorSite) -> Numbers | None:
     """Return the numbers of the only layer that a place is of; ``None`` where it names none, or several."""
     of = members(apart(place.module)[1]) or set()
     return next(iter(of)) if len(of) == 1 else None
 
 
-def of_any_layer(place: Place) -> Place:
+def of_any_layer(place: OperatorSite) -> OperatorSite:
     """Return a place with layer numbers folded."""
     return replace(place, module=folded(place.module))
 
@@ -129,7 +129,7 @@ def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]
     if len({tally.place for tally in tallies} - {NOWHERE}) > most:
         # Which place it is tells more than which layer.
         tallies = summed(replace(tally, place=of_any_layer(tally.place)) for tally in tallies)
-    amounts: dict[Place, int] = {}
+    amounts: dict[OperatorSite, int] = {}
     for tally in tallies:
         amounts[tally.place] = amounts.get(tally.place, 0) + abs(tally.amount)
     places = sorted(amounts.keys() - {NOWHERE}, key=lambda place: (-amounts[place], _order(place)))
@@ -182,7 +182,7 @@ def _from_text(text: str) -> Iterable[Tally]:
         raise ValueError(
             f"{text!r} has {len(parts)} parts, expected 4: module | line | library's line | 4 operator, 8 operator"
         )
-    place = Place(*parts[:3])
+    place = OperatorSite(*parts[:3])
     for part in parts[3].split(", "):
         amount, space, operator = part.partition(" ")
         digits = amount.removeprefix("-")
@@ -195,7 +195,7 @@ def _plain(text: str) -> str:
     return text.replace("|", "/")
 
 
-def _order(place: Place) -> tuple[bool, str, int, str, str]:
+def _order(place: OperatorSite) -> tuple[bool, str, int, str, str]:
     """Return the sort key, by file and line; tallies without a place come last."""
     file, _, line = place.site.rpartition(":")
     number = int(line) if line.isascii() and line.isdecimal() and len(line) <= 18 else 0

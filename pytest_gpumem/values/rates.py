@@ -22,7 +22,7 @@ class _Device(Protocol):
     def device(self) -> str: ...
 
 
-class Measured(Protocol):
+class HasPeakAndTime(Protocol):
     """The figures of a measurement that a rate is made of (`pytest_gpumem.measurement.Measurement`)."""
 
     @property
@@ -62,7 +62,7 @@ class Rate(float):
         return type(self), (float(self), self.said)
 
 
-def saves(mine: Measured, other: Measured) -> Rate:
+def saves(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
     """The memory saving rate: (other - mine) / other, of ``peak_allocated`` without workspaces. 0.3 is 30 % less.
 
     Raises ``ValueError`` for measurements of different devices, or where ``other`` has no bytes to save.
@@ -78,7 +78,7 @@ def saves(mine: Measured, other: Measured) -> Rate:
     )
 
 
-def costs(mine: Measured, other: Measured) -> Rate:
+def costs(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
     """The time increase rate: (mine - other) / other, of ``step_time``. 0.2 is 20 % longer; negative is faster.
 
     Raises ``ValueError`` for measurements of different devices, `MissingMetric` when no time was taken.
@@ -88,7 +88,7 @@ def costs(mine: Measured, other: Measured) -> Rate:
     return Rate(rate, f"step time {format_seconds(mine.step_time)} against {format_seconds(other.step_time)}")
 
 
-def roi(mine: Measured, other: Measured) -> Rate:
+def roi(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
     """The saving over the cost; above `WORTH_IT` is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
     saving, cost = saves(mine, other), costs(mine, other)
     said = f"saves {format_ratio(saving)}, costs {format_ratio(cost)}"
@@ -102,7 +102,7 @@ def return_on(saving: float, cost: float) -> float:
     return saving / cost if cost > 0 else math.inf
 
 
-def _comparable(mine: Measured, other: Measured) -> None:
+def _comparable(mine: HasPeakAndTime, other: HasPeakAndTime) -> None:
     if mine.environment.slug != other.environment.slug:
         raise ValueError(
             f"{mine.name!r} was measured on {mine.environment.device}, {other.name!r} on {other.environment.device}: "
@@ -110,7 +110,7 @@ def _comparable(mine: Measured, other: Measured) -> None:
         )
 
 
-def _why(mine: Measured, other: Measured) -> str:
+def _why(mine: HasPeakAndTime, other: HasPeakAndTime) -> str:
     """Return further evidence for or against recomputation."""
     if mine.recomputed is None or other.recomputed is None:
         return ""

@@ -15,7 +15,7 @@ MOST_MOMENTS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseSpan:
     """A phase of the step, in nanoseconds since its first event."""
 
     name: str
@@ -34,7 +34,7 @@ class OverTime:
     total: tuple[int, ...]
     categories: Mapping[str, tuple[int, ...]]
     peak: int
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[PhaseSpan, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "categories", MappingProxyType(dict(self.categories)))

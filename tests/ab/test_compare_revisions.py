@@ -9,7 +9,7 @@ from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.comparison import Change, Compared, Row
+from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD, measured, measurement, run
 
@@ -77,14 +77,14 @@ OUTCOMES = {
 }
 
 
-def row(number: int, change: Change) -> Row:
-    return Row(Key("test_it.py", f"test_{number}", "call"), "toy", f"test_it.py::test_{number}", (change,))
+def row(number: int, change: ComparedChange) -> ComparedRow:
+    return ComparedRow(Key("test_it.py", f"test_{number}", "call"), "toy", f"test_it.py::test_{number}", (change,))
 
 
 def report(pairs: int, *speeds: tuple[str, float]) -> Compared:
     """A report on tests whose times were judged so; each has the upper end of its interval."""
     rows = tuple(
-        row(number, Change("step_time", 1.0, 1.0, OUTCOMES[word], interval=Interval(1.0, 0.99, high)))
+        row(number, ComparedChange("step_time", 1.0, 1.0, OUTCOMES[word], interval=Interval(1.0, 0.99, high)))
         for number, (word, high) in enumerate(speeds)
     )
     assert [one.changes[0].word for one in rows] == [word for word, _ in speeds]
@@ -122,7 +122,7 @@ def test_what_differs_has_to_be_seen_twice(word):
 
 
 def test_without_times_two_pairs_show_that_bytes_repeat():
-    rows = (row(0, Change("peak_allocated", 1, 1, Outcome.OK)),)
+    rows = (row(0, ComparedChange("peak_allocated", 1, 1, Outcome.OK)),)
     reports = [Compared(BASE, HEAD, rows, pairs=pairs, tolerance=0.02) for pairs in (1, 2)]
     assert [is_settled(one, None) for one in reports] == [False, True]
 

@@ -19,7 +19,7 @@ from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.values.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.values.module_calls import Calls
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Place, Tally, summed, total
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, summed, total
 from tests.hostile import RAW
 
 if TYPE_CHECKING:
@@ -165,7 +165,9 @@ def entry_with(entry: Baseline, composition: Composition | None) -> Baseline:
 
 # Of an operator's name, what separates one from the next.
 OPERATORS = TEXTS.map(lambda text: text.replace("|", "/").replace(",", ";"))
-TALLIES = st.lists(st.builds(Tally, OPERATORS, st.integers(1, 99), st.builds(Place, NAMES, NAMES, NAMES)), max_size=3)
+TALLIES = st.lists(
+    st.builds(Tally, OPERATORS, st.integers(1, 99), st.builds(OperatorSite, NAMES, NAMES, NAMES)), max_size=3
+)
 
 
 def made_of(entry: Baseline, by_operator: dict[str, list[Tally]]) -> Baseline:
@@ -359,11 +361,14 @@ MADE = replace(
     TRAIN,
     metrics={**TRAIN.metrics, "flops": 3000, "operators": 15, "syncs": 0},
     by_operator={
-        "flops": (Tally("addmm", 1000, Place("h.*", "m.py:9")), Tally("mm", 2000, Place("h.*", "m.py:9"))),
+        "flops": (
+            Tally("addmm", 1000, OperatorSite("h.*", "m.py:9")),
+            Tally("mm", 2000, OperatorSite("h.*", "m.py:9")),
+        ),
         "operators": (
-            Tally("addmm", 4, Place("h.*", "m.py:9")),
-            Tally("mm", 8, Place("h.*", "m.py:9")),
-            Tally("sum", 2, Place("head", "m.py:30", "lib/gpt.py:3")),
+            Tally("addmm", 4, OperatorSite("h.*", "m.py:9")),
+            Tally("mm", 8, OperatorSite("h.*", "m.py:9")),
+            Tally("sum", 2, OperatorSite("head", "m.py:30", "lib/gpt.py:3")),
             Tally("add", 1),
         ),
     },

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
 from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.timeline import OverTime, Phase
+from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.reports.sessions import GB, ORIGIN, measured, peak, result, session
 
@@ -32,7 +32,7 @@ def step(moments: int = MOMENTS) -> OverTime:
         tuple(total),
         {"parameter": tuple(weights), "activation": tuple(activations)},
         total.index(max(total)),
-        (Phase("forward", 0, times[half]), Phase("backward", times[half], times[-1])),
+        (PhaseSpan("forward", 0, times[half]), PhaseSpan("backward", times[half], times[-1])),
     )
 
 

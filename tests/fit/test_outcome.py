@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut
-from pytest_gpumem.fit.outcome import Fit, Found, Outcome, Run, ends_it, exit_status, found
+from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found, ProgramRun, ends_it, exit_status, found
 
 TOTAL, CONTEXT = 1000, 50
 RAN_OUT = RanOut(0, 500, 300, 400, "/mine/train.py:7 step")
@@ -25,75 +25,75 @@ def process(reserved: int = 400, device: int = 0, began: int = 0, ended: int | N
 
 
 def of(*processes: ProcessUsage, status: int = 0, said: str = "") -> Found:
-    return found(Run(status, said, processes), TOTAL, CONTEXT)
+    return found(ProgramRun(status, said, processes), TOTAL, CONTEXT)
 
 
 def test_a_program_that_ends_well_fits_with_its_peaks():
     one = of(process(400))
-    assert (one.outcome, one.reserved, one.allocated, one.devices, one.together) == (Outcome.FITS, 400, 300, 1, 1)
+    assert (one.outcome, one.reserved, one.allocated, one.devices, one.together) == (FitOutcome.FITS, 400, 300, 1, 1)
 
 
 def test_one_process_may_take_all_that_the_emulated_gpu_gave_it():
     # The context is taken off there: counted twice, this would not fit.
-    assert of(process(TOTAL - CONTEXT)).outcome is Outcome.FITS
-    assert of(process(TOTAL)).outcome is Outcome.FITS
+    assert of(process(TOTAL - CONTEXT)).outcome is FitOutcome.FITS
+    assert of(process(TOTAL)).outcome is FitOutcome.FITS
 
 
 def test_a_program_that_fails_after_memory_ran_out_is_out_of_memory_with_pytorchs_message():
     one = of(process(times_out_of_memory=1, ran_out=RAN_OUT), status=1, said=MESSAGE)
-    assert (one.outcome, one.ran_out) == (Outcome.OUT_OF_MEMORY, RAN_OUT)
+    assert (one.outcome, one.ran_out) == (FitOutcome.OUT_OF_MEMORY, RAN_OUT)
     assert one.message == "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2.00 GiB."
     assert one.last_lines == ()
 
 
 def test_an_error_in_memory_that_no_process_told_of_is_one_as_well():
     assert of(status=1, said="[rank0]: torch.cuda.OutOfMemoryError: it is full").message == "it is full"
-    assert of(status=1, said="[rank0]: torch.OutOfMemoryError: it is full").outcome is Outcome.OUT_OF_MEMORY
-    assert of(process(), said="caught torch.OutOfMemoryError: it is full").outcome is Outcome.FITS
+    assert of(status=1, said="[rank0]: torch.OutOfMemoryError: it is full").outcome is FitOutcome.OUT_OF_MEMORY
+    assert of(process(), said="caught torch.OutOfMemoryError: it is full").outcome is FitOutcome.FITS
 
 
 def test_out_of_memory_under_another_error_shows_that_error():
     one = of(process(times_out_of_memory=1, ran_out=RAN_OUT), status=1, said="RuntimeError: no batch size works")
-    assert (one.outcome, one.last_lines) == (Outcome.OUT_OF_MEMORY, ("RuntimeError: no batch size works",))
+    assert (one.outcome, one.last_lines) == (FitOutcome.OUT_OF_MEMORY, ("RuntimeError: no batch size works",))
 
 
 def test_a_gpu_that_torch_has_no_kernels_for_is_told_as_that_and_an_extension_without_them_is_not():
     said = "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device"
     one = of(process(no_kernels="torch has none"), status=1, said=said)
-    assert (one.outcome, one.no_kernels, one.last_lines) == (Outcome.NO_KERNELS, "torch has none", ())
-    assert of(process(), status=1, said=said).outcome is Outcome.FAILED
-    assert of(process(no_kernels="torch has none"), status=1, said="ValueError: no data").outcome is Outcome.FAILED
-    assert of(process(no_kernels="torch has none")).outcome is Outcome.FITS
+    assert (one.outcome, one.no_kernels, one.last_lines) == (FitOutcome.NO_KERNELS, "torch has none", ())
+    assert of(process(), status=1, said=said).outcome is FitOutcome.FAILED
+    assert of(process(no_kernels="torch has none"), status=1, said="ValueError: no data").outcome is FitOutcome.FAILED
+    assert of(process(no_kernels="torch has none")).outcome is FitOutcome.FITS
 
 
 def test_a_program_that_catches_the_error_went_on():
     one = of(process(times_out_of_memory=3, ran_out=RAN_OUT))
-    assert (one.outcome, one.times_out_of_memory, one.reserved) == (Outcome.WENT_ON, 3, 400)
+    assert (one.outcome, one.times_out_of_memory, one.reserved) == (FitOutcome.WENT_ON, 3, 400)
 
 
 def test_a_failure_without_running_out_is_the_programs_own_with_its_last_lines():
     one = of(process(), status=-9, said="\n".join(f"line {number}\n" for number in range(30)))
-    assert (one.outcome, one.status, len(one.last_lines)) == (Outcome.FAILED, -9, 20)
+    assert (one.outcome, one.status, len(one.last_lines)) == (FitOutcome.FAILED, -9, 20)
     assert one.last_lines[-1] == "line 29"
 
 
 def test_a_program_without_gpu_memory_is_told():
-    assert of().outcome is Outcome.UNUSED
-    assert of(ProcessUsage(0, 5)).outcome is Outcome.UNUSED
+    assert of().outcome is FitOutcome.UNUSED
+    assert of(ProcessUsage(0, 5)).outcome is FitOutcome.UNUSED
 
 
 def test_processes_on_one_device_at_the_same_time_are_added_up_with_a_context_each():
     both = of(process(400, began=0), process(500, began=5))
-    assert (both.outcome, both.reserved, both.allocated, both.together) == (Outcome.FITS, 900, 700, 2)
+    assert (both.outcome, both.reserved, both.allocated, both.together) == (FitOutcome.FITS, 900, 700, 2)
     more = of(process(400, began=0), process(501, began=5))
-    assert (more.outcome, more.reserved, more.together) == (Outcome.TOO_MUCH_TOGETHER, 901, 2)
+    assert (more.outcome, more.reserved, more.together) == (FitOutcome.TOO_MUCH_TOGETHER, 901, 2)
 
 
 def test_processes_one_after_the_other_or_on_other_devices_are_not():
     one = of(process(600, began=0, ended=10), process(700, began=10, ended=20))
-    assert (one.outcome, one.reserved, one.together) == (Outcome.FITS, 700, 1)
+    assert (one.outcome, one.reserved, one.together) == (FitOutcome.FITS, 700, 1)
     one = of(process(600, device=0), process(700, device=1))
-    assert (one.outcome, one.reserved, one.together, one.devices) == (Outcome.FITS, 700, 1, 2)
+    assert (one.outcome, one.reserved, one.together, one.devices) == (FitOutcome.FITS, 700, 1, 2)
 
 
 def test_the_most_that_is_there_at_once_counts():
@@ -112,12 +112,12 @@ def test_retries_are_told_where_memory_did_not_run_out():
     assert of(replace(usage, times_out_of_memory=1, ran_out=RAN_OUT)).retries == 0
 
 
-def fits(*outcomes: Outcome, expanded: Outcome | None = None) -> list[Fit]:
+def fits(*outcomes: FitOutcome, expanded: FitOutcome | None = None) -> list[Fit]:
     again = None if expanded is None else Found(expanded, 0)
     return [Fit(emulated_gpu("emulated:l4"), Found(outcome, 0), again) for outcome in outcomes]
 
 
-FITS, NOT = Outcome.FITS, Outcome.OUT_OF_MEMORY
+FITS, NOT = FitOutcome.FITS, FitOutcome.OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ FITS, NOT = Outcome.FITS, Outcome.OUT_OF_MEMORY
         ((FITS, FITS), 0, 0),
         ((FITS, NOT), 1, 0),
         ((NOT, NOT), 1, 1),
-        ((Outcome.WENT_ON,), 1, 1),
-        ((Outcome.TOO_MUCH_TOGETHER,), 1, 1),
-        ((Outcome.FAILED,), 2, 2),
-        ((Outcome.UNUSED,), 2, 2),
-        ((FITS, Outcome.FAILED), 2, 0),
-        ((NOT, Outcome.FAILED), 1, 1),
+        ((FitOutcome.WENT_ON,), 1, 1),
+        ((FitOutcome.TOO_MUCH_TOGETHER,), 1, 1),
+        ((FitOutcome.FAILED,), 2, 2),
+        ((FitOutcome.UNUSED,), 2, 2),
+        ((FITS, FitOutcome.FAILED), 2, 0),
+        ((NOT, FitOutcome.FAILED), 1, 1),
     ],
 )
 def test_the_exit_status_says_whether_it_fits_all_or_one_and_whether_that_is_known(outcomes, every, one):
@@ -148,9 +148,9 @@ def test_what_fits_with_expandable_segments_only_does_not_fit_as_it_is():
 
 
 def test_what_does_not_run_on_the_first_of_all_gpus_ends_it():
-    ends = {(outcome, every): ends_it(*fits(outcome), every=every) for outcome in Outcome for every in (True, False)}
+    ends = {(outcome, every): ends_it(*fits(outcome), every=every) for outcome in FitOutcome for every in (True, False)}
     assert {case for case, ended in ends.items() if ended} == {
-        (Outcome.UNUSED, True),
-        (Outcome.UNUSED, False),
-        (Outcome.FAILED, False),
+        (FitOutcome.UNUSED, True),
+        (FitOutcome.UNUSED, False),
+        (FitOutcome.FAILED, False),
     }

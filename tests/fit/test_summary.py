@@ -6,7 +6,7 @@ import json
 
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.usage import RanOut
-from pytest_gpumem.fit.outcome import Fit, Found, Outcome
+from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found
 from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
 from pytest_gpumem.reports.layout import plain_lines
 
@@ -15,7 +15,7 @@ CWD = "/mine"
 RAN_OUT = RanOut(0, 3 * GB, 18 * GB, 22 * GB, "/mine/models/train.py:7 step")
 
 
-def fit(word: str, outcome: Outcome, reserved: int = 0, expanded: Found | None = None, **more) -> Fit:
+def fit(word: str, outcome: FitOutcome, reserved: int = 0, expanded: Found | None = None, **more) -> Fit:
     return Fit(
         emulated_gpu(f"emulated:{word}"),
         Found(outcome, 0, reserved - GB if reserved else 0, reserved, **more),
@@ -23,17 +23,17 @@ def fit(word: str, outcome: Outcome, reserved: int = 0, expanded: Found | None =
     )
 
 
-def taken(reserved: int, outcome: Outcome = Outcome.FITS) -> Found:
+def taken(reserved: int, outcome: FitOutcome = FitOutcome.FITS) -> Found:
     return Found(outcome, 0, reserved - GB, reserved, devices=1, expandable=True)
 
 
 WANTED = ": 3.00 GB wanted, 18.00 GB allocated and 22.00 GB reserved"
 OUT = {"ran_out": RAN_OUT, "times_out_of_memory": 1, "message": "CUDA out of memory. Tried to allocate 2.79 GiB."}
 ISSUE = [
-    fit("a100-40gb", Outcome.FITS, 25_100_000_000),
-    fit("l40s", Outcome.FITS, 25_100_000_000),
-    fit("l4", Outcome.OUT_OF_MEMORY, 23 * GB, taken(23_400_000_000), **OUT),
-    fit("rtx4090", Outcome.OUT_OF_MEMORY, 24 * GB, taken(24 * GB, Outcome.OUT_OF_MEMORY), **OUT),
+    fit("a100-40gb", FitOutcome.FITS, 25_100_000_000),
+    fit("l40s", FitOutcome.FITS, 25_100_000_000),
+    fit("l4", FitOutcome.OUT_OF_MEMORY, 23 * GB, taken(23_400_000_000), **OUT),
+    fit("rtx4090", FitOutcome.OUT_OF_MEMORY, 24 * GB, taken(24 * GB, FitOutcome.OUT_OF_MEMORY), **OUT),
 ]
 
 
@@ -45,16 +45,16 @@ def test_the_conclusion_says_what_it_needs_and_what_it_fits_with_and_without_exp
 
 
 def test_where_gpus_differ_the_conclusion_says_from_how_much_to_how_much():
-    found = [fit("h100", Outcome.FITS, 25 * GB), fit("a100", Outcome.FITS, 24 * GB)]
+    found = [fit("h100", FitOutcome.FITS, 25 * GB), fit("a100", FitOutcome.FITS, 24 * GB)]
     assert conclusion(found).startswith("needs 24.00 GB to 25.00 GB reserved (emulated): fits ")
 
 
 def test_a_conclusion_without_a_fit_says_what_came_instead():
     found = [
-        fit("h100", Outcome.FAILED),
-        fit("a100x8", Outcome.TOO_MUCH_TOGETHER, 90 * GB),
-        fit("l4", Outcome.WENT_ON, 20 * GB),
-        fit("v100", Outcome.NO_KERNELS, no_kernels="torch has none for 7.0"),
+        fit("h100", FitOutcome.FAILED),
+        fit("a100x8", FitOutcome.TOO_MUCH_TOGETHER, 90 * GB),
+        fit("l4", FitOutcome.WENT_ON, 20 * GB),
+        fit("v100", FitOutcome.NO_KERNELS, no_kernels="torch has none for 7.0"),
     ]
     assert conclusion(found) == (
         "fits none (emulated); not A100 80GB x8; ran out of memory and went on: L4; torch has no kernels for V100 16GB; "
@@ -98,8 +98,8 @@ def test_the_details_say_where_memory_ran_out_and_what_pytorch_said():
 
 
 def test_the_details_say_why_a_program_failed_and_how_often_it_went_on():
-    failed = fit("l4", Outcome.FAILED, last_lines=("Traceback", "ValueError: no data"))
-    went_on = fit("h100", Outcome.WENT_ON, 9 * GB, ran_out=RAN_OUT, times_out_of_memory=3)
+    failed = fit("l4", FitOutcome.FAILED, last_lines=("Traceback", "ValueError: no data"))
+    went_on = fit("h100", FitOutcome.WENT_ON, 9 * GB, ran_out=RAN_OUT, times_out_of_memory=3)
     assert details([failed, went_on], CWD) == [
         "L4: failed by itself (exit status 0)",
         "  Traceback",
@@ -117,7 +117,7 @@ def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
         "killed": 1,
         "retries": 4,
     }
-    lines = details([fit("h100", Outcome.FITS, GB, **more), fit("l4", Outcome.FITS, GB, **more)], CWD)
+    lines = details([fit("h100", FitOutcome.FITS, GB, **more), fit("l4", FitOutcome.FITS, GB, **more)], CWD)
     assert [line.split(": ")[1] for line in lines] == ["L4, H100 80GB"] * 6
     for text, said in zip(
         (
@@ -135,9 +135,9 @@ def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
 
 
 def test_segments_that_could_grow_already_or_not_at_all_are_noted():
-    already = fit("l4", Outcome.OUT_OF_MEMORY, GB, expandable=True)
+    already = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, expandable=True)
     assert "note: L4: segments were expandable already" in details([already], CWD)
-    own = fit("l4", Outcome.OUT_OF_MEMORY, GB, Found(Outcome.OUT_OF_MEMORY, 1, devices=1))
+    own = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, Found(FitOutcome.OUT_OF_MEMORY, 1, devices=1))
     (note,) = details([own], CWD)[1:]
     assert note.startswith("note: L4: expandable segments were not tried: the program has settings of its own")
 
@@ -146,12 +146,12 @@ def test_progress_is_a_phrase():
     said = [
         progress(fit(word, outcome, 2 * GB, **more).plain, CWD)
         for word, outcome, more in [
-            ("l4", Outcome.FITS, {}),
-            ("l4", Outcome.OUT_OF_MEMORY, OUT),
-            ("l4", Outcome.WENT_ON, OUT),
-            ("l4", Outcome.TOO_MUCH_TOGETHER, {"together": 2}),
-            ("l4", Outcome.FAILED, {}),
-            ("l4", Outcome.UNUSED, {}),
+            ("l4", FitOutcome.FITS, {}),
+            ("l4", FitOutcome.OUT_OF_MEMORY, OUT),
+            ("l4", FitOutcome.WENT_ON, OUT),
+            ("l4", FitOutcome.TOO_MUCH_TOGETHER, {"together": 2}),
+            ("l4", FitOutcome.FAILED, {}),
+            ("l4", FitOutcome.UNUSED, {}),
         ]
     ]
     where = " at models/train.py:7 step" + WANTED
@@ -166,7 +166,7 @@ def test_progress_is_a_phrase():
 
 
 def test_a_program_killed_by_a_signal_is_told_with_its_name():
-    assert progress(Found(Outcome.FAILED, -9), CWD) == "failed by itself (killed by SIGKILL)"
+    assert progress(Found(FitOutcome.FAILED, -9), CWD) == "failed by itself (killed by SIGKILL)"
 
 
 def test_programs_get_everything_in_bytes():

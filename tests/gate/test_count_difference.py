@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.gate.count_difference import changed_tallies
-from pytest_gpumem.values.operator_counts import Place, Tally, kept, of_layers, summed, total, without_places
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally, kept, of_layers, summed, total, without_places
 
 
 def tally(operator: str, amount: int, line: int = 0, module: str = "h.*", file: str = "model.py") -> Tally:
-    return Tally(operator, amount, Place(module, f"{file}:{line}") if line else Place())
+    return Tally(operator, amount, OperatorSite(module, f"{file}:{line}") if line else OperatorSite())
 
 
 STEP = (tally("addmm", 4, 10), tally("mul", 4, 11), tally("add", 4, 12), tally("add", 1, 30, "head"))
@@ -120,7 +120,7 @@ def test_more_than_the_rest_held_is_of_other_lines():
     before = (*KEPT, Tally("mm", 8))
     assert changed_tallies(before, (*KEPT, *small, MORE)) == (Tally("mm", 6),)
     within = [replace(one, place=replace(one.place, module="down")) for one in small]
-    assert changed_tallies(before, (*KEPT, *within, MORE)) == (Tally("mm", 6, Place("down")),)
+    assert changed_tallies(before, (*KEPT, *within, MORE)) == (Tally("mm", 6, OperatorSite("down")),)
 
 
 def test_an_operator_that_is_not_in_the_rest_is_told_at_its_line():
@@ -148,7 +148,7 @@ def moved(by: int) -> tuple[Tally, ...]:
 def test_a_refactoring_shows_nothing():
     assert changed_tallies(STEP, moved(7)) == ()
     assert changed_tallies(STEP, [replace(one, place=replace(one.place, module="blocks.*")) for one in STEP]) == ()
-    assert changed_tallies(STEP, [replace(one, place=Place("x", "layers.py:3")) for one in STEP]) == ()
+    assert changed_tallies(STEP, [replace(one, place=OperatorSite("x", "layers.py:3")) for one in STEP]) == ()
 
 
 def test_what_came_is_told_at_its_line():
@@ -189,7 +189,7 @@ def test_a_baseline_without_lines_is_compared_by_operators():
 
 def test_lines_of_a_library_are_told_by_its_files():
     def at(line: int) -> Tally:
-        return Tally("mm", 2, Place("h.*", "test_it.py:9", f"gpt/model.py:{line}"))
+        return Tally("mm", 2, OperatorSite("h.*", "test_it.py:9", f"gpt/model.py:{line}"))
 
     assert changed_tallies([at(5)], [at(6)]) == ()
     assert changed_tallies([at(5)], [at(6), at(40)]) == (at(40),)

@@ -10,7 +10,7 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.timing.comparison import Runs
-from pytest_gpumem.units import Rate, parse_rate
+from pytest_gpumem.units import ThroughputLimit, parse_rate
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.times import Round, Sample, Times
 
@@ -198,14 +198,17 @@ def test_a_disturbed_sample_that_meets_the_budget_meets_it():
 
 
 def test_a_budget_holds_something_where_one_of_several_measurements_can_be_held_to_it():
-    assert idle_throughput(Rate(5, "tokens"), [measured(), measured(1.0, work={"samples": 1}), measured(1.0)]) is None
-    assert idle_throughput(Rate(5, "steps"), [measured(1.0, work={})]) is None
-    assert idle_throughput(Rate(5, "tokens"), [measured(1.0, work={"items": 3})]) is None
+    assert (
+        idle_throughput(ThroughputLimit(5, "tokens"), [measured(), measured(1.0, work={"samples": 1}), measured(1.0)])
+        is None
+    )
+    assert idle_throughput(ThroughputLimit(5, "steps"), [measured(1.0, work={})]) is None
+    assert idle_throughput(ThroughputLimit(5, "tokens"), [measured(1.0, work={"items": 3})]) is None
 
 
 @pytest.mark.parametrize("measurements", [[], [measured()]], ids=["nothing measured", "nothing timed"])
 def test_a_budget_of_a_test_that_times_no_step_holds_nothing(measurements):
-    assert idle_throughput(Rate(5, "steps"), measurements) == (
+    assert idle_throughput(ThroughputLimit(5, "steps"), measurements) == (
         "min_throughput='5 steps/s' has no effect: no step of this test was timed; measure one with "
         "gpumem.measure, train_step or infer_step"
     )
@@ -226,9 +229,9 @@ def test_a_limit_on_slowdowns_of_a_test_that_times_no_step_holds_nothing(measure
 @pytest.mark.parametrize(
     ("minimum", "work", "has"),
     [
-        (Rate(5, "tokens"), {}, "nothing is known"),
-        (Rate(5, "tokens"), {"samples": 4}, "only samples are known"),
-        (Rate(5, "items"), DEFAULT, "only samples and tokens are known"),
+        (ThroughputLimit(5, "tokens"), {}, "nothing is known"),
+        (ThroughputLimit(5, "tokens"), {"samples": 4}, "only samples are known"),
+        (ThroughputLimit(5, "items"), DEFAULT, "only samples and tokens are known"),
     ],
 )
 def test_a_budget_in_a_unit_that_no_step_is_known_to_work_on_holds_nothing(minimum, work, has):

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.call_sites import Places
+from pytest_gpumem.explain.call_sites import OperatorSites
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.counting import Counted, Counts, count_step, located
@@ -419,7 +419,7 @@ def test_an_operator_of_ones_own_is_told_with_its_library():
 
 @pytest.fixture
 def places():
-    return lambda: Places(Sites(Path(__file__).parents[1]), CPU.torch_device)
+    return lambda: OperatorSites(Sites(Path(__file__).parents[1]), CPU.torch_device)
 
 
 def lines_of(step, places) -> dict[tuple[str, str], set[str]]:

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.ranks.beat import Beat, Place, is_stuck, place_of, stuck_text
+from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, place_of, stuck_text
 from pytest_gpumem.ranks.consensus import Point
 from pytest_gpumem.ranks.watch import _gone_text
 
 STEP = "test_it.py::test_step (call)"
-SLEEPS = Place("test_it.py:18 in step")
-REDUCES = Place("test_it.py:20 in step", "all_reduce", collective=True)
+SLEEPS = Position("test_it.py:18 in step")
+REDUCES = Position("test_it.py:20 in step", "all_reduce", collective=True)
 
 
 MEASURES = Point(1, 2)
 
 
-def beat(place: Place = SLEEPS, *, point: Point = MEASURES, where: str = STEP, measures: bool = True) -> Beat:
+def beat(place: Position = SLEEPS, *, point: Point = MEASURES, where: str = STEP, measures: bool = True) -> Beat:
     return Beat(7, where, point, measures, place)
 
 
@@ -47,18 +47,18 @@ def test_a_rank_that_waits_for_less_than_others_is_stuck():
 
 
 def test_of_several_ranks_each_is_named():
-    lines = told(beat(REDUCES), beat(), beat(Place("test_it.py:30 in other")))
+    lines = told(beat(REDUCES), beat(), beat(Position("test_it.py:30 in other")))
     assert lines[0].startswith("ranks 1 and 2 of 3 did not come further")
     assert lines[0].endswith("and the others wait for them")
 
 
 def test_where_all_call_the_same_but_one_that_one_is_named():
-    assert told(beat(), beat(), beat(Place("test_it.py:99 in loop")))[0].startswith("rank 2 of 3 ")
+    assert told(beat(), beat(), beat(Position("test_it.py:99 in loop")))[0].startswith("rank 2 of 3 ")
 
 
 def test_where_it_cannot_be_told_nobody_is_blamed():
     assert told(beat(REDUCES), beat(REDUCES))[0] == "none of 2 ranks came further within 5 s (--gpumem-rank-timeout)"
-    assert told(beat(), beat(Place("test_it.py:99 in loop")))[0].startswith("none of 2 ranks")
+    assert told(beat(), beat(Position("test_it.py:99 in loop")))[0].startswith("none of 2 ranks")
 
 
 def test_a_rank_that_never_came_and_one_that_is_silent():
@@ -109,7 +109,7 @@ def test_the_place_of_a_thread_is_its_innermost_line_in_the_project():
     assert not place.collective
 
 
-def _place_within(thread: threading.Thread, function: str) -> Place:
+def _place_within(thread: threading.Thread, function: str) -> Position:
     while True:
         place = place_of(thread.ident or 0, Path(__file__).parents[1])
         if place.within == function:
@@ -117,7 +117,7 @@ def _place_within(thread: threading.Thread, function: str) -> Place:
 
 
 def test_a_rank_that_is_gone_was_where_it_came_to_after_its_last_sign_of_life():
-    beat = Beat(3, "test_it.py::test_step (set-up)", Point(), True, Place("test_it.py:3 in model"))
+    beat = Beat(3, "test_it.py::test_step (set-up)", Point(), True, Position("test_it.py:3 in model"))
     seen = [(None, 0.0), (beat, 0.0), (None, 0.0), (beat, 0.0)]
     wheres = {1: "test_it.py::test_step (call)", 2: None, 3: beat.where}
     assert _gone_text([1, 2, 3], seen, wheres).splitlines()[1:] == [

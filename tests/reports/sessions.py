@@ -14,10 +14,10 @@ from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.module_calls import Calls
-from pytest_gpumem.values.operator_counts import Place, Tally, from_texts, to_texts
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally, from_texts, to_texts
 from pytest_gpumem.values.selection import Selection
 from pytest_gpumem.values.step_peaks import StepPeaks
-from pytest_gpumem.values.timeline import OverTime, Phase
+from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.values.times import Round, Sample, Times
 
 GB = 10**9
@@ -76,7 +76,7 @@ def explained(text: str) -> Explanation:
         (1, 8 * GB, 2),
         {"activation": (1, 5 * GB, 1), "parameter": (0, 3 * GB, 1)},
         1,
-        (Phase("forward", 0, 10), Phase(text, 10, 20)),
+        (PhaseSpan("forward", 0, 10), PhaseSpan(text, 10, 20)),
     )
     composition = Composition(9 * GB, rows, {text: 2}, (text,), *[{"(all)": Calls(1, 3), text: Calls(1, 2)}] * 2)
     composition = replace(composition, phase=text)
@@ -86,7 +86,7 @@ def explained(text: str) -> Explanation:
 
 def made_of(text: str) -> tuple[Tally, ...]:
     """A count of which every text is ``text``, as it is when it has been written and read."""
-    return from_texts(to_texts([Tally(text, 7, Place(text, text, text)), Tally(text, 2)]))
+    return from_texts(to_texts([Tally(text, 7, OperatorSite(text, text, text)), Tally(text, 2)]))
 
 
 def everything(text: str) -> SessionReport:

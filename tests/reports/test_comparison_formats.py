@@ -11,21 +11,21 @@ from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.comparison import Change, Compared, LeftOut, Row, changes_of
+from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD
 
 RUNS = "5 pairs of runs, base main (1f3c9ab), head HEAD (2b4d8ce), slowdown tolerated 2.0 %"
-SLOWER = Change("step_time", 0.1, 0.105, Outcome.REGRESSED, 0.002, interval=Interval(1.05, 1.045, 1.056))
-SAME = Change("step_time", 0.1, 0.1, Outcome.OK, 0.002, interval=Interval(1.0, 0.996, 1.004))
-UNSURE = Change(
+SLOWER = ComparedChange("step_time", 0.1, 0.105, Outcome.REGRESSED, 0.002, interval=Interval(1.05, 1.045, 1.056))
+SAME = ComparedChange("step_time", 0.1, 0.1, Outcome.OK, 0.002, interval=Interval(1.0, 0.996, 1.004))
+UNSURE = ComparedChange(
     "step_time", 0.1, 0.11, Outcome.UNCERTAIN, reason="another process was there", interval=Interval(1.1, 0.9, 1.2)
 )
-PEAK = Change("peak_allocated", 10_000_000, 10_000_000, Outcome.OK, 1_000_000)
-GROWN = Change("peak_allocated", 8_120_000_000, 9_310_000_000, Outcome.REGRESSED, 1e6)
-LEAK = Change("retained", 0, 4_000_000, Outcome.REGRESSED, 1e6)
+PEAK = ComparedChange("peak_allocated", 10_000_000, 10_000_000, Outcome.OK, 1_000_000)
+GROWN = ComparedChange("peak_allocated", 8_120_000_000, 9_310_000_000, Outcome.REGRESSED, 1e6)
+LEAK = ComparedChange("retained", 0, 4_000_000, Outcome.REGRESSED, 1e6)
 
 
 def report(*rows, left_out=(), pairs=5):
@@ -34,7 +34,7 @@ def report(*rows, left_out=(), pairs=5):
 
 def row(test, *changes, notes=(), only_one=True):
     key = Key("test_it.py", test, "call")
-    return Row(key, "toy", f"test_it.py::{test}" if only_one else str(key), changes, notes=notes)
+    return ComparedRow(key, "toy", f"test_it.py::{test}" if only_one else str(key), changes, notes=notes)
 
 
 def table(report, units):
@@ -60,7 +60,7 @@ def test_a_test_of_which_nothing_is_timed_and_nothing_changed_is_shown_with_its_
 
 
 def test_what_grew_from_nothing_is_shown_in_its_unit():
-    _, line, *_ = table(report(row("test_a", Change("flops", 0, 2 * 10**9, Outcome.REGRESSED, 0.0))), "si")
+    _, line, *_ = table(report(row("test_a", ComparedChange("flops", 0, 2 * 10**9, Outcome.REGRESSED, 0.0))), "si")
     assert "0 FLOP  2.00 GFLOP  +2.00 GFLOP" in line
 
 

@@ -24,7 +24,7 @@ from pytest_gpumem.reports.explanation import (
 )
 from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.operator_counts import Place, Tally
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 unhurried = settings(deadline=None)
 MB, GB = 10**6, 10**9
@@ -104,11 +104,11 @@ def test_a_row_that_was_not_there_has_no_baseline_and_columns_that_nobody_needs_
 
 
 def test_calls_that_may_be_at_any_of_the_places_that_a_baseline_did_not_keep_are_of_other_lines():
-    kept = Tally("mm", 8, Place("head", "model.py:10"))
+    kept = Tally("mm", 8, OperatorSite("head", "model.py:10"))
     now = (
         kept,
-        *(Tally("mm", 6, Place("h.*", f"model.py:{line}")) for line in (20, 21)),
-        Tally("mul", 1, Place("", "t.py:3")),
+        *(Tally("mm", 6, OperatorSite("h.*", f"model.py:{line}")) for line in (20, 21)),
+        Tally("mul", 1, OperatorSite("", "t.py:3")),
     )
     workload = Workload("call")
     entry = Baseline(workload, CPU, {"operators": 14}, "2026-11-02", by_operator={"operators": (kept, Tally("mm", 6))})

@@ -23,7 +23,7 @@ from pytest_gpumem.reports.failure import accept_command, failure_text, measured
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.intervals import LEVEL
-from pytest_gpumem.units import Rate
+from pytest_gpumem.units import ThroughputLimit
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally
 from pytest_gpumem.values.times import Round, Sample, Times
@@ -467,7 +467,7 @@ def test_a_slower_step_is_told_in_seconds_and_with_the_interval_of_its_ratio():
 
 
 def test_too_little_throughput_is_told_with_its_budget_and_where_that_is_set():
-    text = text_of((timed(0.012), Budget(min_throughput=Rate(800, "samples")), None))
+    text = text_of((timed(0.012), Budget(min_throughput=ThroughputLimit(800, "samples")), None))
     assert text == literal(
         """
         Throughput below budget: throughput 667 samples/s, budget 800 samples/s: -16.7 %

@@ -27,7 +27,7 @@ from pytest_gpumem.reports.matrix import Row as ConfigRow
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.composition import Composition, Row
-from pytest_gpumem.values.timeline import OverTime, Phase
+from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.hostile import TEXTS
 from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
@@ -222,7 +222,7 @@ STEP = OverTime(
     (3_000_000, 8_123_456_789, 10),
     {"activation": (0, 5_123_456_789, 0), "parameter": (3_000_000, 3_000_000_000, 10), "buffer": (0, 0, 0)},
     1,
-    (Phase("forward", 0, 1_000_000), Phase("backward", 1_000_000, 5_000_000)),
+    (PhaseSpan("forward", 0, 1_000_000), PhaseSpan("backward", 1_000_000, 5_000_000)),
 )
 
 

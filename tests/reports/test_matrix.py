@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpumem.gate.verdict import Cell, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.matrix import Row, efficient, matrices, matrix_table
+from pytest_gpumem.reports.matrix import MatrixRow, efficient, matrices, matrix_table
 from pytest_gpumem.reports.results import TestResult
 
 HERE = Environment("cpu-x86_64", "CPU")
@@ -27,7 +27,7 @@ def result(config: str, index: int, *verdicts: Verdict, matrix: str = "test_m", 
 
 def test_rows_stand_in_the_order_of_the_marker_and_not_of_the_tests():
     results = [result("amp-bf16", 1, verdict_on(5)), result("fp32", 0, verdict_on(9))]
-    assert matrices(results) == {"test_m": [Row("fp32", 9), Row("amp-bf16", 5)]}
+    assert matrices(results) == {"test_m": [MatrixRow("fp32", 9), MatrixRow("amp-bf16", 5)]}
 
 
 def test_each_matrix_and_each_measurement_of_a_test_has_a_table():
@@ -36,15 +36,15 @@ def test_each_matrix_and_each_measurement_of_a_test_has_a_table():
         result("fp32", 0, verdict_on(3), matrix="two"),
     ]
     assert matrices(results) == {
-        "one (small)": [Row("fp32", 1)],
-        "one (large)": [Row("fp32", 2)],
-        "two": [Row("fp32", 3)],
+        "one (small)": [MatrixRow("fp32", 1)],
+        "one (large)": [MatrixRow("fp32", 2)],
+        "two": [MatrixRow("fp32", 3)],
     }
 
 
 def test_a_config_without_figures_says_why():
     results = [result("fp32", 0, verdict_on(1)), result("tf32", 1, unmeasured="TF32 is a format of NVIDIA GPUs")]
-    assert matrices(results)["test_m"][1] == Row("tf32", why_not="TF32 is a format of NVIDIA GPUs")
+    assert matrices(results)["test_m"][1] == MatrixRow("tf32", why_not="TF32 is a format of NVIDIA GPUs")
     assert matrix_table("test_m", matrices(results)["test_m"], "si")[2].endswith("TF32 is a format of NVIDIA GPUs")
 
 
@@ -53,11 +53,11 @@ def test_tests_outside_of_a_matrix_make_no_table():
 
 
 ROWS = [
-    Row("fp32", 100 * MB, 1.0),
-    Row("amp-bf16", 80 * MB, 0.5),
-    Row("amp-bf16,checkpoint=blocks", 40 * MB, 0.75),
-    Row("fp32,checkpoint=blocks", 50 * MB, 1.25),
-    Row("tf32", why_not="not here"),
+    MatrixRow("fp32", 100 * MB, 1.0),
+    MatrixRow("amp-bf16", 80 * MB, 0.5),
+    MatrixRow("amp-bf16,checkpoint=blocks", 40 * MB, 0.75),
+    MatrixRow("fp32,checkpoint=blocks", 50 * MB, 1.25),
+    MatrixRow("tf32", why_not="not here"),
 ]
 
 
@@ -66,11 +66,11 @@ def test_rows_that_no_other_beats_are_efficient():
 
 
 def test_equal_rows_do_not_beat_one_another():
-    assert efficient([Row("a", 1, 1.0), Row("b", 1, 1.0), Row("c", 2, 1.0)]) == {0, 1}
+    assert efficient([MatrixRow("a", 1, 1.0), MatrixRow("b", 1, 1.0), MatrixRow("c", 2, 1.0)]) == {0, 1}
 
 
 def test_without_times_the_smallest_is_efficient():
-    assert efficient([Row("a", 3), Row("b", 2), Row("c", 4)]) == {1}
+    assert efficient([MatrixRow("a", 3), MatrixRow("b", 2), MatrixRow("c", 4)]) == {1}
 
 
 def test_the_table_compares_with_its_first_row():
@@ -86,16 +86,20 @@ def test_the_table_compares_with_its_first_row():
 
 
 def test_where_the_first_row_has_no_figures_the_next_one_is_compared_with():
-    rows = [Row("tf32", why_not="not here"), Row("fp32", 100 * MB, 1.0), Row("bf16", 50 * MB, 1.0)]
+    rows = [MatrixRow("tf32", why_not="not here"), MatrixRow("fp32", 100 * MB, 1.0), MatrixRow("bf16", 50 * MB, 1.0)]
     lines = matrix_table("m", rows, "si")
     assert "+50.0 %" in lines[3]
     assert "against fp32" in lines[-1]
 
 
-@pytest.mark.parametrize("rows", [[], [Row("tf32", why_not="not here")]])
+@pytest.mark.parametrize("rows", [[], [MatrixRow("tf32", why_not="not here")]])
 def test_a_matrix_without_figures_compares_nothing(rows):
     assert not any("against" in line for line in matrix_table("m", rows, "si"))
 
 
 def test_without_times_there_are_no_columns_for_them():
-    assert matrix_table("m", [Row("fp32", 2 * MB), Row("bf16", 1 * MB)], "si")[0].split() == ["m", "peak", "saving"]
+    assert matrix_table("m", [MatrixRow("fp32", 2 * MB), MatrixRow("bf16", 1 * MB)], "si")[0].split() == [
+        "m",
+        "peak",
+        "saving",
+    ]

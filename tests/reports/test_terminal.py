@@ -11,7 +11,7 @@ from pytest_gpumem.gate.baseline import NoBaseline
 from pytest_gpumem.reports.layout import Line, Screen, Table, cells, plain_lines, text_of
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.terminal import MARKUP, MOST_COMPOSITIONS, compositions, details, phase_table, terminal_text
-from pytest_gpumem.reports.view import Measured, measured_in
+from pytest_gpumem.reports.view import ShownMeasurement, measured_in
 from pytest_gpumem.values.composition import Composition, Explanation
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
@@ -267,7 +267,7 @@ def literal(text: str) -> list[str]:
 
 def test_each_phase_has_its_peak_and_its_time_and_how_they_changed():
     verdict = verdict_on(TRAINED, TRAINED | {"peak_backward": 40 * MB, "forward_time": 0.050})
-    table = phase_table(Measured(result(verdict).verdict, verdict), "si")
+    table = phase_table(ShownMeasurement(result(verdict).verdict, verdict), "si")
     assert table is not None
     assert piece_lines([table]) == [
         "  phase          peak    change      time   change",
@@ -279,7 +279,7 @@ def test_each_phase_has_its_peak_and_its_time_and_how_they_changed():
 
 def test_phases_that_were_not_timed_have_peaks_only():
     verdict = verdict_on({"peak_allocated": GB, "peak_forward": GB}, None)
-    table = phase_table(Measured(result(verdict).verdict, verdict), "si")
+    table = phase_table(ShownMeasurement(result(verdict).verdict, verdict), "si")
     assert table is not None
     assert [line.split() for line in piece_lines([table])] == [["phase", "peak", "change"], ["forward", "1.00", "GB"]]
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.steps.blocks import Block as Repeated
 from pytest_gpumem.steps.checkpoint_kinds import EXPENSIVE_OPS, KINDS, each_alone, in_segments
-from pytest_gpumem.steps.checkpointing import Runs, checkpointed
+from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
 from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.errors import ConfigError
 
@@ -64,7 +64,7 @@ def around_forward(config: StepConfig):
     return kind.around_forward(argument)
 
 
-def step(model: nn.Module, config: StepConfig, runs: Runs | None = None) -> dict[str, torch.Tensor]:
+def step(model: nn.Module, config: StepConfig, runs: BlockRuns | None = None) -> dict[str, torch.Tensor]:
     """The gradients of a step, always with the same random numbers."""
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
@@ -201,7 +201,7 @@ def test_longer_segments_save_less_and_expensive_ops_more(device):
     ],
 )
 def test_what_is_called_for_runs_once_more(checkpoint, calls):
-    runs, model = Runs(), Model()
+    runs, model = BlockRuns(), Model()
     step(model, config_of(checkpoint), runs)
     runs.check(model, config_of(checkpoint))
     assert runs.calls == dict.fromkeys(calls, 1)
@@ -211,7 +211,7 @@ def test_what_is_called_for_runs_once_more(checkpoint, calls):
 
 @pytest.mark.parametrize(("blocks", "segments"), [(1, 1), (2, 1), (3, 2), (6, 2), (7, 3), (9, 3)])
 def test_the_root_of_the_number_of_blocks_is_rounded_to_segments(blocks, segments):
-    runs = Runs()
+    runs = BlockRuns()
     # A list of one has to be named.
     step(Model(blocks), config_of("sqrt", blocks="h"), runs)
     assert len(runs.calls) == segments
@@ -231,7 +231,7 @@ def test_every_operator_that_is_saved_is_one_of_torch():
 
 
 def test_without_gradients_nothing_is_saved_or_counted_as_computed_again():
-    runs = Runs()
+    runs = BlockRuns()
     model = Model()
     with checkpointed(model, config_of("blocks"), runs), torch.no_grad():
         model(batch())
@@ -241,7 +241,7 @@ def test_without_gradients_nothing_is_saved_or_counted_as_computed_again():
 def test_named_blocks_are_those_that_are_recomputed():
     model = Model()
     model.more = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-    runs = Runs()
+    runs = BlockRuns()
     step(model, config_of("blocks", blocks="h.1"), runs)
     assert list(runs.calls) == ["h.1"]
 
@@ -327,7 +327,7 @@ def test_modules_of_which_none_ran_are_told():
         def forward(self, hidden):
             return self.head(hidden).sum()
 
-    runs, model = Runs(), Partly(6)
+    runs, model = BlockRuns(), Partly(6)
     config = config_of("blocks")
     step(model, config, runs)
     message = (
@@ -343,7 +343,7 @@ def test_a_segment_whose_blocks_did_not_all_run_is_told():
         def forward(self, hidden):
             return self.head(self.h[0](hidden)).sum()
 
-    runs, model = Runs(), Partly()
+    runs, model = BlockRuns(), Partly()
     config = config_of("sequential:1")
     step(model, config, runs)
     with pytest.raises(ConfigError, match=r"^h\.1 cannot be .*: it did not run after h\.0;"):
@@ -353,7 +353,7 @@ def test_a_segment_whose_blocks_did_not_all_run_is_told():
 def test_modules_that_ran_and_were_not_computed_again_are_told():
     model = Model()
     model.h.requires_grad_(False)
-    runs = Runs()
+    runs = BlockRuns()
     config = config_of("every:2")
     step(model, config, runs)
     message = (
@@ -367,7 +367,7 @@ def test_modules_that_ran_and_were_not_computed_again_are_told():
 def test_frozen_blocks_beside_trained_ones_are_no_error():
     model = Model()
     model.h[:2].requires_grad_(False)
-    runs = Runs()
+    runs = BlockRuns()
     step(model, config_of("blocks"), runs)
     runs.check(model, config_of("blocks"))
     assert runs.again() == 2

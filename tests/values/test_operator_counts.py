@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.values.operator_counts import (
     NOWHERE,
-    Place,
+    OperatorSite,
     Tally,
     from_texts,
     kept,
@@ -22,12 +22,12 @@ from tests.hostile import TEXTS
 # Neither an upright stroke, which separates, nor a comma, which does so within an operator's name.
 NAMES = st.text(st.characters(exclude_characters="|")).filter(lambda text: " | " not in text)
 OPERATORS = st.text(st.characters(exclude_characters="|,"), min_size=1)
-PLACES = st.builds(Place, NAMES, st.sampled_from(["", "model.py:9", "model.py:10", "train.py:2"]) | NAMES, NAMES)
+PLACES = st.builds(OperatorSite, NAMES, st.sampled_from(["", "model.py:9", "model.py:10", "train.py:2"]) | NAMES, NAMES)
 TALLIES = st.lists(st.builds(Tally, OPERATORS, st.integers(-(10**15), 10**15), PLACES), max_size=6)
 
 
-def at(line: str, module: str = "h.*") -> Place:
-    return Place(module, line)
+def at(line: str, module: str = "h.*") -> OperatorSite:
+    return OperatorSite(module, line)
 
 
 def test_tallies_of_one_operator_at_one_place_are_one_and_those_of_nothing_go():
@@ -69,7 +69,7 @@ def test_what_was_written_is_read_back(tallies):
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_any_name_leaves_amounts_as_they_are(text):
-    tallies = [Tally(text, 3, Place(text, text, text)), Tally("mm", 4)]
+    tallies = [Tally(text, 3, OperatorSite(text, text, text)), Tally("mm", 4)]
     once = from_texts(to_texts(tallies))
     assert sorted(one.amount for one in once) == [3, 4]
     assert from_texts(to_texts(once)) == once

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.values.plain import from_plain, to_plain
-from pytest_gpumem.values.timeline import OverTime, Phase
+from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 
 unhurried = settings(deadline=None)
 
@@ -24,7 +24,7 @@ def steps(draw) -> OverTime:
         tuple(total),
         {"parameter": tuple(parameters), "activation": tuple(activations)},
         total.index(max(total)),
-        (Phase("forward", 0, 5), Phase("backward", 5, 10 * len(total))),
+        (PhaseSpan("forward", 0, 5), PhaseSpan("backward", 5, 10 * len(total))),
     )
 
 

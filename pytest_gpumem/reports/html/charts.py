@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
-    from pytest_gpumem.reports.matrix import Row
+    from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.timeline import OverTime
     from pytest_gpumem.values.times import Sample
@@ -106,7 +106,7 @@ def _sample(sample: Sample, clock: float) -> dict[str, Any]:
     }
 
 
-def matrix_chart(title: str, rows: Sequence[Row], units: UnitSystem) -> dict[str, Any] | None:
+def matrix_chart(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> dict[str, Any] | None:
     """Return saving and cost of the configs, and which are efficient; ``None`` unless two have both."""
     first = next((row for row in rows if row.peak is not None), None)
     if first is None or not first.peak or not first.time:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.gate.verdict import Verdict
-    from pytest_gpumem.reports.matrix import Row as ConfigRow
+    from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
-    from pytest_gpumem.reports.view import Row, Status
+    from pytest_gpumem.reports.view import ReportRow, Status
     from pytest_gpumem.units import UnitSystem
 
 _POLICY = (
@@ -59,7 +59,7 @@ def unique(anchors: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class HtmlCell:
     """A figure in the table. ``sort`` is ``None`` where there is none, which sorts last; ``bad`` is the gate's word."""
 
     text: str = ""
@@ -73,12 +73,12 @@ class TestRow:
 
     __test__ = False
 
-    of: Row
+    of: ReportRow
     anchor: str
     device: str
     part: str
     """The name of the measurement that the figures are of, where the test has several."""
-    cells: tuple[Cell, ...]
+    cells: tuple[HtmlCell, ...]
     """Peak and its change, step time and its change."""
     panels: tuple[Panel, ...]
 
@@ -183,7 +183,7 @@ def page_of(report: SessionReport) -> Page:
     )
 
 
-def _row(row: Row, units: UnitSystem) -> TestRow:
+def _row(row: ReportRow, units: UnitSystem) -> TestRow:
     # The figures in the table are those of the measurement with the worst outcome, and of such the first.
     verdicts = [one.verdict for one in row.measured]
     worst = max(verdicts, key=lambda one: list(Outcome).index(one.outcome), default=None)
@@ -197,22 +197,24 @@ def _row(row: Row, units: UnitSystem) -> TestRow:
     )
 
 
-def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[Cell, ...]:
-    cells: list[Cell] = []
+def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[HtmlCell, ...]:
+    cells: list[HtmlCell] = []
     for name in _METRICS:
         metric = None if verdict is None else verdict.of(name)
         if metric is None:
-            cells += [Cell(), Cell()]
+            cells += [HtmlCell(), HtmlCell()]
             continue
         ratio = metric.value / metric.baseline - 1 if metric.baseline else None
         cells += [
-            Cell(shown(name, metric.value, units, metric.of), metric.value, bad=metric.outcome is Outcome.OVER_BUDGET),
-            Cell(change(metric, units), ratio, bad=metric.outcome in FAILING),
+            HtmlCell(
+                shown(name, metric.value, units, metric.of), metric.value, bad=metric.outcome is Outcome.OVER_BUDGET
+            ),
+            HtmlCell(change(metric, units), ratio, bad=metric.outcome in FAILING),
         ]
     return tuple(cells)
 
 
-def _matrix(title: str, rows: list[ConfigRow], units: UnitSystem) -> MatrixView:
+def _matrix(title: str, rows: list[MatrixRow], units: UnitSystem) -> MatrixView:
     header, cells = matrix_cells(rows, units)
     return MatrixView(
         title,
