@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.cuda_history import HistoryEntry
-    from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
+    from pytest_gpumem.devices.cuda_runtime import GpuProperties, RecordedRegion
 
 
 class SilentCuda:
@@ -66,7 +66,7 @@ class SilentCuda:
     def segments(self) -> list[dict[str, Any]]:
         return []
 
-    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]:
+    def recorded(self, *, with_history: bool) -> AbstractContextManager[RecordedRegion]:
         self._is_not_there("events")
 
     @contextmanager

@@ -73,11 +73,11 @@ def highest(first: Peak | None, second: Peak) -> Peak:
 
 @dataclass(slots=True)
 class Window:
-    """A stretch of time between `Device.open_window` and `Device.close_window`, and the highest peak in it so far."""
+    """The time between `Device.open_window` and `Device.close_window`, and the highest peak in it so far."""
 
     peak: Peak | None = None
-    elsewhere: tuple[Window, ...] = ()
-    """The same stretch on each of `Device.others`."""
+    of_others: tuple[Window, ...] = ()
+    """The same region on each of `Device.others`."""
 
     @property
     def highest(self) -> Peak:
@@ -88,14 +88,14 @@ class Window:
     @property
     def everywhere(self) -> tuple[Peak, ...]:
         """The highest peak on each of `Device.everywhere`, after the window has been closed."""
-        return (self.highest, *(window.highest for window in self.elsewhere))
+        return (self.highest, *(window.highest for window in self.of_others))
 
 
 class Device(ABC):
     """Base class of devices. A new one needs `name` and the abstract members, and overrides defaults that it knows better.
 
     Readings (`live`, `pop_peak`) count bytes from a zero of the device's own choosing, so only differences between
-    readings of one `open` ... `close` stretch are meaningful.
+    readings of one `open` ... `close` region are meaningful.
 
     The defaults are those of an accelerator whose allocator keeps statistics: they cost nothing, so nothing is paused while
     times are taken, and torch's profiler records the allocations where a peak is explained.
@@ -318,7 +318,7 @@ class Device(ABC):
         self.pop_peak()
         if not self._windows:
             self.forget_libraries()
-        window = Window(elsewhere=tuple(other.open_window() for other in self.others))
+        window = Window(of_others=tuple(other.open_window() for other in self.others))
         self._windows = (*self._windows, window)
         return window
 
@@ -326,7 +326,7 @@ class Device(ABC):
         """Return the highest peak since ``window`` was opened."""
         try:
             self.pop_peak()
-            for other, its_window in zip(self.others, window.elsewhere, strict=True):
+            for other, its_window in zip(self.others, window.of_others, strict=True):
                 other.close_window(its_window)
         finally:
             self._windows = tuple(other for other in self._windows if other is not window)
@@ -350,11 +350,11 @@ class Device(ABC):
         self.keep_peak()
         kept = self._kept
         try:
-            with ExitStack() as elsewhere:
+            with ExitStack() as ignoring:
                 for other in self.others:
-                    elsewhere.enter_context(other.peak_ignored())
+                    ignoring.enter_context(other.peak_ignored())
                 yield
-            # A device that counts events has to read those of the stretch before it can reset its peak.
+            # A device that counts events has to read those of the region before it can reset its peak.
             self.peak()
         except BaseException:
             with suppress(MeasuringError):
@@ -394,7 +394,7 @@ class Device(ABC):
         tokens.extend(found)
 
     def keep_snapshot(self, path: Path) -> None:
-        """Write what the allocator itself recorded in the latest `recorded` stretch, where it does. Raises ``OSError``."""
+        """Write what the allocator itself recorded in the latest `recorded` region, where it does. Raises ``OSError``."""
 
     def unrecorded(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is recorded or slowed down, for taking times. No window sees its peak.
@@ -440,7 +440,7 @@ class Device(ABC):
     def conditions(self) -> Conditions:
         """Return the interference counters as they are now; cheap enough to be read between two rounds.
 
-        For the calling thread: the two readings of a stretch must be its own.
+        For the calling thread: the two readings of a region must be its own.
         """
         return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 

@@ -186,12 +186,12 @@ class CudaDevice(Device):
         self._snapshot = None
         before = self.live()
         requested = self._counter == _REQUESTED
-        with self.unrecorded(), self._runtime.recorded(with_history=requested) as stretch:
+        with self.unrecorded(), self._runtime.recorded(with_history=requested) as region:
             yield
-        self._snapshot = stretch.snapshot
-        tokens_in_order = in_order_of_time(stretch.tokens)
+        self._snapshot = region.snapshot
+        tokens_in_order = in_order_of_time(region.tokens)
         if requested:
-            tokens_in_order = with_requested_sizes(tokens_in_order, stretch.history)
+            tokens_in_order = with_requested_sizes(tokens_in_order, region.history)
         check_change(tokens_in_order, self.live() - before, "the GPU", f"the allocator's statistics ({self._counter})")
         tokens.extend(tokens_in_order)
 

@@ -1,4 +1,4 @@
-"""A recorded stretch of CUDA: the profiler's events and the caching allocator's history made one list of tokens. Pure.
+"""A recorded region of CUDA: the profiler's events and the caching allocator's history made one list of tokens. Pure.
 
 The profiler records the spans of allocations, whose sizes are those of the allocator's blocks. The allocator's history has
 the requested sizes, and the times when blocks were really free: a block that another stream still uses is not.

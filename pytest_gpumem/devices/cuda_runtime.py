@@ -56,8 +56,8 @@ class GpuProperties:
 
 
 @dataclass(slots=True)
-class Stretch:
-    """A recording of a stretch, once it has ended: the profiler's tokens, as its event tree has them.
+class RecordedRegion:
+    """A recording of a region, once it has ended: the profiler's tokens, as its event tree has them.
 
     ``history`` and ``snapshot`` are the allocator's, if they were asked for.
     """
@@ -86,7 +86,7 @@ class CudaRuntime(Protocol):
     def gpu(self) -> GpuNow: ...
     def sm_clock(self) -> float | None: ...
     def segments(self) -> list[dict[str, Any]]: ...
-    def recorded(self, *, with_history: bool) -> AbstractContextManager[Stretch]: ...
+    def recorded(self, *, with_history: bool) -> AbstractContextManager[RecordedRegion]: ...
     def traced(self) -> AbstractContextManager[Mapping[int, Sequence[HistoryEntry]]]: ...
     def free_and_total(self) -> tuple[int, int]: ...
     def bytes_of_process(self) -> int | None: ...
@@ -232,16 +232,16 @@ class TorchCuda:
         return [segment for segment in everywhere if segment["device"] == self._index]
 
     @contextmanager
-    def recorded(self, *, with_history: bool) -> Iterator[Stretch]:
-        """A stretch that is recorded. Raises `MeasuringError` when the recording was cut short.
+    def recorded(self, *, with_history: bool) -> Iterator[RecordedRegion]:
+        """A region that is recorded. Raises `MeasuringError` when the recording was cut short.
 
         Backward runs on a thread of its own, as ever: a thread has its own cuBLAS workspace (33,554,432 bytes on an H100),
         and a step that ran on one would need less than the one that was measured.
         """
-        stretch = Stretch()
+        region = RecordedRegion()
         if not with_history:
-            with profiled(stretch.tokens, self.torch_device()):
-                yield stretch
+            with profiled(region.tokens, self.torch_device()):
+                yield region
                 self.synchronize()
             return
         was_on = cuda_history_is_on()
@@ -249,11 +249,11 @@ class TorchCuda:
         if not was_on:
             start_cuda_history()
         try:
-            with profiled(stretch.tokens, self.torch_device()):
-                yield stretch
+            with profiled(region.tokens, self.torch_device()):
+                yield region
                 self.synchronize()
-            stretch.snapshot = cuda_snapshot()
-            stretch.history = history_of(self._trace(stretch.snapshot)[skipped:])
+            region.snapshot = cuda_snapshot()
+            region.history = history_of(self._trace(region.snapshot)[skipped:])
         finally:
             if not was_on:
                 stop_cuda_history()

@@ -109,7 +109,7 @@ class Workspaces:
 
 
 def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -> int:
-    """Return how many bytes of the peak of a stretch are workspaces, of ``sizes``, that were freed right after they were made.
+    """Return how many bytes of the peak of a region are workspaces, of ``sizes``, that were freed right after they were made.
 
     That is how much lower the peak would be without them. Such a workspace is freed with nothing in between: products are
     launched, and the allocator does not wait for them.

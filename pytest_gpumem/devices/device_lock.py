@@ -63,7 +63,7 @@ class DeviceLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Hold the lock alone, within a `shared` stretch.
+        """Hold the lock alone, within a `shared` region.
 
         Waits at most `MOST_SECONDS_FOR_EXCLUSIVE`. Yields ``None``, or a clause that says why others are not kept off. The
         shared lock is released meanwhile, so that two processes that both want this do not deadlock, and is held again
@@ -119,7 +119,7 @@ class _ProcessLock:
 
     def acquire_exclusive(self, spoken: str, waits: _Waits) -> str | None:
         with self._guard:
-            if self._is_free():  # in a child that was forked within a stretch
+            if self._is_free():  # in a child that was forked within a region
                 self._begin(waits)
             if self._exclusive_holders == 0:
                 self._refused = self._why_not_exclusive(spoken, waits)
@@ -210,7 +210,7 @@ class _ProcessLock:
             self._lock = None
 
     def _forked(self) -> bool:
-        """Return whether this is a child that was forked within a stretch: it has inherited this object, and no lock."""
+        """Return whether this is a child that was forked within a region: it has inherited this object, and no lock."""
         return self._process != os.getpid()
 
 

@@ -124,7 +124,7 @@ class MemoryLedger:
 
         Args:
             wanted: Bytes that the test needs beside what the process holds; ``None`` for the whole device.
-            now: Reads the device's memory. When the stretch ends, what the process still holds becomes its rest.
+            now: Reads the device's memory. When the region ends, what the process still holds becomes its rest.
         """
         process = self._of_this_process()
         if process.runs_a_test:
@@ -213,7 +213,7 @@ class _ProcessLedger:
             self._file.free(_TURNSTILE)
 
     def end(self, now: Callable[[], DeviceMemory]) -> None:
-        # A child that was forked within a stretch has inherited this object, and no lock.
+        # A child that was forked within a region has inherited this object, and no lock.
         if self._file is None or not self.runs_a_test or self._process != os.getpid():
             return
         held = self._held(now)

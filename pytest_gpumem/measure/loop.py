@@ -1,8 +1,8 @@
-"""A loop that owns its steps, and code that measures them: each runs until the next border, then the other goes on.
+"""A loop that owns its steps, and code that measures them: each runs until the next boundary, then the other goes on.
 
 Measuring is written as code that runs a step when it wants one. A training loop cannot be called a step at a time, so the two
-are coroutines of one thread (greenlet): to measuring, a step is a call that returns at the loop's next border; to the loop, a
-border is a call that returns when measuring wants another step.
+are coroutines of one thread (greenlet): to measuring, a step is a call that returns at the loop's next boundary; to the loop, a
+boundary is a call that returns when measuring wants another step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EndOfLoop(BaseException):
 
 
 class Loop:
-    """One loop and what measures it. ``measure`` is called at the loop's first border, and runs its steps with `next_step`.
+    """One loop and what measures it. ``measure`` is called at the loop's first boundary, and runs its steps with `next_step`.
 
     Args:
         measure: Measures the loop. What it raises is kept for `result`.
@@ -56,7 +56,7 @@ class Loop:
         """True if measuring has come to its end, so that no further step is wanted."""
         return self._measuring is not None and self._measuring.dead
 
-    def border(self) -> None:
+    def boundary(self) -> None:
         """Let measuring go on: a step has ended. Returns when another is wanted, or none any more."""
         if self.is_measured or self._ended:
             return
@@ -84,9 +84,9 @@ class Loop:
     # Called by measuring
 
     def next_step(self, *, counted: bool = False) -> None:
-        """Run the loop until its next border. Raises `LoopEnded` if it ends before, or what `end` was given."""
+        """Run the loop until its next boundary. Raises `LoopEnded` if it ends before, or what `end` was given."""
         if not self._ended:
-            assert self._loop is not None, "measuring begins at a border of the loop"
+            assert self._loop is not None, "measuring begins at a boundary of the loop"
             self.is_counted = counted
             self._loop.switch()
             self.is_counted = False

@@ -41,14 +41,14 @@ FEWEST_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedLoop(PreparedStep):
-    """A loop that waits at the end of its first step. Its only phase runs it until the next border."""
+    """A loop that waits at the end of its first step. Its only phase runs it until the next boundary."""
 
     steps: int
     """The number of steps that its memory is read from, with the first."""
     first: ByDevice
     """Figures of the first step, in which it also makes what it needs."""
     run_counted: Callable[[], object]
-    """Runs it until the next border, for counting, by which alone it may run out of memory."""
+    """Runs it until the next boundary, for counting, by which alone it may run out of memory."""
     optimizers: Sequence[torch.optim.Optimizer]
     """The optimizers that have stepped so far."""
     foreign_blocks: frozenset[int]
@@ -111,7 +111,7 @@ class PreparedLoop(PreparedStep):
         """Yield the figures of so many further steps, or of those that there are before the loop ends."""
         try:
             for _ in range(number):
-                yield run_one_step(self.phases, self.context.device, self.foreign, live_when_settled)
+                yield run_one_step(self.phases, self.context.device, self.not_own, live_when_settled)
         except LoopEnded:
             return
 
@@ -123,7 +123,7 @@ class PreparedLoop(PreparedStep):
         device, time_budget = self.context.device, self.context.time_budget
         if time_budget is None:
             return None, ()
-        run_step = partial(run_one_step, self.phases, device, self.foreign)
+        run_step = partial(run_one_step, self.phases, device, self.not_own)
         times = None
         try:
             with unrecorded_steps(device, earlier, self._storages, run_step):
@@ -147,13 +147,13 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages of all tensors that the loop may hold: those in sight that are not foreign."""
+        """Yield the storages of all tensors that the loop may hold: those in sight but those that were there before."""
         import torch
 
         with everything_in_sight():
             held = (alive(torch.Tensor), list(self.optimizers))
         for storage in self.context.storages(held, device):
-            if storage.data_ptr() not in self.foreign_blocks:
+            if storage.data_ptr() not in self.blocks_not_own:
                 yield storage
 
     def _parameters(self) -> Iterator[torch.Tensor]:
@@ -182,15 +182,15 @@ def _growth_window(seen: Sequence[ByDevice]) -> Sequence[ByDevice]:
 
 
 class FirstStep:
-    """Reads the first step of a loop on a device, from its making to the loop's first border.
+    """Reads the first step of a loop on a device, from its making to the loop's first boundary.
 
-    ``foreign`` bytes are live that are not the loop's, on each of `Device.everywhere`.
+    ``not_own`` bytes are live that are not the loop's, on each of `Device.everywhere`.
     """
 
-    def __init__(self, device: Device, foreign: Sequence[int]) -> None:
+    def __init__(self, device: Device, not_own: Sequence[int]) -> None:
         device.settle()
         self._device = device
-        self._reading = Reading(device, foreign)
+        self._reading = Reading(device, not_own)
         self._window: Window | None = device.open_window()
 
     def ended(self) -> ByDevice:

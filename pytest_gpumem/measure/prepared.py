@@ -77,7 +77,7 @@ class PreparedStep:
     work: Mapping[str, float]
     """The items that the step works on, as in `MeasuredStep`."""
     phases: Sequence[Phase]
-    foreign: Sequence[int]
+    not_own: Sequence[int]
     """Bytes that were live before its model was built, and are not its own, on each of `Device.everywhere`."""
     held: object
     """Objects that lead to everything that the step holds between steps."""
@@ -99,7 +99,7 @@ class PreparedStep:
             self.phases,
             self.context.device,
             own=self._storages,
-            foreign=self.foreign,
+            not_own=self.not_own,
             time_budget=self.context.time_budget,
             state=self.state,
             compiled=self.compiled,
@@ -158,7 +158,7 @@ class PreparedStep:
 
     def subject(self, device: Device) -> Subject:
         """Return the step as what is to be recorded on a device, one of `Device.everywhere`."""
-        foreign = self.foreign[self.context.device.everywhere.index(device)]
+        not_own = self.not_own[self.context.device.everywhere.index(device)]
 
         def run(tracker: Tracker) -> None:
             for one in self.phases:
@@ -168,7 +168,7 @@ class PreparedStep:
         return Subject(
             run,
             own=lambda: list(self._storages(device)),
-            own_bytes=lambda: device.live() - foreign,
+            own_bytes=lambda: device.live() - not_own,
             register=self._register,
             creation_sites=self.creation_sites,
             compiled=self.compiled,

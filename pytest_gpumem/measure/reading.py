@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Figures:
     """Readings around a region of code on one device. Live bytes and peaks count from the same zero.
 
-    ``foreign`` bytes are live all the time and are not the region's own. ``live_before`` is read before it ran; ``live_run``
+    ``not_own`` bytes are live all the time and are not the region's own. ``live_before`` is read before it ran; ``live_run``
     right after it ran; ``live_after`` when garbage has been collected. They are without workspaces, which peaks have.
     """
 
-    foreign: int
+    not_own: int
     live_before: int
     reserved_before: int | None
     peak: Peak
@@ -43,17 +43,17 @@ class Figures:
 
     @property
     def own(self) -> int:
-        """Bytes of the stretch's own when it began, with workspaces."""
-        return self.live_before + self.workspaces_before - self.foreign
+        """Bytes of the region's own when it began, with workspaces."""
+        return self.live_before + self.workspaces_before - self.not_own
 
     @property
     def own_peak(self) -> int:
         """Peak of the region's own bytes."""
-        return self.peak.allocated - self.foreign
+        return self.peak.allocated - self.not_own
 
     @property
     def peak_reserved(self) -> int | None:
-        """Bytes that were reserved for the stretch at most; ``None`` where the device does not reserve."""
+        """Bytes that were reserved for the region at most; ``None`` where the device does not reserve."""
         if self.peak.reserved is None or self.reserved_before is None:
             return None
         # Room that was left in segments reserved before is not in the difference, but tensors were put there.
@@ -61,7 +61,7 @@ class Figures:
 
     @property
     def retained(self) -> int:
-        """Bytes that outlived the stretch and that its test's fixtures do not hold."""
+        """Bytes that outlived the region and that its test's fixtures do not hold."""
         return max(0, self.live_after - self.live_before - self.held_change)
 
     @property
@@ -72,7 +72,7 @@ class Figures:
     def memory_metrics(self) -> dict[str, int]:
         """Return the memory metrics of the region, in bytes."""
         metrics = {"peak_allocated": self.own_peak}
-        metrics |= {f"peak_{name}": peak.allocated - self.foreign for name, peak in self.phases.items()}
+        metrics |= {f"peak_{name}": peak.allocated - self.not_own for name, peak in self.phases.items()}
         if self.peak_reserved is not None:
             metrics["peak_reserved"] = self.peak_reserved
         metrics["retained"] = self.retained
@@ -98,7 +98,7 @@ def on_each(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
 
 
 class Phase(NamedTuple):
-    """A named part of a step. Phases run in order; the peak is taken at each border. Those of one name are one phase."""
+    """A named part of a step. Phases run in order; the peak is taken at each boundary. Those of one name are one phase."""
 
     name: str
     run: Callable[[], object]
@@ -138,13 +138,13 @@ class Reading:
 
     Args:
         device: Where it runs, garbage collected.
-        foreign: The bytes that are not its own, on each device.
+        not_own: The bytes that are not its own, on each device.
         live_before: The bytes that are live before it, on each device, without workspaces; read here by default.
     """
 
-    def __init__(self, device: Device, foreign: Sequence[int], live_before: Sequence[int] | None = None) -> None:
+    def __init__(self, device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None) -> None:
         self._device = device
-        self._foreign = foreign
+        self._not_own = not_own
         self.live_before = live_of_program(device) if live_before is None else list(live_before)
         self._workspaces_before = device.workspaces()
         self._unused = [one.unused() for one in device.everywhere]
@@ -180,7 +180,7 @@ class Reading:
         workspaces = self._device.workspaces()
         read = (
             Figures(
-                self._foreign[n],
+                self._not_own[n],
                 self.live_before[n],
                 self._reserved[n],
                 peaks[n],
@@ -205,11 +205,11 @@ class Reading:
 def run_one_step(
     phases: Sequence[Phase],
     device: Device,
-    foreign: Sequence[int],
+    not_own: Sequence[int],
     rest: Rest = live_at_rest,
 ) -> ByDevice:
     device.consensus.rest()
-    reading = Reading(device, foreign)
+    reading = Reading(device, not_own)
     peaks: dict[str, list[Peak]] = {}
     with device.transient_workspaces() as transient, device.window() as whole:
         for phase in phases:

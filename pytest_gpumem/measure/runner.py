@@ -42,7 +42,7 @@ def measure_step(
     device: Device,
     *,
     own: Callable[[], Iterable[torch.UntypedStorage]],
-    foreign: Sequence[int],
+    not_own: Sequence[int],
     time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
@@ -51,13 +51,13 @@ def measure_step(
 
     Runs it until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
     optimizer state and autotuning are behind, then `FURTHER_STEPS` more: what happens every second to sixth time is seen.
-    ``foreign`` bytes are live that are not the step's own, on each of `Device.everywhere`;
+    ``not_own`` bytes are live that are not the step's own, on each of `Device.everywhere`;
     ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
     the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until it stays. Without an
     ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. On several ranks all
     run as many steps, as they decide (`Device.consensus`).
     """
-    run_step = functools.partial(run_one_step, phases, device, foreign)
+    run_step = functools.partial(run_one_step, phases, device, not_own)
     device.quiesce()
     with cyclic_collector_off():
         seen = [run_step()]

@@ -1,4 +1,4 @@
-"""Borders between the steps of a loop: the optimizer that stepped first steps again."""
+"""Boundaries between the steps of a loop: the optimizer that stepped first steps again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 
 class StepBoundaries:
-    """Finds the borders of a loop's steps, and calls ``border()`` at each.
+    """Finds the boundaries of a loop's steps, and calls ``boundary()`` at each.
 
     The first optimizer's first step is one. From then on a step ends with the first optimizer to step a second time since the
-    last border: a pair of networks with an optimizer each makes one step of both. An optimizer that steps within ``backward()``
-    (one for each parameter, in hooks) ends the step before the next call of a module, as there is no way out of ``backward()``.
+    last boundary: a pair of networks with an optimizer each makes one step of both. An optimizer that steps within
+    ``backward()`` (one for each parameter, in hooks) ends the step before the next call of a module, as there is no way out of
+    ``backward()``.
     """
 
-    def __init__(self, border: Callable[[], None]) -> None:
-        self._border = border
+    def __init__(self, boundary: Callable[[], None]) -> None:
+        self._boundary = boundary
         self._stepped: set[int] = set()
-        """Optimizers that have stepped since the last border, by identity."""
+        """Optimizers that have stepped since the last boundary, by identity."""
         self._is_due = False
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -37,10 +38,10 @@ class StepBoundaries:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Find the borders of what runs within."""
+        """Find the boundaries of what runs within."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        # What ends a recording at a border must not be within a span of it: optimizers make one around their steps.
+        # What ends a recording at a boundary must not be within a span of it: optimizers make one around their steps.
         with self._stack, without_record_functions():
             self._stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             yield
@@ -64,9 +65,9 @@ class StepBoundaries:
             self._await_module()
         elif threading.get_ident() == self._thread:
             self._is_due = False
-            self._border()
+            self._boundary()
         else:
-            self.stepped_elsewhere = True
+            self.stepped_in_other_thread = True
             self._await_module()
 
     def _await_module(self) -> None:
@@ -81,7 +82,7 @@ class StepBoundaries:
         if self._is_due and threading.get_ident() == self._thread and not in_backward():
             self._is_due = False
             self._handle.remove()
-            self._border()
+            self._boundary()
 
 
 @contextmanager

@@ -235,8 +235,8 @@ class FixtureSetup:
 
     def _ownership(self, device: Device) -> Ownership:
         if device.name not in self._ownerships:
-            elsewhere = tuple(Ownership(other) for other in device.others)
-            self._ownerships[device.name] = Ownership(device, elsewhere)
+            others = tuple(Ownership(other) for other in device.others)
+            self._ownerships[device.name] = Ownership(device, others)
         return self._ownerships[device.name]
 
 

@@ -1,7 +1,7 @@
-"""Ownership of live bytes: those of a test and its fixtures, and foreign ones.
+"""Ownership of live bytes: those of a test and its fixtures, and those that are not its own.
 
 A test's bytes are what its fixtures hold when its call begins, and what it allocates itself. Everything else that is live
-then is foreign and not in its figures, so that they do not depend on what ran before.
+then is not its own, and not in its figures, so that they do not depend on what ran before.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Ownership:
 
         Fixtures that are set up meanwhile (``getfixturevalue``) keep their share of the bytes for themselves.
         """
-        with ExitStack() as others:
-            told = [others.enter_context(one.setting_up(fixturedef, node)) for one in self.elsewhere]
+        with ExitStack() as stack:
+            told = [stack.enter_context(one.setting_up(fixturedef, node)) for one in self.others]
             with self._setting_up(fixturedef, node) as tell:
 
                 def done(value: object) -> None:
@@ -127,8 +127,8 @@ class Ownership:
 
     @property
     def everywhere(self) -> tuple[Ownership, ...]:
-        """This one and those `elsewhere`, in the order of `Device.everywhere`."""
-        return (self, *self.elsewhere)
+        """This one and those `others`, in the order of `Device.everywhere`."""
+        return (self, *self.others)
 
     def own(self, item: pytest.Item) -> OwnBytes:
         """Return the bytes that belong to ``item`` now: those of its fixtures, of its class and of its instance."""

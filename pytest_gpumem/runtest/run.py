@@ -107,7 +107,7 @@ class TestRun:
         self._attributes = frozenset(self._instance_dict())
 
     @property
-    def foreign(self) -> tuple[int, ...]:
+    def not_own(self) -> tuple[int, ...]:
         """The bytes that were live when the call began, and are neither the test's nor its fixtures', on each device."""
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
@@ -117,7 +117,7 @@ class TestRun:
         """Return the bytes that belong to the test now, on each of `Device.everywhere`."""
         return [one.own(self.item).total if one.device.is_used else 0 for one in self._ownership.everywhere]
 
-    def foreign_blocks(self) -> frozenset[int]:
+    def blocks_not_own(self) -> frozenset[int]:
         """Return the addresses of live tensors that are neither the test's nor its fixtures', as far as can be told."""
         import torch
 
@@ -164,14 +164,14 @@ class TestRun:
 
         The ``whole_call`` begins right after `begin_call`, whose readings are its own.
         """
-        foreign = self.foreign
-        assert self._at_call is not None, "there are no foreign bytes before the call"
+        not_own = self.not_own
+        assert self._at_call is not None, "there are no bytes of others before the call"
         held_before, live_before = self._at_call
         device = self.device
         if not whole_call:
             device.settle()
             live_before, held_before = live_of_program(device), self._held()
-        reading = Reading(device, foreign, live_before)
+        reading = Reading(device, not_own, live_before)
         ended: list[ByDevice] = []
         with cyclic_collector_off():
             with device.transient_workspaces() as transient, device.window() as window:

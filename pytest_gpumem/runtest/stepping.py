@@ -38,12 +38,12 @@ class Steps:
         self._items = items
         self._explain = explain
         self._loop = Loop(self._measure)
-        self._borders = StepBoundaries(self._optimizer_stepped)
+        self._boundaries = StepBoundaries(self._optimizer_stepped)
         self._is_told = False
         """True if the loop says itself where its steps end."""
         self._judged: Judged | None = None
         self._measurement: Measurement | None = None
-        self._foreign_blocks: frozenset[int] = frozenset()
+        self._blocks_not_own: frozenset[int] = frozenset()
         self._first: FirstStep | None = None
 
     @property
@@ -59,7 +59,7 @@ class Steps:
             Whether the loop has been measured, and may end.
         """
         self._is_told = True
-        self._loop.border()
+        self._loop.boundary()
         return self._loop.is_measured
 
     def callback(self) -> Any:
@@ -73,10 +73,10 @@ class Steps:
     @contextmanager
     def within(self) -> Iterator[None]:
         """Measure the steps of the loop within, and end it when they have been measured."""
-        self._foreign_blocks = self._run.foreign_blocks()
-        self._first = FirstStep(self._run.device, self._run.foreign)
+        self._blocks_not_own = self._run.blocks_not_own()
+        self._first = FirstStep(self._run.device, self._run.not_own)
         try:
-            with self._borders.watched():
+            with self._boundaries.watched():
                 yield
         except EndOfLoop as end:
             if end.loop is not self._loop:
@@ -94,7 +94,7 @@ class Steps:
         self._loop.end()
         self._keep()
         if self._judged is None:
-            if self._borders.stepped_elsewhere:
+            if self._boundaries.stepped_in_other_thread:
                 raise MeasuringError(
                     "no step was seen: an optimizer has stepped in another thread, and steps of other threads than "
                     "this one are not seen"
@@ -114,7 +114,7 @@ class Steps:
     def _optimizer_stepped(self) -> None:
         if self._is_told:
             return
-        self._loop.border()
+        self._loop.boundary()
         if self._loop.is_measured:
             raise EndOfLoop(self._loop)
 
@@ -126,19 +126,19 @@ class Steps:
             work=work_of_items(self._items),
             phases=[Phase("step", self._loop.next_step)],
             run_counted=partial(self._loop.next_step, counted=True),
-            foreign=self._run.foreign,
+            not_own=self._run.not_own,
             held=None,
             steps=self._steps,
             first=self._first.ended(),
-            optimizers=self._borders.optimizers,
-            foreign_blocks=self._foreign_blocks,
+            optimizers=self._boundaries.optimizers,
+            blocks_not_own=self._blocks_not_own,
         )
         step = self._run.measure(prepared)
         self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)
 
     def _keep(self) -> None:
         """Keep what was measured, and nothing of the loop: what comes after it in its test is measured without it."""
-        self._borders.optimizers.clear()
+        self._boundaries.optimizers.clear()
         if self._judged is not None and self._measurement is None:
             self._measurement = self._run.keep(self._judged)
 

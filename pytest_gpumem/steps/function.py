@@ -23,12 +23,12 @@ def prepared_function(
 ) -> Iterator[PreparedStep]:
     """Make ``fn()`` ready to run as a step that repeats. What it holds belongs to the step."""
     with random_numbers_given_back(context.device):
-        foreign = context.begin(fn)
+        not_own = context.begin(fn)
         yield PreparedStep(
             context=context,
             workload=Workload("measure"),
             work=work_of_items(items),
             phases=[Phase("step", fn)],
-            foreign=foreign,
+            not_own=not_own,
             held=fn,
         )

@@ -140,7 +140,7 @@ def prepared_infer_step(
     given = given_model(model_or_factory)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
-        foreign = context.begin((given, batch))
+        not_own = context.begin((given, batch))
         with context.creation_sites() as creation_sites:
             model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
             initialise(model, batch, config, context.device, training=False)
@@ -158,7 +158,7 @@ def prepared_infer_step(
             workload=workload_of("infer_step", model, batch, config, precision),
             work=work_in(batch, items),
             phases=phases,
-            foreign=foreign,
+            not_own=not_own,
             held=(model, batch),
             model=model,
             batch=batch,

@@ -93,7 +93,7 @@ def prepared_train_step(
             layout = stack.enter_context(layout_in_process_group(config, device))
             stack.enter_context(sequence_shared(layout, device))
             batch = part_of_sequence(batch, layout)
-        foreign = context.begin((given, batch, optimizer))
+        not_own = context.begin((given, batch, optimizer))
         if layout is not None:
             built = build_sharded(context, model_or_factory, batch, loss, config, layout)
         else:
@@ -123,7 +123,7 @@ def prepared_train_step(
             workload=workload_of("train_step", model, batch, said),
             work=work_in(batch, items),
             phases=phases,
-            foreign=foreign,
+            not_own=not_own,
             held=(model, batch, made, training.scaler, built.buckets),
             model=model,
             optimizer=local_optimizer(made) if made is not None and shared else made,

@@ -223,7 +223,7 @@ def time_phases(
     """Return the median seconds of each phase of a step, from rounds of ``steps`` steps. Phases of one name are one.
 
     There are `ROUNDS_OF_PHASES`, or fewer when the share of the ``time_budget`` is spent. Nothing is run for a single phase.
-    They are not taken from the rounds of a sample: reading the clock at every border would be in them.
+    They are not taken from the rounds of a sample: reading the clock at every boundary would be in them.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
     if device.consensus.all(len(seconds) == 1):

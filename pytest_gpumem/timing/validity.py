@@ -1,7 +1,7 @@
 """Validity of times: interference between two readings, whether it is too much, and how much it explains at most. Pure.
 
 Each kind of interference can slow a step by a bounded factor; the rest is the code's. What *took time* from the step (another
-process on its core, say) is known stretch by stretch, and is divided out there. What *slowed* the step while it ran is known
+process on its core, say) is known interval by interval, and is divided out there. What *slowed* the step while it ran is known
 of a whole sample. What is shared with a neighbour (caches, memory, a core's two halves) slows the pace, too, so of both
 factors the larger one holds. That caches are another process's after waiting does not show in the pace, which is the best of a
 few, so it comes on top of what the pace lost.
@@ -51,7 +51,7 @@ lower application clocks are set on purpose, and the same in every run."""
 def disturbance(before: Conditions, after: Conditions) -> str | None:
     """Return, as a clause, what disturbed the time between two readings; ``None`` when nothing is known to have.
 
-    Sound for stretches of any length: what is counted in ticks is claimed only as far as it is beyond their resolution,
+    Sound for intervals of any length: what is counted in ticks is claimed only as far as it is beyond their resolution,
     so that a round of 20 ms says nothing of them and a sample of a second does. The clock is judged as it was in the
     end, since before its first work a GPU is at rest.
     """
@@ -96,7 +96,7 @@ def growth(before: int | None, after: int | None) -> int:
 
 
 def is_throttled(before: Conditions, after: Conditions) -> bool:
-    """Return whether the GPU's clock was lowered to protect it, at either end of the stretch."""
+    """Return whether the GPU's clock was lowered to protect it, at either end of the interval."""
     return not _SLOWDOWNS.keys().isdisjoint(_events(before, after))
 
 
@@ -218,7 +218,7 @@ def taken(before: Conditions, after: Conditions) -> float:
     others = other_processes(before, after)
     on_gpu = OTHERS_ON_GPU * (1 + others) if others else 1.0
     seconds = elapsed(before, after)
-    # Of a stretch that an event may have filled, nothing is known of the step.
+    # Of a interval that an event may have filled, nothing is known of the step.
     left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
     return on_gpu / left / (1 - waited)
 

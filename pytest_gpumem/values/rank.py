@@ -43,12 +43,12 @@ def without_rank(name: str) -> str:
 
 def in_words(numbers: list[int]) -> str:
     """Return ``"rank 3"``, ``"ranks 0 and 2"``, ``"ranks 0 to 2 and 5"``."""
-    stretches: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if stretches and number == stretches[-1][-1] + 1:
-            stretches[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            stretches.append([number])
-    texts = [text for one in stretches for text in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))]
+            runs.append([number])
+    texts = [text for one in runs for text in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))]
     listed = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}"

@@ -17,7 +17,7 @@ from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_history import HistoryEntry
-from pytest_gpumem.devices.cuda_runtime import GpuProperties, Stretch
+from pytest_gpumem.devices.cuda_runtime import GpuProperties, RecordedRegion
 from pytest_gpumem.devices.nvml import GpuNow, OtherProcesses
 from pytest_gpumem.measure.reading import Figures
 from pytest_gpumem.measurement import MeasuringError
@@ -47,7 +47,7 @@ class SyntheticCuda:
         self._peak = dict(self._current)
         self._ever = dict(self._current)
         self._workspace: Block | None = None
-        self._stretch: Stretch | None = None
+        self._stretch: RecordedRegion | None = None
         self._blocks: dict[int, int] = {}
         self._events = 0
         self.calls: list[str] = []
@@ -111,7 +111,7 @@ class SyntheticCuda:
     @contextmanager
     def recorded(self, *, with_history):
         self.calls.append(f"recorded, {'with' if with_history else 'without'} history")
-        self._stretch = stretch = Stretch()
+        self._stretch = stretch = RecordedRegion()
         yield stretch
         self._stretch = None
         if with_history:

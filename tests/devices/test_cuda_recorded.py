@@ -11,7 +11,7 @@ import pytest
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_history import HistoryEntry
-from pytest_gpumem.devices.cuda_runtime import Stretch
+from pytest_gpumem.devices.cuda_runtime import RecordedRegion
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measure.runner import measure_step
 from pytest_gpumem.values.events import AllocationEvent
@@ -239,7 +239,7 @@ def measured_step(recording: Recording) -> dict[str, int]:
             [Phase(name, playing(runtime, name)) for name in STEP],
             device,
             own=dict,
-            foreign=[device.live() - PARAMETERS],
+            not_own=[device.live() - PARAMETERS],
             time_budget=None,
         )
         metrics = figures.memory.memory_metrics()
@@ -261,9 +261,9 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // 512) * 512
 
 
-def as_of_a_gpu(tokens: tuple[Token, ...]) -> Stretch:
+def as_of_a_gpu(tokens: tuple[Token, ...]) -> RecordedRegion:
     """Tokens with rounded blocks, and the history that has what was asked for."""
-    stretch = Stretch()
+    stretch = RecordedRegion()
     for token in tokens:
         if not isinstance(token, AllocationEvent):
             stretch.tokens.append(token)

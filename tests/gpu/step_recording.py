@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.devices.cuda_runtime import Stretch
+    from pytest_gpumem.devices.cuda_runtime import RecordedRegion
     from pytest_gpumem.explain.recording import Recorded
     from pytest_gpumem.values.composition import Explanation
 
@@ -167,10 +167,10 @@ class KeepingCuda(TorchCuda):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stretches: list[Stretch] = []
+        self.stretches: list[RecordedRegion] = []
 
     @contextmanager
-    def recorded(self, *, with_history: bool) -> Iterator[Stretch]:
+    def recorded(self, *, with_history: bool) -> Iterator[RecordedRegion]:
         with super().recorded(with_history=with_history) as stretch:
             yield stretch
         self.stretches.append(stretch)
@@ -209,7 +209,7 @@ def run_step(device: Device, config: str = "fp32") -> Ran:
     return Ran(step.metrics()["peak_allocated"], explanation, recorded)
 
 
-def recording_of(ran: Ran, stretch: Stretch, device: str, details: Mapping[str, str | int]) -> StepRecording:
+def recording_of(ran: Ran, stretch: RecordedRegion, device: str, details: Mapping[str, str | int]) -> StepRecording:
     """What is to be kept of a step, with what the sources told of its recorded run."""
     trace = replace(ran.recorded.trace, tokens=())
     return StepRecording(

@@ -62,7 +62,7 @@ def measured(device, run):
         [Phase("step", run)],
         device,
         own=lambda: storages_of([], device.torch_device),
-        foreign=[device.live()],
+        not_own=[device.live()],
         time_budget=None,
     )
 

@@ -88,7 +88,7 @@ def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigu
         phases,
         device,
         own=own,
-        foreign=[device.live() - sum(blocks.values())],
+        not_own=[device.live() - sum(blocks.values())],
         time_budget=TimeBudget() if timed else None,
         state=state,
     )
@@ -217,9 +217,9 @@ def test_a_batch_that_was_made_before_the_device_was_opened_counts_alike():
 
 def test_foreign_bytes_are_in_no_figure(device):
     alone = linear_step(device, torch.optim.AdamW).memory.memory_metrics()
-    foreign = tensor(500 * KB)
+    not_own = tensor(500 * KB)
     assert linear_step(device, torch.optim.AdamW).memory.memory_metrics() == alone
-    assert foreign.numel() == 500 * KB
+    assert not_own.numel() == 500 * KB
 
 
 # Phases
@@ -273,7 +273,7 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measure_step([Phase("fail", fail)], device, own=dict, foreign=[device.live()], time_budget=None)
+        measure_step([Phase("fail", fail)], device, own=dict, not_own=[device.live()], time_budget=None)
     assert device._windows == ()
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
 
@@ -547,7 +547,7 @@ def test_the_collector_is_left_as_it_was(on):
 def test_figures_are_differences_and_need_no_zero():
     for zero in (0, 10**6):
         figures = Figures(
-            foreign=zero + 50,
+            not_own=zero + 50,
             live_before=zero + 150,
             reserved_before=zero + 400,
             peak=Peak(zero + 250, zero + 600),
@@ -649,7 +649,7 @@ def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | No
         [Phase(name, lambda: device.asked.append("run")) for name in phases],
         device,
         own=lambda: [Held()],
-        foreign=[0],
+        not_own=[0],
         time_budget=time_budget,
     )
 
@@ -684,7 +684,7 @@ def test_what_counting_takes_is_in_no_window(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.measure.runner.count_step", count)
         before = device.live()
-        measure_step([Phase("step", step)], device, own=list, foreign=[before], time_budget=None)
+        measure_step([Phase("step", step)], device, own=list, not_own=[before], time_budget=None)
     assert counting
     assert device.close_window(outer).allocated - before == KB
 
@@ -788,7 +788,7 @@ def test_what_only_cpp_code_holds_is_still_known_when_a_step_has_been_timed(devi
     device.register_existing(reached())
     before = device.live()
     device.quiesce()
-    figures = measure_step(phases, device, own=reached, foreign=[before], time_budget=TimeBudget())
+    figures = measure_step(phases, device, own=reached, not_own=[before], time_budget=TimeBudget())
     if again:
         sample_again(phases, device, reached, 0.1)
     after = run_one_step(phases, device, [before])["cpu"]

@@ -252,7 +252,7 @@ with prepared(bench, config, samples=samples) as step:
         held["optimizer"] = sum(one.numel() * 4 for one in state if type(one) is torch.Tensor and one.dtype == torch.float32)
     device.consensus = Resting()
     device.quiesce()
-    steps = [run_one_step(step.phases, device, step.foreign) for _ in range(8 if "RANK" in os.environ else 4)]
+    steps = [run_one_step(step.phases, device, step.not_own) for _ in range(8 if "RANK" in os.environ else 4)]
     held["peak"] = statistics.mode(figures["cpu"].own_peak for figures in steps[2:])
     step.training.before_optimizer = look
     for phase in step.phases:
