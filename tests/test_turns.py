@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.session.packing import Share
+from pytest_gpumem.session.packing import GpuShare
 from pytest_gpumem.session.turns import Repeating, Turns
 
 WANTED = {wanted}
@@ -66,7 +66,7 @@ def memory():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    turns = Turns({{item: Share(MEMORY, WANTED) for item in items if "shares" in item.name}}, frozenset())
+    turns = Turns({{item: GpuShare(MEMORY, WANTED) for item in items if "shares" in item.name}}, frozenset())
     config.pluginmanager.register(turns)
     config.pluginmanager.register(Repeating(turns))
 

@@ -150,6 +150,7 @@ def test_the_free_of_an_adopted_block_is_seen():
 @pytest.fixture
 def adopted():
     """An open device, and tensors that it has adopted: made while nobody counted, as those of a module's globals are."""
+    gc.collect()  # garbage of another test would be freed among what is recorded
     tensors = [tensor(100 * KB), tensor(70 * KB), tensor(40 * KB)]
     device = CpuDevice()
     device.open()

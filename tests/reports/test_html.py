@@ -23,7 +23,7 @@ from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
 from pytest_gpumem.reports.html.page import anchor_of, html, page_of, unique
 from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panel_of
-from pytest_gpumem.reports.matrix import Row as ConfigRow
+from pytest_gpumem.reports.matrix import MatrixRow
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.composition import Composition, Row
@@ -267,10 +267,10 @@ def test_a_step_without_times_has_no_rounds():
 
 
 CONFIGS = [
-    ConfigRow("fp32", 100, 1.0),
-    ConfigRow("bf16", 50, 1.5),
-    ConfigRow("slow", 100, 2.0),
-    ConfigRow("tf32", why_not="-"),
+    MatrixRow("fp32", 100, 1.0),
+    MatrixRow("bf16", 50, 1.5),
+    MatrixRow("slow", 100, 2.0),
+    MatrixRow("tf32", why_not="-"),
 ]
 
 
@@ -284,7 +284,7 @@ def test_a_matrix_is_drawn_by_saving_and_cost_with_those_that_none_beats():
     assert chart["first"] == "fp32"
 
 
-@pytest.mark.parametrize("rows", [[], CONFIGS[:1], CONFIGS[3:], [ConfigRow("a", 1), ConfigRow("b", 2)]])
+@pytest.mark.parametrize("rows", [[], CONFIGS[:1], CONFIGS[3:], [MatrixRow("a", 1), MatrixRow("b", 2)]])
 def test_a_matrix_without_two_configs_of_known_cost_is_a_table_only(rows):
     assert matrix_chart("test_m", rows, "si") is None
 
