@@ -51,7 +51,7 @@ class PreparedLoop(PreparedStep):
     """Runs it until the next boundary, for counting, by which alone it may run out of memory."""
     optimizers: Sequence[torch.optim.Optimizer]
     """The optimizers that have stepped so far."""
-    foreign_blocks: frozenset[int]
+    blocks_not_own: frozenset[int]
     """Addresses of tensors that were there before, and are not the test's."""
 
     def measure(self) -> MeasuredStep:

@@ -52,7 +52,7 @@ class Ownership:
     """The fixtures that are set up on one device, and the bytes that belong to tests through them."""
 
     device: Device
-    elsewhere: tuple[Ownership, ...] = ()
+    others: tuple[Ownership, ...] = ()
     """The ownerships of the device's `others`, which are told what this one is told."""
     _notes: dict[pytest.FixtureDef[Any], FixtureNote] = field(default_factory=dict)
     _gained_within: list[int] = field(default_factory=list)
