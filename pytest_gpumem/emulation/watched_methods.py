@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.emulation.host_operators import is_exact, is_ordinary, on_host, tensors_among
+from pytest_gpumem.emulation.scripts import follow_scripts
 from pytest_gpumem.emulation.serialized import follow_serialized
 from pytest_gpumem.emulation.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
 from pytest_gpumem.emulation.use_of_float import TEXT, use_of_conversion
@@ -39,6 +40,7 @@ def watch_methods(mode: HostValues) -> None:
     for module in (torch, torch.utils.dlpack):
         _replace(module, "to_dlpack", _giving, mode)
     follow_serialized(mode, partial(_is_unknown, mode))
+    follow_scripts(mode, partial(_is_unknown, mode))
     comm = torch.nn.parallel.comm
     comm.broadcast_coalesced = _broadcasting(mode, comm.broadcast_coalesced)
     comm.reduce_add = _adding(mode, comm.reduce_add)

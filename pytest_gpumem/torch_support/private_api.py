@@ -588,6 +588,32 @@ def script_as(function: Callable[..., object], operator: str) -> None:
     builtins._register_builtin(function, f"aten::{operator}")
 
 
+def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManager[object]]) -> None:
+    """Have TorchScript's functions and methods run within a context when Python calls them, for good.
+
+    Args:
+        around: Is given the function or method, and what it is called with.
+    """
+    import torch
+
+    def within(call: Callable[..., Any]) -> Callable[..., Any]:
+        @never_compiled
+        def call_within(script: Any, *args: Any, **kwargs: Any) -> Any:
+            with around(script, (*args, *kwargs.values())):
+                return call(script, *args, **kwargs)
+
+        return call_within
+
+    for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        kind.__call__ = within(kind.__call__)  # type: ignore[method-assign]
+
+
+def lists_of_script(script: Any) -> list[str]:
+    """Return the types of the lists that a function or method of TorchScript makes by ``tolist``, such as ``List[int]``."""
+    graph = script.inlined_graph  # its nodes last no longer
+    return [str(node.output().type()) for node in graph.findAllNodes("prim::tolist", True)]
+
+
 @contextmanager
 def around_collectives(
     waited: Callable[[], None], broadcasting: Callable[[], AbstractContextManager[object]]

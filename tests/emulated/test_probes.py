@@ -20,6 +20,10 @@ loss = x.square().mean()
 score = x.sum(1)
 expert = torch.nn.Linear(1000, 1000, device="cuda")
 class Sub(torch.Tensor): pass
+class Listing(torch.nn.Module):
+    def forward(self, x):
+        n: list[int] = x.tolist()
+        return n
 class Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x * 2
@@ -126,6 +130,11 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "torch._nested_tensor_from_mask(x.view(1000, 500, 2), x[:, :500] > 0, mask_check=False)"),
     (CAUGHT, "torch._nested_tensor_from_mask_left_aligned(torch.ones(8, 8, 2), (x[:8, :8] > 0).cpu())"),
     (CAUGHT, "layer = torch.nn.TransformerEncoderLayer(1000, 2, 16, batch_first=True)\nwith torch.no_grad(): torch.nn.TransformerEncoder(layer, 1).cuda().eval()(x[None], src_key_padding_mask=score[None] > 0)"),
+    (CAUGHT, "@torch.jit.script\ndef listed(w):\n    n: list[int] = w.tolist()\n    return n\nlisted(score.argsort())"),
+    (CAUGHT, "@torch.jit.script\ndef listed(w):\n    n: list[int] = w.tolist()\n    return n\nlisted(score.argsort().cpu())"),
+    (CAUGHT, "@torch.jit.script\ndef listed(w):\n    n: list[int] = w.tolist()\n    return n\n@torch.jit.script\ndef calling(w):\n    return listed(w.argsort())\ncalling(score)"),
+    (CAUGHT, "made = torch.jit.script(Listing())\nmade(score.argsort())"),
+    (CAUGHT, "file = io.BytesIO()\ntorch.jit.save(torch.jit.script(Listing()), file)\nfile.seek(0)\ntorch.jit.load(file)(score.argsort())"),
     (CAUGHT, "torch.isin(1000, score.argsort())"),
     (CAUGHT, "torch.isin(score.argsort(), torch.arange(1000, device='cuda'))"),
     (CAUGHT, "with torch.inference_mode(): torch.isin(score.argsort(), score.argsort())"),
@@ -336,6 +345,8 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "torch.func.vjp(lambda w: w * round(w.sum().item()), x)"),
     (READ, "torch.func.grad(lambda w: w.sum() * w[0].tolist()[0])(x)"),
     (READ, "@torch.jit.script\ndef scripted(w):\n    if float(w.sum()) > 0.5: w = w @ w\n    return w\nscripted(x)"),
+    (READ, "@torch.jit.script\ndef listed(w):\n    n: list[float] = w.tolist()\n    return n\nlisted(score)"),
+    (HARMLESS, "@torch.jit.script\ndef listed(w):\n    n: list[int] = w.tolist()\n    return n\nassert listed(known) == [*range(8)] == listed(known.cpu())  # known"),
     (READ, "print(statistics.mean([loss.item(), loss.item()]), statistics.stdev([loss.item(), 2.0]))"),
     (HARMLESS, "torch.distributions.Normal(x, x.exp()).sample()  # refused or not"),
     (HARMLESS, "d = torch.distributions.Categorical(logits=x)\nd.log_prob(d.sample())  # refused or not"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +20,14 @@ from pytest_gpumem.torch_support.private_api import (
     AllocationEvent,
     activation_memory_budget,
     allocation_events,
+    around_scripts,
     beneath_modes,
     clear_cublas_workspaces,
     compiled_graphs,
     compiles_within_modes,
     cublas_workspace_sizes,
     event_tree,
+    lists_of_script,
     load_compiler,
     never_compiled,
     next_node_number,
@@ -537,3 +540,34 @@ def test_the_operators_that_a_kernel_calls_are_seen_by_the_modes():
     assert found.sum() == 60
     assert "isin" not in seen
     assert any("unique" in name for name in seen)
+
+
+class Listing(torch.nn.Module):
+    def forward(self, x: torch.Tensor):
+        found: list[int] = x.tolist()
+        return found
+
+
+class Calling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listing = Listing()
+
+    def forward(self, x: torch.Tensor):
+        return self.listing(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_runs_within_a_context_and_tells_which_lists_it_makes_of_tensors(monkeypatch):
+    for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        monkeypatch.setattr(kind, "__call__", kind.__call__)
+    seen = []
+
+    @contextmanager
+    def around(script, given):
+        yield seen.append((lists_of_script(script), len(given)))
+
+    around_scripts(around)
+    assert torch.jit.script(Calling())(torch.arange(3)) == [0, 1, 2]
+    assert torch.jit.script(torch.nn.functional.relu)(torch.ones(2)).sum() == 2
+    assert seen == [(["List[int]"], 1), ([], 1)]
