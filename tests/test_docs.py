@@ -489,6 +489,26 @@ def test_the_architecture_is_a_list_of_decisions_of_a_few_lines_each():
     assert max(map(len, text.splitlines())) <= 128
 
 
+def first_lines() -> list[str]:
+    """The first line of every docstring of the package, those of attributes included, with its place."""
+    package = Path(pytest_gpumem.__file__).parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            body = getattr(node, "body", None)
+            for one in body if isinstance(body, list) else ():
+                text = one.value.value if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) else None
+                if isinstance(text, str):
+                    found.append(f"{path.relative_to(package)}:{one.lineno}: {text.strip().splitlines()[0]}")
+    return found
+
+
+def test_first_lines_of_docstrings_say_what_the_thing_is_in_place_of_a_clause_about_it():
+    lines = first_lines()
+    assert len(lines) > 2000
+    assert [line for line in lines if re.search(r": (What|Who|Whose|Which|Whether|How|Why) ", line)] == []
+
+
 def test_the_changelog_begins_with_this_version():
     assert re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), flags=re.MULTILINE)[0] == pytest_gpumem.__version__
 

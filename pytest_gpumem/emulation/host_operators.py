@@ -70,7 +70,7 @@ class Operator:
 
     name: str
     view: bool
-    """Its result is memory that was there."""
+    """True if its result is memory that was there."""
     random: bool
     written: tuple[int, ...]
     """Positions of the arguments that it writes to."""
@@ -79,7 +79,7 @@ class Operator:
     writes_if: int | None = None
     """Position of the argument without which it does not."""
     collective: bool = False
-    """It is one of torch.distributed's, whose schemas lack the arguments that they write to."""
+    """An operator of torch.distributed, whose schemas lack the arguments that they write to."""
     overwrites: bool = False
     """The values of its first argument do not matter."""
     reads: bool = False

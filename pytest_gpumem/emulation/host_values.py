@@ -104,7 +104,7 @@ class HostValues(TorchDispatchMode):
         self.captured: dict[int, StorageWeakRef] | None = None
         """While a CUDA graph is captured: the GPU's storages that it writes to, by address."""
         self._unknown: StorageWeakRef | None = None
-        """Of the tensor that was last noted as not known."""
+        """The storage of the tensor that was last noted as not known."""
         self._unknown_on_host: dict[int, _Unknown] = {}
         """The host's storages whose values are not known, by address."""
         self.lent = LentMemory()
@@ -118,7 +118,7 @@ class HostValues(TorchDispatchMode):
         self.running = ""
         """The operator that runs on the GPU."""
         self._in_kernel = False
-        """Whether a kernel runs whose operators are seen."""
+        """True if a kernel runs whose operators are seen."""
         self._made_of_unknown = False
         """True if `torch.tensor` is making a tensor of others, which are not all known."""
 

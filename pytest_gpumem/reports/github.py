@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.view import ReportRow
 
 MOST_ANNOTATIONS = 10
-"""Of a kind that GitHub shows of a step:
+"""The most annotations of a kind that GitHub shows of a step:
 https://docs.github.com/en/actions/reference/limits and ``_maxCountPerIssueType`` of the runner."""
 MOST_OF_A_MESSAGE = 4_096
 """Characters of a message; the runner cuts off the others (``_maxIssueMessageLength``)."""

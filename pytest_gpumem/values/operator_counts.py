@@ -173,7 +173,7 @@ def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
 Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], to_texts, from_texts)]
 """Tallies that are written as the texts of their places."""
 KeptTallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], lambda tallies: to_texts(kept(tallies)), from_texts)]
-"""Of those that are written, the places with the largest amounts."""
+"""Tallies of which only the places with the largest amounts are written."""
 
 
 def _from_text(text: str) -> Iterable[Tally]:

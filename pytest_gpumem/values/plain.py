@@ -119,7 +119,7 @@ def _mapping(_: Any, kind: Any) -> _Codec:
 
 
 def _union(*kinds: Any) -> _Codec:
-    """Of one type and ``None``, or of types that are plain as they are."""
+    """Return a codec of one type and ``None``, or of types that are plain as they are."""
     others = [kind for kind in kinds if kind is not NoneType]
     read, write = _codec(others[0]) if len(others) == 1 else _AS_IT_IS
     if len(others) > 1 and int in others and float not in others:
