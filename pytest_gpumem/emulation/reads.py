@@ -28,6 +28,7 @@ _OURS = str(Path(__file__).parents[1])
 _TORCHS = str(Path(torch.__file__).parent)
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
+_SAFETENSORS = f"{_INSTALLED}safetensors{os.sep}"
 
 _CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_loss"})
 """Functions that read values to warn or to refuse them, and for nothing else: of transformers and torch."""
@@ -118,7 +119,8 @@ class Reads:
 def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS, "<")) and not (file.startswith(_STANDARD) and _INSTALLED not in file):
+        is_passed_over = file.startswith((_OURS, _TORCHS, "<")) or _SAFETENSORS in file
+        if not is_passed_over and not (file.startswith(_STANDARD) and _INSTALLED not in file):
             return f"{file}:{line}"
     return None
 

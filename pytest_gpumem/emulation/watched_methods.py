@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from pytest_gpumem.emulation.host_values import HostValues
+
+
+_OURS_AND_TORCHS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def watch_methods(mode: HostValues) -> None:
@@ -190,6 +194,41 @@ def _borrowing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., 
     return borrow
 
 
+def _calling(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a function with each element as one that notes what that is given."""
+
+    @never_compiled
+    @wraps(original)
+    def call(self: torch.Tensor, *args: Any, **named: Any) -> Any:
+        unknown = [one for one in tensors_among((self, *args, *named.values())) if _is_unknown(mode, one)]
+        result = original(self, *args, **named)
+        if unknown:
+            with outside_torch_function():
+                if any(map(is_exact, unknown)):
+                    mode.reads.invalid("a value is read")
+                mode.reads.of_float()
+                mode.note_unknown(self)
+        return result
+
+    return call
+
+
+def _addressing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``data_ptr`` as one that notes addresses of the host's memory that leave torch: what reads there is not seen."""
+
+    @never_compiled
+    @wraps(original)
+    def address(self: torch.Tensor) -> Any:
+        value = original(self)
+        if not self.is_cuda and _is_unknown(mode, self):
+            caller = _caller()
+            if caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS):
+                mode.reads.of_float()
+        return value
+
+    return address
+
+
 def _formatting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that makes text as one that notes integers, and floats where a number is made of the text again."""
 
@@ -326,6 +365,8 @@ _METHODS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any
     "cpu": _copying,
     "to": _copying,
     "__deepcopy__": _copying,
+    **dict.fromkeys(("apply_", "map_", "map2_"), _calling),
+    "data_ptr": _addressing,
     "new_tensor": _making,
     "tensor_split": _splitting,
 }

@@ -9,8 +9,9 @@ CAUGHT, DECIDED, READ, HARMLESS = "caught", "decided", "read", "harmless"
 """`unmeasured`, with its line; noted as a branch, which fails in strict mode; noted as a read; nothing, for the reason beside it."""
 
 COMMON = """
-import copy, io, json, math, bisect, heapq, itertools, pickle, statistics, threading
+import copy, ctypes, io, json, math, bisect, heapq, itertools, pickle, statistics, threading
 import numpy as np
+import safetensors.torch
 import torch, torch.nn.functional as F
 torch.manual_seed(0)
 x = torch.randn(1000, 1000, device="cuda")
@@ -135,6 +136,10 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "@torch.jit.script\ndef listed(w):\n    n: list[int] = w.tolist()\n    return n\n@torch.jit.script\ndef calling(w):\n    return listed(w.argsort())\ncalling(score)"),
     (CAUGHT, "made = torch.jit.script(Listing())\nmade(score.argsort())"),
     (CAUGHT, "file = io.BytesIO()\ntorch.jit.save(torch.jit.script(Listing()), file)\nfile.seek(0)\ntorch.jit.load(file)(score.argsort())"),
+    (CAUGHT, "score.argsort().cpu().apply_(lambda one: one + 1)"),
+    (CAUGHT, "torch.arange(8).map_(score[:8].argsort().cpu(), lambda one, other: one + other)"),
+    (CAUGHT, "made = torch.zeros(8).map_(score[:8].cpu(), lambda one, other: one + other)\nint(made[0])"),
+    (CAUGHT, "made = torch.zeros(8).map2_(torch.ones(8), score[:8].cpu(), lambda one, other, third: third)\nmade.nonzero()"),
     (CAUGHT, "torch.isin(1000, score.argsort())"),
     (CAUGHT, "torch.isin(score.argsort(), torch.arange(1000, device='cuda'))"),
     (CAUGHT, "with torch.inference_mode(): torch.isin(score.argsort(), score.argsort())"),
@@ -347,6 +352,13 @@ TABLE: list[tuple[str, str]] = [
     (READ, "@torch.jit.script\ndef scripted(w):\n    if float(w.sum()) > 0.5: w = w @ w\n    return w\nscripted(x)"),
     (READ, "@torch.jit.script\ndef listed(w):\n    n: list[float] = w.tolist()\n    return n\nlisted(score)"),
     (HARMLESS, "@torch.jit.script\ndef listed(w):\n    n: list[int] = w.tolist()\n    return n\nassert listed(known) == [*range(8)] == listed(known.cpu())  # known"),
+    (READ, "score.cpu().apply_(abs)"),
+    (READ, "host = score.argsort().cpu()\nctypes.c_long.from_address(host.data_ptr()).value"),
+    (READ, "safetensors.torch.load(safetensors.torch.save({'order': score.argsort()}))['order'].tolist()"),
+    (READ, "safetensors.torch.load(safetensors.torch.save({'half': x.half(), 'large': torch.randn(2000, 1000).cuda()}))"),
+    (HARMLESS, "assert safetensors.torch.load(safetensors.torch.save({'known': known}))['known'].tolist() == [*range(8)]  # known"),
+    (HARMLESS, "assert known.cpu().apply_(lambda one: one + 1).tolist() == torch.ones(8, dtype=torch.int64).map_(known.cpu(), lambda one, other: one + other).tolist()  # known"),
+    (HARMLESS, "score.data_ptr(), score.untyped_storage().data_ptr(), known.cpu().data_ptr()  # of the GPU, and known"),
     (READ, "print(statistics.mean([loss.item(), loss.item()]), statistics.stdev([loss.item(), 2.0]))"),
     (HARMLESS, "torch.distributions.Normal(x, x.exp()).sample()  # refused or not"),
     (HARMLESS, "d = torch.distributions.Categorical(logits=x)\nd.log_prob(d.sample())  # refused or not"),
