@@ -340,6 +340,14 @@ def test_an_empty_table_is_something_said(tmp_path):
     assert settings_of(config_of(tmp_path)).explicit
 
 
+@pytest.mark.parametrize(("option", "expected"), [("store", "a folder or a URL"), ("artifacts", "a folder")])
+def test_an_empty_place_is_a_mistake_typed_and_as_a_key(tmp_path, option, expected):
+    with pytest.raises(SettingsError, match=f"^--gpumem-{option} is empty, expected {expected}$"):
+        settings_of(config_of(tmp_path, **{option: ""}))
+    with pytest.raises(SettingsError, match=f"^here: {option} is empty, expected {expected}$"):
+        settings_from_table({option: ""}, "here")
+
+
 def test_an_option_is_something_said(tmp_path):
     assert settings_of(config_of(tmp_path, strict=True)).explicit
 
