@@ -472,6 +472,10 @@ class HostValues(TorchDispatchMode):
             elif not known:
                 self._note_on_host(part, known)
 
+    def note_known(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor of the GPU has true values, which no operator has written."""
+        self._note(tensor, tensor.untyped_storage().nbytes() <= BIGGEST_COPY)
+
     def note_unknown(self, tensor: torch.Tensor) -> None:
         """Note that a tensor's values were not computed."""
         if tensor.is_cuda:

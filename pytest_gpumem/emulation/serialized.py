@@ -1,19 +1,20 @@
-"""Unknown tensors that are pickled, saved, sent to another process or moved to shared memory stay unknown.
+"""Tensors that are pickled, saved, sent to another process or moved to shared memory stay as unknown, or known, as they were.
 
-A pickled tensor may have attributes, and torch sets them when it reads it. One of them says here that its values were not
+A pickled tensor may have attributes, and torch sets them when it reads it. One of them says here whether its values were not
 computed: it comes through `torch.save`, `pickle`, queues and the workers of a `DataLoader`, into other processes as well.
 """
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing import reductions
 
-from pytest_gpumem.torch_support.private_api import never_compiled, reduced_with_attribute
+from pytest_gpumem.emulation.host_operators import has_storage, is_ordinary
+from pytest_gpumem.torch_support.private_api import never_compiled, outside_torch_function, reduced_with_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,12 +28,15 @@ MARK = "_gpumem_not_computed"
 def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
     """Mark unknown tensors when they are pickled and note them when they are read, and those that move to shared memory."""
 
-    def marked(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(reduce: Callable[..., Any], *, also_known: bool = False) -> Callable[..., Any]:
         @never_compiled
         @wraps(reduce)
         def reduce_it(tensor: torch.Tensor, *args: Any) -> Any:
             reduced = reduce(tensor, *args)
-            return reduced_with_attribute(reduced, type(tensor), MARK, True) if is_unknown(tensor) else reduced
+            if is_unknown(tensor):
+                return reduced_with_attribute(reduced, type(tensor), MARK, True)
+            is_marked = also_known and _is_gpus(tensor)
+            return reduced_with_attribute(reduced, type(tensor), MARK, False) if is_marked else reduced
 
         return reduce_it
 
@@ -48,11 +52,8 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
 
         return move_it
 
-    def read(tensor: torch.Tensor, _: bool) -> None:
-        mode.note_unknown(tensor)
-
-    setattr(torch.Tensor, MARK, property(lambda _: False, read))
-    torch.Tensor.__reduce_ex__ = marked(torch.Tensor.__reduce_ex__)  # type: ignore[method-assign]
+    setattr(torch.Tensor, MARK, property(lambda _: False, partial(_read, mode)))
+    torch.Tensor.__reduce_ex__ = marked(torch.Tensor.__reduce_ex__, also_known=True)  # type: ignore[method-assign]
     torch.UntypedStorage.share_memory_ = moving(torch.UntypedStorage.share_memory_)  # type: ignore[method-assign]
 
     def sent(tensor: torch.Tensor, *args: Any) -> Any:
@@ -63,3 +64,16 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, marked(sent))
     ForkingPickler.register(torch.UntypedStorage, moving(reductions.reduce_storage))
+
+
+def _is_gpus(tensor: torch.Tensor) -> bool:
+    """Return whether `pickle` reads a tensor's memory to the GPU, where no operator shows that it has values."""
+    with outside_torch_function():
+        return is_ordinary(type(tensor)) and tensor.is_cuda and has_storage(tensor)
+
+
+def _read(mode: HostValues, tensor: torch.Tensor, not_computed: bool) -> None:
+    if not_computed:
+        mode.note_unknown(tensor)
+    elif _is_gpus(tensor):
+        mode.note_known(tensor)

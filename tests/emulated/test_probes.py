@@ -140,6 +140,8 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "torch.arange(8).map_(score[:8].argsort().cpu(), lambda one, other: one + other)"),
     (CAUGHT, "made = torch.zeros(8).map_(score[:8].cpu(), lambda one, other: one + other)\nint(made[0])"),
     (CAUGHT, "made = torch.zeros(8).map2_(torch.ones(8), score[:8].cpu(), lambda one, other, third: third)\nmade.nonzero()"),
+    (CAUGHT, "pickle.loads(pickle.dumps(score.argsort())).tolist()"),
+    (CAUGHT, "part = torch.arange(8).cuda()\nother = pickle.loads(pickle.dumps(part))\nother[score[:8] > 0] = 1\nother.nonzero()"),
     (CAUGHT, "torch.isin(1000, score.argsort())"),
     (CAUGHT, "torch.isin(score.argsort(), torch.arange(1000, device='cuda'))"),
     (CAUGHT, "with torch.inference_mode(): torch.isin(score.argsort(), score.argsort())"),

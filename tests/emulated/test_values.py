@@ -81,12 +81,14 @@ def test_an_initialisation_that_draws_again_ends_and_is_no_read(on_gpu):
 
 
 MADE = """
-import copy, io
+import copy, io, pickle
 def loaded(tensor):
     file = io.BytesIO()
     torch.save(tensor, file)
     file.seek(0)
     return torch.load(file, map_location="cpu")
+def pickled(tensor):
+    return pickle.loads(pickle.dumps(tensor))
 def padded(mask):
     return torch._nested_tensor_from_mask(torch.ones(2, 3, 4).cuda(), mask)
 """
@@ -96,6 +98,10 @@ KNOWN = {
     "sorted(torch.randperm(9, device='cuda').tolist())": [*range(9)],
     "torch.randint(4, 5, (3,), device='cuda').tolist()": [4, 4, 4],
     "loaded(torch.arange(3).cuda()).tolist()": [0, 1, 2],
+    "pickled(torch.arange(3).cuda()).tolist()": [0, 1, 2],
+    "pickled(torch.arange(6).cuda()[2:4]).tolist()": [2, 3],
+    "pickled([torch.nn.Parameter(torch.ones(2).cuda())])[0].gt(0).tolist()": [True, True],
+    "copy.copy(torch.arange(3).cuda()).tolist()": [0, 1, 2],
     "copy.deepcopy(torch.arange(3).cuda()).tolist()": [0, 1, 2],
     "torch.zeros(3, device='cuda').tolist()": [0.0, 0.0, 0.0],
     "torch.full((2,), 7, device='cuda').tolist()": [7, 7],
