@@ -23,7 +23,7 @@ EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8'
 SUITE = -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda lint browser compiler screenshots clean
+.PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size lint browser compiler screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines, on the CPU and, where it can be, on an emulated GPU"
@@ -33,6 +33,7 @@ help:
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make lint      check format, style, types, and which room imports which"
+	@echo "make size      print lines by room, files of a training step, tests and seconds; THAN=folder: and the difference to another checkout"
 	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"
 	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
 	@echo "make screenshots  take the pictures of the HTML report in the docs anew (needs Chromium)"
@@ -57,7 +58,7 @@ example-emulated: $(EMULATED_READY)
 # ARGS='-n 0' runs them in this one.
 # The same order and the same examples of property tests each time: tests/chance.py.
 test: $(TEST_READY)
-	OMP_NUM_THREADS=1 $(BIN)/python $(SUITE) -m "not thorough" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python $(SUITE) --junitxml=$(VENV)/test.xml -m "not thorough" $(ARGS)
 
 # What it finds becomes an @example. The header shows the seed; ARGS='-m hypothesis' runs property tests only.
 explore: $(TEST_READY)
@@ -86,6 +87,10 @@ truth: cuda
 
 cuda:
 	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this needs a GPU: torch finds no CUDA device')"
+
+# Of the tests what the latest `make test` left. THAN=folder adds the difference to another checkout.
+size:
+	$(PYTHON) .ci/size.py $(if $(THAN),--than $(THAN))
 
 lint: $(DEV_READY)
 	$(BIN)/ruff format --check

@@ -111,9 +111,10 @@ def recorded(project):
     return project
 
 
-def test_a_step_takes_so_many_files_and_frames(recorded, route):
+def test_a_step_takes_so_many_files_and_frames(recorded, route, record_property):
     route = route()
     assert recorded.run("--gpumem-baseline").ret == 0
+    record_property("files of a training step", len(route.files))
     assert len(route.files) <= MOST_FILES, sorted(route.files)
     assert route.chain[0] == "fixture.train_step"
     assert len(route.chain) <= LONGEST_CHAIN, route.chain
