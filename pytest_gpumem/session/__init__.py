@@ -1,1 +1,1 @@
-"""One process of a pytest session: its settings, its measured tests, and its report."""
+"""One process of a pytest session: its plugins, its ranks and its store."""

@@ -1,1 +1,1 @@
-"""Steps: what they run, and the runner that measures them."""
+"""Steps: how one is made under its config, a feature of it in each file."""
