@@ -23,6 +23,7 @@ class Replay:
     """A device on which time passes as it did in a series, for what `sample_step` asks of one."""
 
     seconds_between_readings = CpuDevice.seconds_between_readings
+    consensus = CpuDevice.consensus
 
     def __init__(self, series: Series, cores: int) -> None:
         self._series = series

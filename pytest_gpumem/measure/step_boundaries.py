@@ -32,7 +32,7 @@ class StepBoundaries:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that have stepped, in this order."""
-        self.stepped_elsewhere = False
+        self.stepped_in_other_thread = False
         """True if one has stepped in another thread."""
         self._stack = ExitStack()
 
