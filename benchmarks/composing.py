@@ -50,7 +50,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     batch = {"input_ids": tokens, "labels": tokens}
     with prepared_train_step(bench, gpt2_small, batch, config=StepConfig()) as prepared, cyclic_collector_off():
         step = prepared.measure()
-        peak = step.figures.memory.peak_allocated
+        peak = step.figures.memory.own_peak
         for _ in range(rounds):
             with device.unrecorded():
                 began = time.process_time()

@@ -5,7 +5,7 @@ A result is on the disk as soon as it is there; started again, the command goes 
 
 - ``peaks`` are bytes over what was there before the case, by phase: ``forward``, ``backward``, ``optimizer`` (with
   ``zero_grad``), and ``rest``, what is held between steps. The step that they are read in begins with an empty cache; at every
-  border of a phase the peaks are reset to what is in use.
+  boundary of a phase the peaks are reset to what is in use.
 - On CUDA they are four counters of ``torch.cuda.memory_stats()``, those of ``.all.peak``: ``requested`` (what tensors asked
   for), ``allocated`` (the same in rounded blocks), ``active`` (with freed blocks that wait for another stream) and ``reserved``
   (what the allocator holds from the driver). A CPU has one figure, what tensors hold; it is called ``allocated``.
@@ -173,7 +173,7 @@ def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]
 
 
 def peaks_of(phases: Sequence[Phase], counters: Counters) -> dict[str, Bytes]:
-    """Run a step. Returns the peaks of each of its phases, which are begun anew at every border."""
+    """Run a step. Returns the peaks of each of its phases, which are begun anew at every boundary."""
     peaks: dict[str, Bytes] = {}
     with cyclic_collector_off():
         counters.take_peaks()

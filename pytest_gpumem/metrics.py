@@ -84,7 +84,7 @@ class Metric:
 
     @property
     def kind(self) -> Kind:
-        """Return what is worse where it gets worse."""
+        """The kind of figure that a failure names; a count that is not made of operators is memory."""
         if self.made_of_operators:
             return "work"
         kinds: dict[Unit, Kind] = {"seconds": "time", "items/s": "throughput"}
@@ -95,7 +95,7 @@ class Metric:
 
         Args:
             values: Those of the measurements in the table.
-            changed: Whether one of them is another than its baseline's.
+            changed: Whether one of them is another than its baseline's, or all columns are wanted.
         """
         if self.shown == "if changed":
             return changed

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.cuda_runtime import CudaRuntime
 
 
-class Gpu(Protocol):
+class GpuWithWorkspaces(Protocol):
     """The part of a CUDA GPU that counting workspaces needs."""
 
     @property
@@ -40,7 +40,7 @@ class Gpu(Protocol):
 class _OfStream:
     """The workspaces of one stream of a GPU: how many, and whether this thread's is one of them."""
 
-    device: Gpu
+    device: GpuWithWorkspaces
     stream: int
     number: int
     has_own: bool
@@ -49,7 +49,7 @@ class _OfStream:
 class Workspaces:
     """The workspaces of a GPU and its `others`. A count holds as long as the live bytes of all are as they were then."""
 
-    def __init__(self, device: Gpu, others: Sequence[Gpu]) -> None:
+    def __init__(self, device: GpuWithWorkspaces, others: Sequence[GpuWithWorkspaces]) -> None:
         self._device = device
         self._everywhere = (device, *others)
         self._counted: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -130,7 +130,7 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
     return highest - highest_bare
 
 
-def _streams(device: Gpu) -> dict[int, int]:
+def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
     """Return the streams of live blocks by their addresses; none where the allocator has no such list."""
     with suppress(RuntimeError):
         return {
@@ -141,7 +141,7 @@ def _streams(device: Gpu) -> dict[int, int]:
     return {}
 
 
-def _own_streams(device: Gpu, blocks: Mapping[int, int]) -> Iterator[int]:
+def _own_streams(device: GpuWithWorkspaces, blocks: Mapping[int, int]) -> Iterator[int]:
     """Yield the streams on which this thread has a workspace: asking for it makes none. Others are dropped soon after."""
     for stream in {*blocks.values()}:
         live = device.live()

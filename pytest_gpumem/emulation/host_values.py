@@ -373,8 +373,11 @@ class HostValues(TorchDispatchMode):
         else:
             self._known.pop(where, None)
             self._unknown = StorageWeakRef(storage)
-            if is_exact(tensor) and not has_values and storage.nbytes() <= BIGGEST_COPY and tensor.is_contiguous():
-                ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
+            if is_exact(tensor) and not has_values and (storage.nbytes() <= BIGGEST_COPY or is_small((tensor,))):
+                if tensor.is_contiguous():
+                    ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
+                elif not tensor.is_conj():
+                    on_the_same_memory(tensor).zero_()
 
     def _note_copy(self, tensor: torch.Tensor, known: bool, *, has_values: bool) -> None:
         """Note whether what was copied to the host is known; what is not is `UNKNOWN`, or 0, in every process alike."""

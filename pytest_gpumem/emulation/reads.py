@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
 
-_OURS = str(Path(__file__).parents[1])
-_TORCHS = str(Path(torch.__file__).parent)
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCHS = f"{Path(torch.__file__).parent}{os.sep}"
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _SAFETENSORS = f"{_INSTALLED}safetensors{os.sep}"

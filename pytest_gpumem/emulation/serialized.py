@@ -26,7 +26,7 @@ MARK = "_gpumem_not_computed"
 
 
 def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """Mark unknown tensors when they are pickled and note them when they are read, and those that move to shared memory."""
+    """Mark tensors as known or unknown when they are pickled, and note unknown ones that are read or move to shared memory."""
 
     def marked(reduce: Callable[..., Any], *, also_known: bool = False) -> Callable[..., Any]:
         @never_compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial, wraps
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.host_values import HostValues
 
 
-_OURS_AND_TORCHS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_OURS_AND_TORCHS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def watch_methods(mode: HostValues) -> None:

@@ -12,7 +12,6 @@ from pytest_gpumem.values.layers import Numbers
 from pytest_gpumem.values.module_calls import no_longer
 
 if TYPE_CHECKING:
-    from pytest_gpumem.values.composition import Composition
     from pytest_gpumem.values.module_calls import Calls
 
 

@@ -21,7 +21,7 @@ _COLLECTIVES = tuple(
     os.path.sep + str(Path("torch", folder)) + os.path.sep
     for folder in ("distributed", "autograd", "cuda", str(Path("nn", "parallel")))
 )
-"""Modules whose functions call C++ that waits for other ranks: collectives, and the backward and forward that have some."""
+"""Folders of torch with functions that call C++ which waits for other ranks: collectives, and what has some in it."""
 _SILENT = 10.0
 """Seconds without a sign of life after which a process is said to give none."""
 

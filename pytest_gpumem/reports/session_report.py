@@ -82,7 +82,7 @@ class SessionReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The reason why it is red, whatever became of its tests, each as a sentence."""
+        """The reasons why it is red, whatever became of its tests, each as a sentence."""
         found = list(self.errors)
         if self.ended_early is not None:
             found.append(f"the session ended early: {self.ended_early}")

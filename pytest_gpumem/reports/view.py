@@ -54,7 +54,7 @@ class Status:
 
     @property
     def note(self) -> str:
-        """True if it failed, where the words suggest the opposite."""
+        """The words for whether it failed, where the status suggests the opposite; else empty."""
         if self.fails == (self.words in _ALWAYS_FAIL):
             return ""
         return "failed" if self.fails else "not failed"

@@ -115,7 +115,7 @@ def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Gpu
 
 
 class Planner:
-    """Return each measured test's part of its GPU. Raises what reading the store raises, and ``OSError``."""
+    """Finder of each measured test's part of its GPU. Raises what reading the store raises, and ``OSError``."""
 
     def __init__(self, config: pytest.Config, settings: Settings, devices: Devices, store: Store) -> None:
         self._config = config

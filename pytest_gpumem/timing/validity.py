@@ -189,24 +189,27 @@ def _percent(ratio: float) -> str:
 
 
 OTHER_CORES = 0.2
-"""For each other core that is kept busy. At most 0.12 was measured where the pace stayed; elsewhere the pace shows more."""
+"""Bound of the slowdown for each other core that is kept busy. At most 0.12 was measured where the pace stayed; elsewhere the
+pace shows more."""
 REFILLING = 0.45
-"""For each second of waiting, over the seconds on a core: caches are another process's when the thread comes back. At most 0.25
-was measured on the EPYC where it waited up to 60 % of the time (1.14 times as long at 40 %, 1.34 at 50 %). It has no limit:
-with one of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes for each core."""
+"""Bound of the slowdown for each second of waiting, over the seconds on a core: caches are another process's when the thread
+comes back. At most 0.25 was measured on the EPYC where it waited up to 60 % of the time (1.14 times as long at 40 %, 1.34 at
+50 %). It has no limit: with one of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes
+for each core."""
 MOST_SLOWED = 5.0
 """Bound on machines with many cores, all of them busy: the memory's bandwidth is shared by all. Not measured."""
 MOST_STOLEN = 0.95
 THROTTLED = 4.0
-"""The hardware lowers the GPU's clock to a half (``nvmlClocksEventReasonHwSlowdown`` in nvml.h), and that may count twice."""
+"""Bound of a lowered clock: the hardware lowers the GPU's clock to a half (``nvmlClocksEventReasonHwSlowdown`` in nvml.h), and
+that may count twice."""
 OTHERS_ON_GPU = 2.0
 """Bound on a GPU, for each process including this one: they take turns by equal slices of time, and that may count twice."""
 SECONDS_A_RETRY = 1.0
-"""For the allocator to give back all that it cached, up to a whole GPU's memory, and to take it again."""
+"""Bound of the time for the allocator to give back all that it cached, up to a whole GPU's memory, and to take it again."""
 SECONDS_A_GRAPH = 100.0
-"""For torch.compile to compile a graph."""
+"""Bound of the time for torch.compile to compile a graph."""
 GPU_CLOCK = 2
-"""The same of a GPU's clock. Not measured."""
+"""Power of the share that a GPU's clock lost by which a step may be slowed. Not measured."""
 
 
 def taken(before: Conditions, after: Conditions) -> float:
@@ -218,7 +221,7 @@ def taken(before: Conditions, after: Conditions) -> float:
     others = other_processes(before, after)
     on_gpu = OTHERS_ON_GPU * (1 + others) if others else 1.0
     seconds = elapsed(before, after)
-    # Of a interval that an event may have filled, nothing is known of the step.
+    # Of an interval that an event may have filled, nothing is known of the step.
     left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
     return on_gpu / left / (1 - waited)
 

@@ -208,6 +208,21 @@ print(int(count), count.cpu().item(), int(found.max()), seen() is not None)
     assert on_gpu(SEEN + source) == "8 8 0 True\n"
 
 
+def test_unknown_integers_are_0_whatever_lay_in_their_memory_and_however_they_lie_there(on_gpu):
+    source = """
+def left_by_another(nbytes):
+    block = torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda")
+    (block + 0).cpu()  # known bytes, which stay where they are when it is freed
+x = torch.randn(400, 300, device="cuda")
+left_by_another(400 * 300)
+mask = x.t() > 0
+left_by_another(8 * 200_000)
+ids = torch.randn(200_000, 8, device="cuda").argmax(1)
+print(sorted({*mask.cpu().flatten().tolist()}), ids[:4].cpu().tolist(), seen() is not None)
+"""
+    assert on_gpu(SEEN + source) == "[False] [0, 0, 0, 0] True\n"
+
+
 @pytest.mark.parametrize("how", ["assistant_model=small", "prompt_lookup_num_tokens=3", "num_beams=3"])
 def test_generation_by_drafts_or_beams_ends_and_is_told(on_gpu, how):
     source = f"""
