@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "pytest_gpumem"
 RESULTS = ".venv*/test.xml"
-"""What `make test` leaves: pytest's results in JUnit's format."""
+"""Files of results that `make test` leaves, in JUnit's format."""
 
 
 def sizes(root: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a benchmark claims, and whether a run of it bears the claim out."""
+"""Claims of a benchmark, checked against a run of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What telling a composition costs: the recorded step, and reading it, against an ordinary step. GPT-2 small, on the CPU.
+"""Cost of a composition: the recorded step, and reading it, against an ordinary step. GPT-2 small, on the CPU.
 
 Both kinds take turns in one process, on one thread, as the cpu device measures. The ordinary step runs unrecorded.
 """

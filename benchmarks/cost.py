@@ -1,4 +1,4 @@
-"""What an action takes: seconds of the CPU and of the clock."""
+"""Cost of an action in seconds of the CPU and of the clock."""
 
 from __future__ import annotations
 

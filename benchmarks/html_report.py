@@ -1,4 +1,4 @@
-"""What an HTML report of 1,000 tests takes: to write it, to open it in Chromium until it is painted, and to open a test in it.
+"""Cost of an HTML report of 1,000 tests: to write it, to open it in Chromium until it is painted, and to open a test in it.
 
 All of them explained, with memory over time and rounds, or one in ten, as where 100 tests failed. Needs the extra `test` and
 Debian's `chromium`.

@@ -1,4 +1,4 @@
-"""What measuring costs: tests with the marker against the same tests without, and a train_step against its bare steps.
+"""Cost of measuring: tests with the marker against the same tests without, and a train_step against its bare steps.
 
 On the CPU, where every allocation is recorded; reading a GPU's statistics costs less. All of it in one run of pytest, the
 kinds in turns. The small model shows what a measurement costs at least, the large one what it adds to real work.
@@ -27,7 +27,7 @@ WIDTHS = {"small": 32, "large": 512}
 ADDED_LIMIT = 0.025
 """CPU seconds that the marker may add to a trivial test."""
 STEPS_LIMIT = 1.5
-"""How many bare steps a step of train_step may cost, with the large model."""
+"""Most bare steps that a step of train_step may cost, with the large model."""
 
 SOURCE = """
 import time

@@ -1,4 +1,4 @@
-"""What the plugin costs a run that measures nothing: start-up and 2,000 trivial tests, with and without it.
+"""Cost of the plugin in a run that measures nothing: start-up and 2,000 trivial tests, with and without it.
 
 Runs of both kinds take turns, each in a process of its own. CPU time (user + system) decides, since wall-clock time is
 everybody's on a busy machine; both are shown.

@@ -1,4 +1,4 @@
-"""What the store costs a session: reading, comparing and writing 10,000 baselines.
+"""Cost of the store in a session: reading, comparing and writing 10,000 baselines.
 
 As with `--gpumem-baseline` (read, compare) and `--gpumem-update` (write, which reads again what others may have written).
 """

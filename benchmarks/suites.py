@@ -98,7 +98,7 @@ SUITES = (
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a suite gave, by test."""
+    """Result of one run of a suite, by test."""
 
     outcomes: dict[str, str]
     figures: dict[str, dict[str, float]]

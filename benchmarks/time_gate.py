@@ -1,4 +1,4 @@
-"""How well the gate judges times: false alarms and power on recorded times, against a stored baseline and in A/B.
+"""Accuracy of the time gate: false alarms and power on recorded times, against a stored baseline and in A/B.
 
 Recorded rounds are played to the package's own sampling, as if they happened now, and its own comparison judges the samples: a
 first one, and a re-measurement from the rounds that come next where the gate asks for one, also of a run for the baseline. In

@@ -1,4 +1,4 @@
-"""What the gate says of a trial, and how it is scored over many."""
+"""Judges a trial as the gate does, and scores it over many."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _recorded(series: Series, cores: int) -> Times:
 
 
 def runs_of(baseline: Sequence[Series], cores: int) -> Runs | None:
-    """What the store keeps of accepted runs: those that are a measure; ``None`` when there are none."""
+    """Return the accepted runs that the store keeps: those that are a measure; ``None`` when there are none."""
     kept: Runs | None = None
     for series in baseline:
         run = run_of(_recorded(series, cores))
@@ -148,7 +148,7 @@ def _run_of_pytest(side: Side, sample: Sample) -> AbRun:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How often the gate failed, and could not tell, over all trials."""
+    """Number of trials in which the gate failed, and could not tell."""
 
     fails: int
     uncertain: int

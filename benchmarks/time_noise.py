@@ -51,7 +51,7 @@ class Slowdown:
 
 
 def load_of(series: Series, cores: int) -> str:
-    """What was at work while a series was recorded, by its own readings."""
+    """Describes what was at work while a series was recorded, by its own readings."""
     first, last = series.readings[0], series.readings[-1]
     seconds = last.at - first.at
     waited = ((last.waited or 0.0) - (first.waited or 0.0)) / seconds

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _COUNTERS = {"at": 1e-4, "waited": 1e-5, "stolen": 0.01, "others": 0.01}
-"""What a reading has that only grows, and the seconds that it is kept in; the last two are counted in ticks of 10 ms."""
+"""Counters of a reading that only grow, and the seconds that they are kept in; the last two are counted in ticks of 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read before the first round and after each: when, as counters of seconds, and the machine's pace."""
+    """Reading before the first round or after one: when, as counters of seconds, and the machine's pace."""
 
     at: float
     pace: float

@@ -54,7 +54,7 @@ class Replay:
         return self._series.seconds[self.played - 1] * self._steps
 
     def step(self) -> None:
-        """What is timed: time passes by the recording."""
+        """Let time pass by the recording; this is what is timed."""
         self._steps += 1
 
     def rest(self, seconds: float, leaving: float) -> None:

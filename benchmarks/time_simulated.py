@@ -26,7 +26,7 @@ MOST_BASELINE_RUNS = 10
 
 @dataclass
 class Moment:
-    """What a machine does to a round: the factor on its time, that on the pace, and the share that the thread waited."""
+    """Effect of a machine on a round: the factor on its time, that on the pace, and the share that the thread waited."""
 
     longer: float = 1.0
     pace: float = 1.0

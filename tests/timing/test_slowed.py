@@ -1,4 +1,4 @@
-"""By what factor a disturbance can have made a stretch longer, from made-up readings at its two ends."""
+"""By what factor a disturbance can have made an interval longer, from made-up readings at its two ends."""
 
 from __future__ import annotations
 
