@@ -39,5 +39,5 @@ TEXTS: dict[str, str] = {
 }
 """By what is nasty about them."""
 
-RAW = {name: text for name, text in TEXTS.items() if name not in ("nul", "surrogates")}
-"""Those that may be written to a file as UTF-8 and come back, but for NUL."""
+ALL = "\n".join(TEXTS.values())
+"""All in one, for formats that write a text through an escaping function which has a test of its own over all of them."""

@@ -10,7 +10,7 @@ from pytest_gpumem.exports.figures import ExportError, figures_of
 from pytest_gpumem.exports.formats import github_action_benchmark, metrics_of
 from pytest_gpumem.metrics import METRICS
 from tests.exports.values import PEAK, TIMED, figure, from_utf8
-from tests.hostile import TEXTS
+from tests.hostile import ALL
 
 FIGURES = figures_of({"a.json": TIMED}).figures
 NAME = "tests/test_a.py::test_train (train_step) @ nvidia-h100-80gb-hbm3"
@@ -45,8 +45,7 @@ def test_metrics_of_the_other_direction_alone_are_an_error_that_says_which_it_is
         metrics_of("smaller", ["throughput"])
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_hostile_test_id_comes_back(text):
-    (entry,) = json.loads(github_action_benchmark([figure(text)]).encode().decode("ascii"))
-    assert from_utf8(entry["name"]) == f"{text} (call) @ nvidia-h100-80gb-hbm3: peak_allocated"
+def test_a_hostile_test_id_comes_back():
+    (entry,) = json.loads(github_action_benchmark([figure(ALL)]).encode().decode("ascii"))
+    assert from_utf8(entry["name"]) == f"{ALL} (call) @ nvidia-h100-80gb-hbm3: peak_allocated"
     entry["name"].encode()

@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.exports.figures import benchmark_name, utf8
 from tests.exports.values import figure, from_utf8
-from tests.hostile import TEXTS
 
 _ODD = st.text(st.sampled_from("\\ud8fF0\ud800\udfffa"), max_size=12)
-
-
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_hostile_text_becomes_utf8_and_comes_back(text):
-    utf8(text).encode()
-    assert from_utf8(utf8(text)) == text
 
 
 @given(st.one_of(_ODD, st.text(st.characters(exclude_categories=()))))

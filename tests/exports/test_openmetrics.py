@@ -54,8 +54,9 @@ def test_every_metric_can_be_written():
     assert list(families) == [family(metric) for metric in METRICS.values()]
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_hostile_test_id_comes_back_from_utf8(text):
+@pytest.mark.parametrize("name", ["quotes", "newlines", "controls", "surrogates", "json", "nothing", "long"])
+def test_a_hostile_test_id_comes_back_from_utf8(name):
+    text = TEXTS[name]
     written = openmetrics([figure(text), figure("b")]).encode()
     families = list(text_string_to_metric_families(written.decode()))
     (hostile, other) = families[0].samples

@@ -29,11 +29,10 @@ from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.composition import Composition, Row
 from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.values.times import Round, Sample, Times
-from tests.hostile import TEXTS
+from tests.hostile import ALL
 from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
 
 unhurried = settings(deadline=None)
-ALL = "\n".join(TEXTS.values())
 
 
 @pytest.fixture(scope="module")

@@ -185,7 +185,9 @@ def test_people_are_shown_the_units_that_they_asked_for():
 # Hostile texts
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if name != "nothing"])
+@pytest.mark.parametrize(
+    "name", ["tags", "entities", "pipes", "backticks", "fence", "emphasis", "blocks", "bidi", "long"]
+)
 def test_no_text_of_a_test_adds_a_tag_a_cell_or_an_attribute_and_none_is_lost(name):
     text = TEXTS[name]
     harmless, page = HARMLESS, read(markdown(everything(text)))

@@ -67,8 +67,9 @@ def test_what_was_written_is_read_back(tallies):
     assert from_texts(to_texts(tallies)) == summed(tallies)
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_any_name_leaves_amounts_as_they_are(text):
+@pytest.mark.parametrize("name", ["pipes", "blocks", "colons", "newlines", "spaces", "nothing", "long"])
+def test_any_name_leaves_amounts_as_they_are(name):
+    text = TEXTS[name]
     tallies = [Tally(text, 3, OperatorSite(text, text, text)), Tally("mm", 4)]
     once = from_texts(to_texts(tallies))
     assert sorted(one.amount for one in once) == [3, 4]
