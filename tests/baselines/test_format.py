@@ -350,9 +350,7 @@ def test_a_file_with_the_line_ends_of_windows_is_read_alike():
     assert parse(TEXT.replace("\n", "\r\n"), FILE) == ENTRIES
 
 
-@pytest.mark.parametrize(
-    "details", [{"compiled": True}, {"ratio": 0.5}, {"nothing": None}, {"device": "another"}, {"slug": "another"}]
-)
+@pytest.mark.parametrize("details", [{"compiled": True}, {"nothing": None}, {"device": "another"}, {"slug": "another"}])
 def test_an_environment_that_could_not_be_read_back_is_not_written(details):
     with pytest.raises((TypeError, ValueError)):
         render({Key(FILE, "test_a", "call"): Baseline(Workload("call"), Environment("slug", "GPU", details), {}, "")})
@@ -439,16 +437,12 @@ STEP = "tests.TestTrain::test_step[amp-bf16].train_step"
     ("old", "new", "message"),
     [
         ("format = 1", "format = 2", "format is 2, this version of pytest-gpumem reads format 1"),
-        ("format = 1", "", "format is None, this version of pytest-gpumem reads format 1"),
         ("format = 1", "format = true", "format is True, this version of pytest-gpumem reads format 1"),
-        ("format = 1", "format = '1'", "format is '1', this version of pytest-gpumem reads format 1"),
         ("format = 1", "format = 1\nenvironment = 5", "unknown key 'environment'; did you mean 'environments'?"),
         ("format = 1", "format = 1\nzebra = 5", "unknown key 'zebra'; valid: format, environments, tests"),
         ("total_memory = 85017100288", "total_memory = 1.5", f"environments.{NAME}.total_memory is 1.5, "),
         ('cuda = "13.0"', "cuda = true", f"environments.{NAME}.cuda is True, expected str or int"),
-        ('cuda = "13.0"', "cuda = []", f"environments.{NAME}.cuda is [], expected str or int"),
         ('device = "NVIDIA H100 80GB HBM3"\n', "", f"environments.{NAME} has no device"),
-        ('slug = "nvidia-h100-80gb-hbm3"\n', "", f"environments.{NAME} has no slug"),
         ('slug = "nvidia-h100-80gb-hbm3"', "slug = 100", f"environments.{NAME}.slug is 100, expected str"),
         (f'environment = "{NAME}"\n', "", f"{STEP} has no environment"),
         (
@@ -457,21 +451,15 @@ STEP = "tests.TestTrain::test_step[amp-bf16].train_step"
             f"{STEP}.environment is 'torch-2', which [environments] does not have",
         ),
         ('recorded = "2026-11-02"\n', "", f"{STEP} has no recorded"),
-        ('recorded = "2026-11-02"', "recorded = 2026-11-02", f"{STEP}.recorded is datetime.date(2026, 11, 2), "),
         ('commit = "abc1234"', "commit = 1234567", f"{STEP}.commit is 1234567, expected str"),
-        ('commit = "abc1234"', "reason = 12", f"{STEP}.reason is 12, expected str"),
         ('step = "train_step"\n', "", f"{STEP} has no step"),
         ("parameters = 124439808", 'parameters = "124M"', f"{STEP}.parameters is '124M', expected int"),
-        ("parameters = 124439808", "parameters = true", f"{STEP}.parameters is True, expected int"),
         ("peak_allocated = 8120000000", "peak_allocated = 8.12", f"{STEP}.peak_allocated is 8.12, expected int"),
-        ("peak_allocated = 8120000000", 'peak_allocated = "8 GB"', f"{STEP}.peak_allocated is '8 GB', expected int"),
-        ("peak_allocated = 8120000000", "peak_allocated = true", f"{STEP}.peak_allocated is True, expected int"),
         (
             "peak_allocated = 8120000000",
             "peak_allocated = -1",
             f"{STEP}.peak_allocated is -1; no peak allocated is negative",
         ),
-        ("step_time = 0.01231", "step_time = -0.5", f"{STEP}.step_time is -0.5; no step time is negative"),
         ("step_time = 0.01231", 'step_time = "12 ms"', f"{STEP}.step_time is '12 ms', expected int or float"),
         (
             "peak_allocated = 8120000000",
@@ -495,9 +483,7 @@ def test_a_broken_entry_is_told_by_its_key(old, new, message):
         ("format = 1\n[tests]\ntest_a = 5\n", "tests.test_a is 5, expected a table"),
         ("format = 1\n[tests.test_a]\ncall = 5\n", "tests.test_a.call is 5, expected a table"),
         ("format = 1\n[environments]\ncpu = 5\n", "environments.cpu is 5, expected a table"),
-        ("", "format is None, this version of pytest-gpumem reads format 1"),
         ("format = 1\nformat = 1\n", "not TOML: "),
-        ("{}", "not TOML: "),
     ],
 )
 def test_a_text_of_another_shape_is_told_by_its_key(text, message):
@@ -520,7 +506,7 @@ def test_a_merge_conflict_is_told_by_its_line():
         parse(text, FILE)
 
 
-@pytest.mark.parametrize("mark", ["<<<<<<< HEAD", ">>>>>>> feature", "||||||| base"])
+@pytest.mark.parametrize("mark", ["<<<<<<< HEAD", "||||||| base"])
 def test_what_a_careless_merge_leaves_behind_is_told_by_its_line(mark):
     with pytest.raises(FormatError, match=r"^line 1 is a merge-conflict mark"):
         parse(f"{mark}\n{TEXT}", FILE)
@@ -575,13 +561,9 @@ def test_runs_that_were_written_are_read_back_whole(runs, clock):
     [
         (STEP_TIMES, "", f"{STEP}.step_cycles is there without step_times"),
         (STEP_TIMES, "step_times = 0.5\n", f"{STEP}.step_times is 0.5, expected an array of numbers"),
-        (STEP_TIMES, "step_times = []\n", f"{STEP}.step_times is [], expected an array of numbers"),
         ("0.01228,", '"12 ms",', f"{STEP}.step_times is '12 ms', expected int or float"),
-        ("0.01228,", "true,", f"{STEP}.step_times is True, expected int or float"),
         ("0.01228,", "0.0,", f"{STEP}.step_times is [0.01231, 0.0], expected finite numbers above zero"),
-        ("0.01228,", "-1.0,", f"{STEP}.step_times is [0.01231, -1.0], expected finite numbers above zero"),
         ("0.01228,", "inf,", f"{STEP}.step_times is [0.01231, inf], expected finite numbers above zero"),
-        ("0.01228,", "nan,", f"{STEP}.step_times is [0.01231, nan], expected finite numbers above zero"),
         ("21790000.0,", "0,", f"{STEP}.step_cycles is [21820000.0, 0], expected finite numbers above zero"),
         ("    21790000.0,\n", "", f"{STEP}.step_cycles: 2 runs in seconds and 1 in cycles"),
         ("step_times =", "step_time_s =", f"{STEP}.step_cycles is there without step_times"),
@@ -697,16 +679,12 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
     ("old", "new", "message"),
     [
         (COMPOSITION, "composition = 5\n", f"{STEP}.composition is 5, expected an array of strings"),
-        (COMPOSITION, "composition = [5]\n", f"{STEP}.composition is [5], expected an array of strings"),
         (COMPOSITION, 'composition = "x"\n', f"{STEP}.composition is 'x', expected an array of strings"),
         (COMPOSITION, "", f"{STEP}.recomputed is there without a composition"),
         (RECOMPUTED, "recomputed = true\n", f"{STEP}.recomputed is True, expected an array of strings"),
-        (RECOMPUTED, "recomputed = [[]]\n", f"{STEP}.recomputed is [[]], expected an array of strings"),
         ('"4 x blocks.*"', '"blocks.*"', f"{STEP}.recomputed: 'blocks.*' is no count of calls, like '4 x blocks.*'"),
-        ('"4 x blocks.*"', '"-4 x blocks.*"', f"{STEP}.recomputed: '-4 x blocks.*' is no count of calls"),
         (COMPOSITION + RECOMPUTED, "", f"{STEP}.no_grad is there without a composition"),
         (GRAPH, "no_grad = 5\n", f"{STEP}.no_grad is 5, expected an array of strings"),
-        (GRAPH, "no_backward = [5]\n", f"{STEP}.no_backward is [5], expected an array of strings"),
         (
             '"1 of 1 x teacher"',
             '"teacher"',
@@ -717,7 +695,6 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
             '"3 of 2 x probe"',
             f"{STEP}.no_backward: '3 of 2 x probe' is no share of a module's calls",
         ),
-        (ROW, '"parameter | wte"', f"{STEP}.composition: 'parameter | wte' has 2 parts, expected 7"),
         (
             ROW,
             ROW.replace("parameter", "param"),

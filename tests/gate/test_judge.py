@@ -108,7 +108,6 @@ def test_a_budget_of_zero_bytes_is_a_budget():
     [
         (8 * GB + 40_000_001, Outcome.REGRESSED),
         (8 * GB + 40_000_000, Outcome.OK),
-        (8 * GB, Outcome.OK),
         (8 * GB - 40_000_000, Outcome.OK),
         (8 * GB - 40_000_001, Outcome.IMPROVED),
     ],
@@ -355,8 +354,15 @@ def test_what_grew_with_another_workload_is_told():
 # Growth per step
 
 
-@pytest.mark.parametrize(("now", "outcome"), [(0, Outcome.OK), (1024, Outcome.OK), (1025, Outcome.REGRESSED)])
-@pytest.mark.parametrize("earlier", [{}, {"growth": 0}], ids=["an older baseline", "a baseline without growth"])
+@pytest.mark.parametrize(
+    ("earlier", "now", "outcome"),
+    [
+        pytest.param({}, 1024, Outcome.OK, id="an older baseline, some scalars"),
+        pytest.param({}, 1025, Outcome.REGRESSED, id="an older baseline"),
+        pytest.param({"growth": 0}, 1024, Outcome.OK, id="a baseline without growth, some scalars"),
+        pytest.param({"growth": 0}, 1025, Outcome.REGRESSED, id="a baseline without growth"),
+    ],
+)
 def test_a_step_that_keeps_more_than_some_scalars_has_regressed(now, outcome, earlier):
     assert outcome_of(measured(growth=now), baseline=stored(**earlier), metric="growth") is outcome
 
@@ -419,9 +425,14 @@ def test_reserved_memory_that_grew_under_another_allocator_is_uncertain_and_the_
     assert verdict.outcome is Outcome.REGRESSED
 
 
-@pytest.mark.parametrize("metric", ["peak_allocated", "peak_reserved"])
-@pytest.mark.parametrize("now", [9 * GB, 0.1 * GB])
-@pytest.mark.parametrize(("here", "there"), [("none", "9.20.0"), ("9.20.0", "none"), ("9.21.0", "9.20.0")])
+@pytest.mark.parametrize(
+    ("metric", "now", "here", "there"),
+    [
+        ("peak_allocated", 9 * GB, "none", "9.20.0"),
+        ("peak_allocated", 0.1 * GB, "9.20.0", "none"),
+        ("peak_reserved", 9 * GB, "9.21.0", "9.20.0"),
+    ],
+)
 def test_no_change_of_a_peak_means_anything_where_another_cudnn_planned_its_convolutions(metric, now, here, there):
     verdict = judge(
         measured(environment=on(emulated_cudnn=here), **{metric: now}),
@@ -578,12 +589,15 @@ COUNTS = ("flops", "operators", "syncs", "launches")
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(
-    ("now", "outcome"), [(10**9 - 1, Outcome.IMPROVED), (10**9, Outcome.OK), (10**9 + 1, Outcome.REGRESSED)]
-)
-def test_a_count_may_not_grow_by_one(count, now, outcome):
-    measurement, baseline = measured(peak_allocated=1, **{count: now}), stored(peak_allocated=1, **{count: 10**9})
-    assert outcome_of(measurement, baseline=baseline, metric=count) is outcome
+def test_a_count_may_not_grow_by_one(count):
+    measurement, baseline = measured(peak_allocated=1, **{count: 10**9 + 1}), stored(peak_allocated=1, **{count: 10**9})
+    assert outcome_of(measurement, baseline=baseline, metric=count) is Outcome.REGRESSED
+
+
+@pytest.mark.parametrize(("now", "outcome"), [(10**9 - 1, Outcome.IMPROVED), (10**9, Outcome.OK)])
+def test_a_count_may_stay_and_has_improved_by_one_less(now, outcome):
+    measurement, baseline = measured(peak_allocated=1, flops=now), stored(peak_allocated=1, flops=10**9)
+    assert outcome_of(measurement, baseline=baseline, metric="flops") is outcome
 
 
 def test_the_first_sync_is_one_too_many():
@@ -591,7 +605,7 @@ def test_the_first_sync_is_one_too_many():
     assert outcome_of(measurement, baseline=baseline, metric="syncs") is Outcome.REGRESSED
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", ["flops", "launches"])
 def test_a_count_that_grew_under_another_release_of_torch_is_uncertain_by_however_much(count):
     here, there = on(torch="2.14.0"), on(torch="2.13.0")
     measurement = measured(here, peak_allocated=GB, **{count: 5})
@@ -637,8 +651,11 @@ def test_where_both_sides_have_a_composition_a_verdict_says_what_changed():
     assert [change.row for change in verdict.growth.changes] == [NOW.rows[0]]
 
 
-@pytest.mark.parametrize("budget", [Budget(), Budget({"peak_allocated": 1})], ids=["no budget", "over budget"])
-@pytest.mark.parametrize("peak", [GB, 2 * GB], ids=["the same", "grown"])
+@pytest.mark.parametrize(
+    ("budget", "peak"),
+    [(Budget(), GB), (Budget(), 2 * GB), (Budget({"peak_allocated": 1}), 2 * GB)],
+    ids=["the same", "grown", "over budget"],
+)
 def test_a_composition_changes_no_outcome(budget, peak):
     plain, then = measured(peak_allocated=peak), stored(peak_allocated=GB)
     composed = judge(
@@ -712,9 +729,8 @@ def test_without_the_gate_a_test_fails_only_when_it_is_over_budget(outcome):
 
 
 @pytest.mark.parametrize("outcome", SEEN)
-@pytest.mark.parametrize("compares", [True, False])
-def test_strictly_a_test_fails_on_everything_but_ok_and_improved(outcome, compares):
-    failing = failing_outcomes(verdict_with(outcome), strict=True, compares=compares, accepts=NOTHING)
+def test_strictly_a_test_fails_on_everything_but_ok_and_improved(outcome):
+    failing = failing_outcomes(verdict_with(outcome), strict=True, compares=True, accepts=NOTHING)
     assert failing == (NOTHING if outcome in (Outcome.OK, Outcome.IMPROVED) else {outcome})
 
 
@@ -764,8 +780,7 @@ def test_what_an_update_accepts_never_fails_and_takes_nothing_else_with_it(outco
     assert failing_outcomes(verdict, strict=strict, compares=compares, accepts=accepts) == without - accepts
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize(("strict", "compares"), [(True, True), (False, True), (False, False)])
 def test_no_flag_lets_a_test_over_its_budget_pass(strict, compares):
     verdict = verdict_with(Outcome.OK, Outcome.OVER_BUDGET)
     failing = failing_outcomes(verdict, strict=strict, compares=compares, accepts=NOTHING)
@@ -848,8 +863,10 @@ def test_without_bytes_of_single_gpus_the_largest_of_the_baseline_counts():
     assert (worse.outcome, worse.gpu) == (Outcome.REGRESSED, None)
 
 
-@pytest.mark.parametrize(("lowest", "outcome"), [(2 * GB, Outcome.UNCERTAIN), (2.2 * GB, Outcome.REGRESSED)])
-@pytest.mark.parametrize("smaller", [True, False])
+@pytest.mark.parametrize(
+    ("lowest", "outcome", "smaller"),
+    [(2 * GB, Outcome.UNCERTAIN, True), (2.2 * GB, Outcome.REGRESSED, True), (2.2 * GB, Outcome.REGRESSED, False)],
+)
 def test_the_steps_of_each_gpu_are_held_against_its_own_of_before(lowest, outcome, smaller):
     here = 3 * GB if smaller else 2 * GB
     most = int(2.5 * GB)

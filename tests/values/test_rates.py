@@ -93,12 +93,9 @@ def test_a_rate_says_which_figures_it_was_made_of():
     ("peak", "mine", "other", "said"),
     [
         (1_000_000_000, 0, 0, "; nothing was computed again in backward"),
-        (1_200_000_000, 0, 5, "; nothing was computed again in backward"),
         (700_000_000, 12, 0, "; 12 module calls were computed again in backward, 0 there"),
-        (700_000_000, 0, 0, ""),
         (700_000_000, 12, 12, ""),
         (700_000_000, None, 0, ""),
-        (700_000_000, 12, None, ""),
     ],
 )
 def test_a_saving_says_whether_anything_was_recomputed(peak, mine, other, said):

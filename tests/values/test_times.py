@@ -61,19 +61,11 @@ def test_the_median_of_an_even_number_of_rounds_lies_between():
     ("count", "level", "ranks"),
     [
         (6, 0.95, (1, 6)),
-        (7, 0.95, (1, 7)),
         (8, 0.95, (1, 8)),
         (9, 0.95, (2, 8)),
-        (10, 0.95, (2, 9)),
-        (12, 0.95, (3, 10)),
-        (15, 0.95, (4, 12)),
         (20, 0.95, (6, 15)),
-        (30, 0.95, (10, 21)),
-        (50, 0.95, (18, 33)),
         (100, 0.95, (40, 61)),
         (8, 0.99, (1, 8)),
-        (12, 0.99, (2, 11)),
-        (20, 0.99, (4, 17)),
         (50, 0.99, (16, 35)),
     ],
 )
@@ -83,7 +75,7 @@ def test_the_interval_of_a_median_has_the_ranks_of_the_binomial_tables(count, le
     assert interval_of_median(values, level) == ranks
 
 
-@pytest.mark.parametrize("count", range(1, FEWEST_ROUNDS))
+@pytest.mark.parametrize("count", [1, FEWEST_ROUNDS - 1])
 def test_with_too_few_values_the_interval_is_from_the_smallest_to_the_largest(count):
     assert interval_of_median(range(count), 0.95) == (0, count - 1)
 
@@ -145,7 +137,7 @@ def test_a_disturbed_round_whose_clock_was_not_read_takes_no_cycles_from_the_oth
 # Percentiles
 
 
-@pytest.mark.parametrize(("percent", "seconds"), [(0, 1), (1, 1), (10, 1), (10.1, 2), (50, 5), (95, 10), (100, 10)])
+@pytest.mark.parametrize(("percent", "seconds"), [(0, 1), (10, 1), (10.1, 2), (95, 10), (100, 10)])
 def test_a_percentile_is_the_round_of_the_nearest_rank(percent, seconds):
     assert sample_of(*range(10, 0, -1)).percentile(percent) == seconds
 
