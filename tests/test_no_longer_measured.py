@@ -91,8 +91,14 @@ def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_anot
     result.assert_outcomes(passed=2, xfailed=1, deselected=1)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("beside", [MARKED.format("", "other"), ""], ids=["beside another", "alone"])
+@pytest.mark.parametrize(
+    ("beside", "workers"),
+    [
+        pytest.param(MARKED.format("", "other"), [], id="beside another"),
+        pytest.param("", [], id="alone"),
+        pytest.param("", ["-n", "2"], id="workers"),
+    ],
+)
 def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_devices, workers, beside):
     two_devices.write(beside + MARKED.format("(device='second')", "it"))
     assert two_devices.run("--gpumem-update=new").ret == 0
@@ -218,9 +224,16 @@ def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_h
     assert list(two_devices.stored()) == ["second-1/test_it.py.toml"]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("mode", ["new", "improved", "all"])
-@pytest.mark.parametrize("beside", [MARKED.format("", "other"), ""], ids=["beside another", "alone"])
+@pytest.mark.parametrize(
+    ("mode", "beside", "workers"),
+    [
+        pytest.param("new", MARKED.format("", "other"), [], id="new"),
+        pytest.param("improved", MARKED.format("", "other"), [], id="improved"),
+        pytest.param("all", MARKED.format("", "other"), [], id="all"),
+        pytest.param("all", "", [], id="beside no other"),
+        pytest.param("all", "", ["-n", "2"], id="workers"),
+    ],
+)
 def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(
     project, workers, mode, beside
 ):
@@ -270,9 +283,15 @@ SKIPPED_IN_SET_UP = (
 )
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("marker", ["@pytest.mark.gpumem\n", ""], ids=["marked", "not measured any more"])
-@pytest.mark.parametrize("skips", [SKIPS, SKIPPED_BY_MARK], ids=["itself", "by a marker"])
+@pytest.mark.parametrize(
+    ("marker", "skips", "workers"),
+    [
+        pytest.param("@pytest.mark.gpumem\n", SKIPS, [], id="marked"),
+        pytest.param("", SKIPS, [], id="not measured any more"),
+        pytest.param("", SKIPPED_BY_MARK, [], id="by a marker"),
+        pytest.param("", SKIPPED_BY_MARK, ["-n", "2"], id="workers"),
+    ],
+)
 def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, workers, marker, skips):
     project.write(MARKED.format("", "other") + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
@@ -300,8 +319,14 @@ def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_b
     result.stdout.fnmatch_lines(["gpumem: 1 gated, 1 unmeasured (it was skipped), 1 failed by itself"])
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("source", [PLAIN, SKIPS], ids=["runs", "skips"])
+@pytest.mark.parametrize(
+    ("source", "workers"),
+    [
+        pytest.param(PLAIN, [], id="runs"),
+        pytest.param(SKIPS, [], id="skips"),
+        pytest.param(PLAIN, ["-n", "2"], id="workers"),
+    ],
+)
 def test_a_gate_is_red_whose_tests_all_lost_their_markers_on_a_machine_without_their_device(
     two_devices, workers, source, monkeypatch
 ):

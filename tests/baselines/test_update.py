@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import replace
 
 import pytest
@@ -41,8 +40,11 @@ def stored_entry(**metrics) -> Baseline:
     return Baseline(Workload("call"), CPU, metrics, "2026-11-02", "old1234")
 
 
-@pytest.mark.parametrize("mode", ["new", "all"])
-@pytest.mark.parametrize("absent", [NoBaseline(), NoBaseline(("NVIDIA A100",))], ids=["nowhere", "elsewhere"])
+@pytest.mark.parametrize(
+    ("mode", "absent"),
+    [("new", NoBaseline()), ("all", NoBaseline()), ("new", NoBaseline(("NVIDIA A100",)))],
+    ids=["new", "all", "elsewhere"],
+)
 def test_what_is_missing_is_added(mode, absent):
     assert written(mode, absent, peak_allocated=GB).metrics == {"peak_allocated": GB}
 
@@ -51,12 +53,12 @@ def test_what_is_missing_is_not_added_when_only_improvements_are_wanted():
     assert written("improved", NoBaseline(), peak_allocated=GB) is None
 
 
-@pytest.mark.parametrize("now", [GB // 2, GB, 2 * GB])
+@pytest.mark.parametrize("now", [GB // 2, 2 * GB])
 def test_what_is_stored_stays_when_only_the_new_is_wanted(now):
     assert written("new", stored_entry(peak_allocated=GB), peak_allocated=now) is None
 
 
-@pytest.mark.parametrize("now", [GB // 2, GB + 1, 2 * GB])
+@pytest.mark.parametrize("now", [GB // 2, GB + 1])
 def test_everything_that_differs_is_accepted_on_demand(now):
     entry = written("all", stored_entry(peak_allocated=GB), peak_allocated=now)
     assert (entry.metrics["peak_allocated"], entry.recorded, entry.commit) == (now, "2026-12-24", "new1234")
@@ -121,7 +123,7 @@ def test_what_got_better_is_lowered():
     assert (entry.metrics["peak_allocated"], entry.recorded, entry.commit) == (GB // 2, "2026-12-24", "new1234")
 
 
-@pytest.mark.parametrize("now", [GB - 10**6, GB, GB + 10**6, 2 * GB], ids=["within", "same", "within above", "worse"])
+@pytest.mark.parametrize("now", [GB - 10**6, 2 * GB], ids=["within the tolerance", "worse"])
 def test_what_did_not_get_better_beyond_the_tolerance_is_not_lowered(now):
     assert written("improved", stored_entry(peak_allocated=GB), peak_allocated=now) is None
 
@@ -406,7 +408,7 @@ def test_a_faster_step_begins_anew_where_improvements_are_wanted():
     assert entry.metrics == {"peak_allocated": GB, "forward_time": 0.2, "throughput": 16.0, "step_time": 0.5}
 
 
-@pytest.mark.parametrize("seconds", [0.99, 1.0, 2.0])
+@pytest.mark.parametrize("seconds", [0.99, 2.0])
 def test_a_step_that_is_not_faster_is_left_alone_where_improvements_are_wanted(seconds):
     stored = timed_entry(*[1.0] * MOST_RUNS)
     assert written_times("improved", stored, seconds) is None
@@ -419,7 +421,7 @@ def test_an_improvement_seen_on_another_machine_does_not_make_its_times_those_of
     assert (entry.environment, entry.runs, entry.metrics) == (EPYC, None, {"peak_allocated": GB // 2})
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
 def test_stored_times_stay_where_only_the_new_is_wanted(seconds):
     assert written_times("new", timed_entry(1.0), seconds) is None
     assert written_times("new", NoBaseline(), seconds).runs == Runs((seconds,))
@@ -445,20 +447,16 @@ THROTTLED = "the GPU was throttled"
 
 
 @pytest.mark.parametrize(
-    ("mode", "stored", "seconds", "reasons"),
+    ("mode", "stored", "seconds"),
     [
-        ("new", NoBaseline(), [1.0], []),
-        ("new", timed_entry(), [1.0], []),
-        ("all", timed_entry(1.0), [1.0], []),
-        ("all", timed_entry(1.0), [2.0, 2.0], []),
-        ("all", timed_entry(1.0), [], []),
-        ("all", timed_entry(1.0), [UNCERTAIN], []),
+        ("new", timed_entry(), [1.0]),
+        ("all", timed_entry(1.0), [2.0, 2.0]),
+        ("all", timed_entry(1.0), []),
+        ("all", timed_entry(1.0), [UNCERTAIN]),
     ],
 )
-def test_times_that_were_taken_and_not_written_have_a_reason(mode, stored, seconds, reasons):
-    found = left_out(mode, stored, *seconds)
-    assert len(found) == len(reasons)
-    assert all(map(fnmatch.fnmatchcase, found, reasons))
+def test_where_times_were_written_or_not_taken_nothing_is_left_out(mode, stored, seconds):
+    assert left_out(mode, stored, *seconds) == []
 
 
 def test_the_time_of_a_slower_machine_is_left_out_and_said_to_be():
@@ -469,10 +467,8 @@ def test_the_time_of_a_slower_machine_is_left_out_and_said_to_be():
 @pytest.mark.parametrize(
     ("mode", "stored", "told"),
     [
-        ("new", NoBaseline(), True),
         ("new", timed_entry(), True),
         ("new", timed_entry(1.0), False),
-        ("all", NoBaseline(), True),
         ("all", timed_entry(1.0), True),
         ("improved", timed_entry(1.0), False),
     ],
@@ -504,9 +500,14 @@ def test_an_entry_has_the_reason_that_it_is_made_with():
     assert baseline_of(measurement, "2026-12-24", None).reason is None
 
 
-@pytest.mark.parametrize("reason", ["a new reason", None])
 @pytest.mark.parametrize(
-    ("mode", "stored", "peak"), [("new", NoBaseline(), GB), ("all", OLD, 2 * GB), ("improved", OLD, GB // 2)]
+    ("mode", "stored", "peak", "reason"),
+    [
+        ("new", NoBaseline(), GB, "a new reason"),
+        ("all", OLD, 2 * GB, "a new reason"),
+        ("all", OLD, 2 * GB, None),
+        ("improved", OLD, GB // 2, None),
+    ],
 )
 def test_a_change_that_is_accepted_has_its_own_reason_or_none(mode, stored, peak, reason):
     assert reasoned(mode, stored, judged_call(stored, peak_allocated=peak), reason).reason == reason

@@ -88,13 +88,10 @@ TOLERANCES = st.sampled_from([0.0, 0.05, 0.3])
 @pytest.mark.parametrize(
     ("factor", "outcome"),
     [
-        (0.5, "faster"),
         (0.92, "faster"),
         (1.0, "not slower"),
-        (1.04, "not slower"),
         (1.06, "uncertain"),
         (1.10, "slower"),
-        (2.0, "slower"),
     ],
 )
 def test_a_quiet_machine_tells_ten_percent(factor, outcome):
@@ -106,13 +103,13 @@ def test_a_quiet_machine_tells_ten_percent(factor, outcome):
 
 @pytest.mark.parametrize(
     ("runs", "factor", "outcome"),
-    [(1, 1.0, "not slower"), (1, 1.15, "uncertain"), (1, 1.4, "slower"), (2, 1.2, "slower"), (4, 1.12, "slower")],
+    [(1, 1.15, "uncertain"), (1, 1.4, "slower"), (2, 1.2, "slower"), (4, 1.12, "slower")],
 )
 def test_the_more_runs_were_accepted_the_smaller_the_slowdowns_that_they_tell(runs, factor, outcome):
     assert compare([noisy(factor)], stable(runs=runs), TOLERANCE).outcome == outcome
 
 
-@pytest.mark.parametrize(("tolerance", "outcome"), [(0.05, "slower"), (0.15, "slower"), (0.30, "not slower")])
+@pytest.mark.parametrize(("tolerance", "outcome"), [(0.15, "slower"), (0.30, "not slower")])
 def test_the_tolerance_is_what_a_step_may_be_slower(tolerance, outcome):
     assert compare([noisy(1.25)], stable(), tolerance).outcome == outcome
 
@@ -173,7 +170,7 @@ def test_an_invalid_sample_says_neither_slower_nor_faster(sample, baseline, tole
 
 @pytest.mark.parametrize(
     ("factor", "slowed", "outcome"),
-    [(1.5, 1.2, "slower"), (1.25, 1.2, "uncertain"), (2.0, 1.7, "slower"), (2.0, 1.95, "uncertain")],
+    [(1.5, 1.2, "slower"), (1.25, 1.2, "uncertain"), (2.0, 1.95, "uncertain")],
 )
 def test_what_a_disturbance_can_explain_is_taken_off_and_the_rest_is_judged(factor, slowed, outcome):
     busy = noisy(factor, pace=1.0, invalid=BUSY, slowed=slowed)
@@ -208,9 +205,7 @@ def test_the_more_a_disturbance_can_explain_the_less_is_slower(sample, baseline,
     assert as_it_is.outcome == "slower" or few.outcome != "slower"
 
 
-@pytest.mark.parametrize(
-    ("pace", "factor", "outcome"), [(0.87, 2.7, "slower"), (0.87, 1.5, "slower"), (0.87, 1.3, "uncertain")]
-)
+@pytest.mark.parametrize(("pace", "factor", "outcome"), [(0.87, 1.5, "slower"), (0.87, 1.3, "uncertain")])
 def test_a_slower_clock_explains_what_it_lost_twice_and_no_more(pace, factor, outcome):
     found = compare([noisy(factor, pace=pace)], stable(cycles=1.0), TOLERANCE)
     assert found.outcome == outcome
@@ -537,7 +532,7 @@ def test_pairs_tell_a_slowdown_under_drift():
     assert compare_pairs(pairs_of(*[1.08, 1.07, 1.09, 1.08, 1.07, 1.09], drift=0.1), TOLERANCE).outcome == "slower"
 
 
-@pytest.mark.parametrize("number", range(1, FEWEST_PAIRS))
+@pytest.mark.parametrize("number", [1, FEWEST_PAIRS - 1])
 def test_a_few_pairs_are_not_enough_for_slower_or_faster(number):
     found = compare_pairs(pairs_of(*[2.0] * number), TOLERANCE)
     assert (found.outcome, found.reason) == ("uncertain", f"only {number} of {FEWEST_PAIRS} pairs of runs")
