@@ -129,14 +129,6 @@ def test_workers_run_the_same_tests(project):
     }
 
 
-def test_each_config_has_its_baseline(project):
-    project.write(MATRIX.format(axes="checkpoint=['none', 'blocks']"))
-    project.run("--gpumem-update=new", "--gpumem-no-time").assert_outcomes(passed=2)
-    result = project.run("--gpumem-baseline", "--gpumem-no-time")
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["gpumem: 2 gated"])
-
-
 # Markers that make no matrix
 
 

@@ -96,14 +96,17 @@ def test_the_same_work_passes(recorded):
     assert outcomes(recorded) == {"flops": "ok", "operators": "ok", "syncs": "ok"}
 
 
-@pytest.mark.parametrize(("planted", "headline", "regressed"), PLANTED.values(), ids=PLANTED.keys())
-def test_what_crept_in_fails_the_test(recorded, planted, headline, regressed):
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_crept_in_fails_the_test_and_is_told_with_module_and_line_also_in_backward(recorded, name):
+    planted, headline, regressed = PLANTED[name]
     write(recorded, **planted)
     result = gate(recorded)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert {name for name, outcome in outcomes(recorded).items() if outcome == "regressed"} == regressed
     result.stdout.re_match_lines([headline])
     result.stdout.fnmatch_lines(["  accept:   pytest test_it.py::test_step --gpumem-update=all*"])
+    title, rows = WHERE[name]
+    assert told(result, title) == [[*row[:-1], line_of(recorded, row[-1])] if len(row) > 1 else row for row in rows]
 
 
 SYNC = '    " | test_it.py:25 |  | 1 _local_scalar_dense",\n'
@@ -164,14 +167,6 @@ WHERE = {
         ],
     ),
 }
-
-
-@pytest.mark.parametrize("name", WHERE)
-def test_which_operators_are_more_is_told_with_module_and_line_also_in_backward(recorded, name):
-    write(recorded, **PLANTED[name][0])
-    title, rows = WHERE[name]
-    expected = [[*row[:-1], line_of(recorded, row[-1])] if len(row) > 1 else row for row in rows]
-    assert told(gate(recorded), title) == expected
 
 
 def test_an_operator_that_moved_is_not_told_beside_one_that_came(recorded):

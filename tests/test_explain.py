@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.baselines.format import parse
-from pytest_gpumem.values.composition import REST
 from tests.needs import NEEDS_COMPILER
 
 if TYPE_CHECKING:
@@ -147,25 +146,6 @@ def test_workers_tell_what_grew_and_keep_what_is_new_as_one_process_does(project
         assert all(line in report for line in lines)
         told.append((lines, project.stored()))
     assert told[0] == told[1] != before
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "reason"),
-    [
-        (RELU, "hidden = hidden.double().relu().float()", "float64"),
-        ("for _ in range(4)", "for _ in range(6)", "4 -> 6 tensors"),
-        ("4 * width", "6 * width", r"was float32\[512, 512\], now float32\[512, 768\]"),
-    ],
-    ids=["wider", "deeper", "broader"],
-)
-def test_why_it_grew_is_told(project, old, new, reason):
-    write_model(project)
-    # A step with another number of parameters would be stale; a call is not.
-    project.write(MARKED)
-    project.run(*RECORD)
-    write_model(project, MODEL.replace(old, new))
-    rows = grown(project.run(*COMPARE))
-    assert any(re.search(reason, row) for row in rows)
 
 
 def test_a_layer_that_is_no_longer_checkpointed_is_told_as_that(project):
@@ -312,19 +292,6 @@ def test_a_refactoring_is_no_growth(project):
     result.assert_outcomes(failed=1)
     assert grown(result) == []
     result.stdout.fnmatch_lines(["*over budget: peak*", f"*layers.?*{place(project, RELU, 'layers.py')}*"])
-
-
-def test_a_refactoring_beside_growth_is_not_told(project):
-    write_model(project)
-    project.write(STEP)
-    project.run(*RECORD)
-    moved(project, MODEL, RELU, GATED)
-    result = project.run(*COMPARE)
-    result.assert_outcomes(failed=1)
-    line = place(project, GATED, "layers.py")
-    rows = grown(result)
-    assert rows
-    assert all(line in row for row in rows)
 
 
 # Tests that only have the marker
@@ -545,10 +512,8 @@ def text_at(project: Project, row: str) -> str:
     [
         ("raise RuntimeError('only once\\nmore lines')", "RuntimeError: only once"),
         ("pytest.skip('not again')", "Skipped: not again"),
-        ("pytest.fail('not again')", "Failed: not again"),
-        ("assert False, 'not again'", "AssertionError: not again*"),
     ],
-    ids=["raise", "skip", "fail", "assert"],
+    ids=["raise", "skip"],
 )
 def test_a_test_that_cannot_be_run_twice_fails_by_its_regression_with_a_note(project, way_out, said):
     source = (
@@ -722,31 +687,6 @@ def test_a_region_has_no_composition_and_says_what_has(project):
 # The store
 
 
-def test_a_baseline_keeps_the_rows_that_make_up_95_percent_of_the_peak(project):
-    write_model(project)
-    project.write(STEP)
-    project.run(*RECORD)
-    found = entry(project)
-    assert found.composition is not None
-    rows = [row for row in found.composition.rows if row.operator != REST]
-    kept = sum(row.nbytes for row in rows)
-    assert kept >= 0.95 * found.metrics["peak_allocated"]
-    assert kept - rows[-1].nbytes < 0.95 * found.metrics["peak_allocated"]
-
-
-def test_a_baseline_keeps_100_rows_at_most_and_the_others_as_one(project):
-    project.write(
-        "@pytest.mark.gpumem\ndef test_it():\n    kept = [torch.zeros(n) for n in range(1000, 201_000, 1000)]\n"
-    )
-    project.run(*RECORD)
-    found = entry(project)
-    assert found.composition is not None
-    one_by_one = [row.nbytes for row in found.composition.rows if row.operator != REST]
-    assert one_by_one == [4000 * n for n in range(200, 100, -1)]
-    (others,) = [row for row in found.composition.rows if row.operator == REST]
-    assert (others.nbytes, others.count) == (4000 * sum(range(101)), 100)
-
-
 def test_no_composition_is_kept_under_never_and_update_all_supplies_it(project):
     write_model(project)
     project.write(STEP)
@@ -776,31 +716,6 @@ def test_lines_that_moved_are_no_news_to_the_store(project):
     assert now is not None
     assert any(place(project, RELU) in row for row in now["peak"]["rows"])
     assert place(project, RELU) not in next(iter(before.values()))
-
-
-CYCLIC = (
-    "@pytest.mark.gpumem\ndef test_it():\n    torch.zeros({peak})\n"
-    "    cycle = [torch.zeros({cyclic})]\n    cycle.append(cycle)\n"
-)
-
-
-def test_update_improved_keeps_the_composition_unless_the_peak_improved(project):
-    project.write(CYCLIC.format(peak=4_000_000, cyclic=2_000_000))
-    project.run(*RECORD)
-    before = entry(project)
-    project.write("# moved\n" + CYCLIC.format(peak=4_000_000, cyclic=1_000_000))
-    project.run("--gpumem-update=improved")
-    cleaner = entry(project)
-    assert (before.metrics["cyclic_garbage"], cleaner.metrics["cyclic_garbage"]) == (8_000_000, 4_000_000)
-    assert before.composition is not None
-    assert cleaner.composition == before.composition
-    project.write("# moved\n" + CYCLIC.format(peak=2_000_000, cyclic=1_000_000))
-    project.run("--gpumem-update=improved")
-    lower = entry(project)
-    assert lower.metrics["peak_allocated"] == 8_000_000
-    assert lower.composition is not None
-    line = place(project, "    torch.zeros", "test_it.py")
-    assert [(row.nbytes, row.site) for row in lower.composition.rows] == [(8_000_000, line)]
 
 
 # Without anything to compare with, and beside the peak
@@ -926,7 +841,6 @@ class Model(torch.nn.Module):
 """
 OUT_OF_MEMORY_TESTS = {
     "step": "def test_it(gpumem):\n    called('test')\n    gpumem.train_step(Model, torch.ones(500, 1000))\n",
-    "infer": "def test_it(gpumem):\n    called('test')\n    gpumem.infer_step(Model, torch.ones(500, 1000))\n",
     "measure": (
         "def test_it(gpumem):\n    called('test')\n    model = Model()\n    batch = torch.ones(500, 1000)\n"
         "    gpumem.measure(lambda: model(batch))\n"

@@ -213,7 +213,6 @@ def test_the_device_of_a_marker_is_used(project):
     ("marks", "outcomes"),
     [
         ("@pytest.mark.skip(reason='no')", {"skipped": 1}),
-        ("@pytest.mark.skipif(True, reason='no')", {"skipped": 1}),
         ("@pytest.mark.xfail(run=False)", {"xfailed": 1}),
     ],
 )
@@ -319,8 +318,6 @@ def swallowing(gpumem, inner):
     ("call", "said"),
     [
         ("gpumem.measure(lambda: gpumem.measure(step))", "gpumem.measure() is called within gpumem.measure()"),
-        ("gpumem.measure(lambda: trained(gpumem))", "gpumem.train_step() is called within gpumem.measure()"),
-        ("in_steps(gpumem, lambda: in_steps(gpumem, step))", "gpumem.steps() is called within gpumem.steps()"),
         (
             "in_steps(gpumem, lambda: gpumem.measure(step, name='inner'))",
             "gpumem.measure('inner') is called within gpumem.steps()",

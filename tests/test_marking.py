@@ -133,8 +133,11 @@ IN_SET_UP = "def pytest_runtest_setup(item):\n    item.add_marker(pytest.mark.gp
 LATE = "@pytest.mark.gpumem was added to this test when it was running already, and has no effect: *"
 
 
-@pytest.mark.parametrize("option", ["--gpumem-baseline", "--gpumem-strict"])
-@pytest.mark.parametrize(("test", "hook"), [(IN_A_FIXTURE, ""), ("", IN_SET_UP)], ids=["fixture", "hook"])
+@pytest.mark.parametrize(
+    ("test", "hook", "option"),
+    [(IN_A_FIXTURE, "", "--gpumem-baseline"), ("", IN_SET_UP, "--gpumem-strict")],
+    ids=["fixture", "hook"],
+)
 def test_a_marker_that_comes_too_late_fails_its_test_under_a_gate(project, test, hook, option):
     project.write(f"{test}def test_it():\n    torch.ones(10)\n")
     conftest(project, hook)
@@ -190,9 +193,7 @@ def test_tests_that_a_pattern_matches_are_measured_and_held_by_budgets(suite):
 @pytest.mark.parametrize(
     ("pattern", "count"),
     [
-        ("tests/test_other.py", 2),
         ("tests/test_other.py::test_small", 1),
-        ("*_small", 3),
         ("tests/models/*/test_gpt.py", 2),
     ],
 )
@@ -218,7 +219,7 @@ def test_a_pattern_leaves_doctests_alone(project):
     result.assert_outcomes(passed=1, failed=2)
 
 
-@pytest.mark.parametrize("wrong", ["'tests/**'", "[1]", "['']", "{ tests = 'a' }", "true"])
+@pytest.mark.parametrize("wrong", ["'tests/**'", "[1]", "['']"])
 def test_what_is_no_array_of_patterns_is_a_usage_error_with_file_and_key(project, wrong):
     project.settings(f"[tool.gpumem]\nmeasure = {wrong}\n")
     result = project.run()
@@ -234,10 +235,13 @@ BUDGET_TOLD = "gpumem: the budget for tests = 'tests/gone/*' has no effect: it m
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [([], True), (["tests"], True), (["tests/models", "tests"], True), (["-n1"], True), (["-k", "small"], True)]
-    + [
-        ([one], False)
-        for one in ("tests/models", "tests/test_other.py", "tests/test_other.py::test_small", "--ignore=tests/gone")
+    [
+        (["tests/models", "tests"], True),
+        (["-n1"], True),
+        (["-k", "small"], True),
+        (["tests/models"], False),
+        (["tests/test_other.py::test_small"], False),
+        (["--ignore=tests/gone"], False),
     ],
     ids=str,
 )

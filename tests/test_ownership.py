@@ -248,9 +248,7 @@ def test_foreign_bytes_are_in_no_fixture(residency):
     [
         ("", "tests/gpt/test_a.py::test_a", True),
         ("tests/gpt", "tests/gpt/test_a.py::test_a", True),
-        ("tests/gpt/test_a.py", "tests/gpt/test_a.py::test_a", True),
         ("tests/gpt/test_a.py::TestA", "tests/gpt/test_a.py::TestA::test_a", True),
-        ("tests/gpt/test_b.py", "tests/gpt/test_a.py::test_a", False),
         ("tests/gpt", "tests/gpt2/test_a.py::test_a", False),
         ("tests/gpt/test_a.py::TestA", "tests/gpt/test_a.py::TestAll::test_a", False),
     ],

@@ -120,10 +120,3 @@ def test_in_the_settings_it_is_for_sessions_on_a_gpu_and_others_say_so(project, 
     result = project.run(*workers)
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*packing: the cpu device has no memory that tests would have to share"])
-
-
-def test_a_setting_that_is_no_truth_value_is_an_error(project):
-    project.settings("[tool.gpumem]\npack = 'yes'\n")
-    project.write(SUITE)
-    result = project.run()
-    result.stderr.fnmatch_lines(["*[[]tool.gpumem]: pack is 'yes', expected true or false"])

@@ -46,12 +46,6 @@ def test_pruning_removes_entries_and_files_of_tests_that_are_gone(shrunk):
     assert "0 of 1 baselines" in prune(shrunk).stdout
 
 
-def test_naming_a_test_that_is_measured_removes_nothing(shrunk):
-    before = shrunk.stored()
-    assert "0 of 3 baselines were unused" in prune(shrunk, "test_one.py::test_kept").stdout
-    assert shrunk.stored() == before
-
-
 @pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["removing", "dry-run"])
 def test_a_store_none_of_whose_files_is_there_is_taken_for_another_projects(shrunk, options):
     before = shrunk.stored()
@@ -83,12 +77,6 @@ def test_a_broken_file_is_named_and_nothing_is_removed(shrunk):
     assert result.returncode == 1
     assert str(path) in result.stderr
     assert shrunk.stored() == before
-
-
-def test_a_test_that_lost_its_marker_loses_its_baseline(shrunk):
-    write(shrunk, "def test_kept(): ...\n", "test_one.py")
-    assert "test_one.py::test_kept (call)" in prune(shrunk).stdout
-    assert shrunk.stored() == {}
 
 
 def test_a_project_whose_warnings_are_errors_can_be_pruned(shrunk):

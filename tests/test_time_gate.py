@@ -224,7 +224,7 @@ def test_a_slowdown_in_samples_that_stay_disturbed_is_uncertain_and_says_by_what
 
 @pytest.mark.parametrize(
     ("pace", "factor", "fails"),
-    [(0.87e9, 2.7, True), (0.87e9, 1.4, True), (0.87e9, 1.25, False), (0.8e9, 1.25, False), (0.8e9, 2.0, True)],
+    [(0.87e9, 1.4, True), (0.87e9, 1.25, False)],
 )
 def test_a_slower_clock_explains_a_slowdown_only_as_far_as_it_can(timed, pace, factor, fails):
     timed.record()
@@ -245,8 +245,8 @@ CROWDED = {"others": 1.5, "waited": 0.5}
 
 @pytest.mark.parametrize(
     ("load", "factor", "fails"),
-    [(BUSY, 1.4, True), (BUSY, 1.1, False), (CROWDED, 4.0, True), (CROWDED, 2.6, False)],
-    ids=["beyond a neighbour", "within a neighbour", "beyond a shared core", "within a shared core"],
+    [(BUSY, 1.4, True), (CROWDED, 2.6, False)],
+    ids=["beyond a neighbour", "within a shared core"],
 )
 def test_load_explains_a_slowdown_only_as_far_as_it_can(timed, load, factor, fails):
     timed.record()

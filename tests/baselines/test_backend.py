@@ -62,33 +62,10 @@ def test_the_second_text_replaces_the_first_whole(backend):
     assert backend.paths() == [PATH]
 
 
-def test_paths_are_sorted_and_relative(backend):
-    paths = ["gpu-b/tests/test_b.py.toml", "gpu-a/tests/deep/test_a.py.toml", "gpu-a/test_c.py.toml"]
-    for path in paths:
-        backend.write(path, "format = 1\n")
-    assert backend.paths() == sorted(paths)
-
-
-def test_a_removed_file_is_gone_and_others_stay(backend):
-    other = "cpu-x86_64/tests/test_other.py.toml"
-    backend.write(PATH, "one\n")
-    backend.write(other, "two\n")
-    backend.remove(PATH)
-    assert backend.read(PATH) is None
-    assert backend.paths() == [other]
-
-
 def test_files_that_are_no_baselines_are_not_listed(backend):
     backend.write(PATH, "one\n")
     backend.write("README.md", "two\n")
     assert backend.paths() == [PATH]
-
-
-def test_a_place_can_be_locked_again_after_it_was(backend):
-    for number in range(2):
-        with backend.locked():
-            backend.write(PATH, f"{number}\n")
-    assert backend.read(PATH) == "1\n"
 
 
 def test_the_store_is_listed_where_its_place_is_the_top_of_what_there_is(memory_url, s3_url):

@@ -73,9 +73,8 @@ def test_a_test_that_was_not_measured_is_unmeasured():
 COMPARED = {Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN}
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-def test_only_what_was_compared_is_gated(outcome):
-    assert MetricVerdict("peak_allocated", outcome, 1).gated == (outcome in COMPARED)
+def test_only_what_was_compared_is_gated():
+    assert {outcome for outcome in Outcome if MetricVerdict("peak_allocated", outcome, 1).gated} == set(COMPARED)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.NEW, Outcome.STALE, Outcome.FOREIGN])

@@ -259,7 +259,7 @@ def test_a_peak_over_its_budget_that_did_not_grow_is_told_by_what_is_there():
     assert block == composition_lines("what is there at the peak", now, "si")
 
 
-@pytest.mark.parametrize("metric", ["peak_forward", "peak_backward", "peak_optimizer", "peak_reserved"])
+@pytest.mark.parametrize("metric", ["peak_forward", "peak_reserved"])
 def test_every_peak_is_explained_by_the_peak(metric):
     assert len(explanation_blocks(verdict_of(composition(WEIGHTS)), [metric], "si")) == 1
 
