@@ -53,16 +53,12 @@ def mask() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("batch", "count"),
     [
-        (ids(), 1),
-        ((ids(), mask()), 2),
         ([ids(), [mask(), mask()]], 3),
-        ({"ids": ids(), "labels": None}, 1),
         (OrderedDict(ids=ids()), 1),
         (UserDict(ids=ids(), mask=mask()), 2),
         (Pair(ids(), mask()), 2),
         ({"nested": ({"ids": ids()}, 5, "text")}, 1),
         ("text", 0),
-        (None, 0),
     ],
 )
 def test_the_tensors_of_a_batch_are_found_in_containers(batch, count):
@@ -85,13 +81,10 @@ def test_the_tensors_of_a_batch_come_in_order():
     "batch",
     [
         ids(),
-        (ids(), mask()),
-        [ids(), mask()],
-        {"ids": ids(), "mask": mask()},
         Pair(ids(), mask()),
         {"nested": [(ids(),), {"mask": mask()}]},
     ],
-    ids=["tensor", "tuple", "list", "dict", "named tuple", "nested"],
+    ids=["tensor", "named tuple", "nested"],
 )
 def test_a_moved_batch_has_the_same_shape_elsewhere(batch):
     moved = on_device(batch, META)
@@ -115,10 +108,6 @@ def test_a_batch_keeps_what_is_no_tensor():
     }
 
 
-def test_a_named_tuple_can_still_be_asked_by_name():
-    assert on_device(Pair(ids(), mask()), META).mask.device == META
-
-
 def test_a_mapping_of_a_library_becomes_keyword_arguments():
     moved = on_device(UserDict(ids=ids()), META)
     assert list(moved) == ["ids"]
@@ -139,8 +128,8 @@ def test_what_a_function_makes_is_moved_to_the_device_and_it_may_draw_with_a_gen
 
 @pytest.mark.parametrize(
     "batch",
-    [ids(), (ids(), 5), [ids(), "text"], Pair(ids(), mask()), {"nested": [(ids(),), {"mask": mask(), "none": None}]}],
-    ids=["tensor", "tuple", "list", "named tuple", "nested"],
+    [ids(), Pair(ids(), mask()), {"nested": [(ids(), 5), {"mask": mask(), "none": None}]}],
+    ids=["tensor", "named tuple", "nested"],
 )
 def test_a_changed_batch_has_each_tensor_changed_and_the_rest_as_it_was(batch):
     changed = mapped(batch, torch.bitwise_not)
@@ -182,8 +171,6 @@ def test_what_has_not_the_batchs_first_dimension_is_in_every_part():
     ("batch", "number", "message"),
     [
         (torch.ones(6), 4, "accumulate=4 needs a batch of a multiple of 4 samples; this one has 6 samples"),
-        (torch.ones(2), 4, "accumulate=4 needs a batch of a multiple of 4 samples; this one has 2 samples"),
-        ("text", 2, "accumulate=2 needs a batch of a multiple of 2 samples; this one has no samples"),
         (torch.tensor(1.0), 2, "accumulate=2 needs a batch of a multiple of 2 samples; this one has no samples"),
     ],
 )
@@ -234,7 +221,7 @@ def test_a_batch_of_floats_has_no_tokens():
     assert work_in(torch.ones(4, 8), None) == {"samples": 4}
 
 
-@pytest.mark.parametrize("items", [2.5, 3, np.int64(3), np.float32(2.5), Fraction(5, 2)])
+@pytest.mark.parametrize("items", [3, np.float32(2.5), Fraction(5, 2)])
 def test_a_number_of_items_comes_before_what_the_batch_tells(items):
     assert next(iter(work_in(ids(), items).items())) == ("items", items)
     work = work_in("text", items)
@@ -242,14 +229,13 @@ def test_a_number_of_items_comes_before_what_the_batch_tells(items):
     assert json.loads(json.dumps(work)) == work
 
 
-@pytest.mark.parametrize(
-    "items", [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf, 10**400, True, False, [8], b"8", torch.tensor(8), 8j]
-)
-@pytest.mark.parametrize("counted", [number_of_items, lambda items: work_in(ids(), items)], ids=["measure", "step"])
-def test_items_that_are_no_finite_number_above_zero_are_told_with_what_is_right(items, counted):
+@pytest.mark.parametrize("items", [0, -0.5, math.nan, math.inf, 10**400, True, [8], torch.tensor(8), 8j])
+def test_items_that_are_no_finite_number_above_zero_are_told_with_what_is_right(items):
     message = re.escape(f"items={items!r}: write what one step works on as a finite number above zero")
     with pytest.raises(ValueError, match=f"^{message}$"):
-        counted(items)
+        number_of_items(items)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        work_in(ids(), items)
 
 
 def test_tokens_are_the_elements_of_the_first_tensor_of_integers():
@@ -315,7 +301,7 @@ def test_a_sequence_is_positional_arguments(kind):
     assert feed(model, kind([1, 2])) == ((1, 2), {})
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
+@pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_mapping_is_keyword_arguments(kind):
     assert feed(model, kind(a=1, b=2)) == ((), {"a": 1, "b": 2})
 
@@ -350,8 +336,8 @@ def test_a_batch_may_be_nested_deeper_than_python_recurses():
 @pytest.mark.parametrize(
     "name",
     [
-        *("a list that fails", "a tuple that fails", "a dict that fails", "an ordered dict that fails"),
-        *("a named tuple that fails", "a proxy of a mapping that fails"),
+        *("a list that fails", "an ordered dict that fails", "a named tuple that fails"),
+        "a proxy of a mapping that fails",
     ],
 )
 def test_a_container_is_moved_without_its_own_code(name):

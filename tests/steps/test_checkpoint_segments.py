@@ -174,13 +174,6 @@ def with_an_argument_for_the_first_only(blocks, hidden):
     return plain_loop(blocks[1:], blocks[0](hidden, mask=torch.ones(4)))
 
 
-def with_an_argument_for_the_others_only(blocks, hidden):
-    hidden = blocks[0](hidden)
-    for block in blocks[1:]:
-        hidden = block(hidden, mask=torch.ones(4))
-    return hidden
-
-
 def skipping(blocks, hidden):
     return plain_loop([blocks[0], blocks[2]], hidden)
 
@@ -204,7 +197,6 @@ def as_it_is(hidden):
         (with_other_keywords, as_it_is, "h.1: its argument mask is not that of h.0"),
         (with_other_positions, as_it_is, "h.1: its argument 1 is not that of h.0"),
         (with_an_argument_for_the_first_only, as_it_is, "h.1: its argument mask is not that of h.0"),
-        (with_an_argument_for_the_others_only, as_it_is, "h.1: its argument mask is not that of h.0"),
         (backwards, as_it_is, "h.2: it ran before h.0"),
         (skipping, as_it_is, "h.1: it did not run after h.0"),
         (twice, as_it_is, "h.1: it ran more than once"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 import weakref
 
@@ -11,7 +10,6 @@ import torch
 
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from tests.needs import NEEDS_COMPILER
@@ -25,12 +23,6 @@ class Model(torch.nn.Module):
 
     def forward(self, x):
         return torch.tanh(self.linear(x)).sum()
-
-
-class Uncompilable(Model):
-    @torch.compiler.disable
-    def forward(self, x):
-        return super().forward(x)
 
 
 def step_of(run, batch=None) -> list[Phase]:
@@ -110,12 +102,6 @@ def test_what_compiling_ties_to_objects_of_earlier_tests_is_gone_before_anything
             assert [one() for one in kept] == [None]
     finally:
         heap.thaw()
-
-
-def test_a_forward_that_torch_does_not_compile_is_told():
-    message = "compile=eager: torch.compile found nothing to compile in the model's forward"
-    with compiled(Uncompilable(), "eager") as run, pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        compile_now(step_of(run), "eager")
 
 
 def test_a_compiled_model_is_forgotten_after_an_error():

@@ -53,10 +53,8 @@ def test_a_text_names_a_precision_and_settings():
 @pytest.mark.parametrize(
     "text",
     [
-        "accumulate=4,bf16,checkpoint=ops",
-        " bf16 , checkpoint=ops,accumulate=4 ",
-        "precision=bf16,checkpoint=ops,accumulate=4",
-        "plain,bf16,checkpoint=ops,accumulate=4,",
+        " accumulate=4 ,bf16, checkpoint=ops",
+        "plain,precision=bf16,checkpoint=ops,accumulate=4,",
         "bf16,checkpoint=ops,accumulate=04,optimizer=adamw",
     ],
 )
@@ -78,9 +76,7 @@ def test_the_own_precision_stands_where_none_is_given():
     ("text", "kind", "argument"),
     [
         ("none", "none", None),
-        ("blocks", "blocks", None),
         ("every:3", "every", 3),
-        ("sequential:2", "sequential", 2),
         ("modules:*.mlp", "modules", "*.mlp"),
         ("budget:0.25", "budget", 0.25),
     ],
@@ -108,7 +104,6 @@ def test_what_a_test_author_writes_becomes_a_config():
         ("amp-bf16,checkpoint=every:2,optimizer=adamw-fused,accumulate=4", "amp-bf16-ckpt-every2-adamw-fused-acc4"),
         ("checkpoint=modules:transformer.h.*", "ckpt-modules-transformer.h.*"),
         ("checkpoint=blocks,blocks=transformer.h", "ckpt-blocks-of-transformer.h"),
-        ("checkpoint=budget:0.5,compile=default", "ckpt-budget0.5-compile"),
         ("optimizer=none,clip=1,zero_grad=zero", "no-optimizer-clip1-zero-grad"),
         ("fp32,compile=max-autotune", "fp32-compile-max-autotune"),
         ("bf16,cache=on,weights=int8", "bf16-cache-int8"),
@@ -251,19 +246,15 @@ def test_any_text_makes_a_config_or_a_config_error(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "wrong", "words"),
     [
-        ("precision", PRECISIONS),
-        ("checkpoint", CHECKPOINTS),
-        ("optimizer", OPTIMIZERS),
-        ("zero_grad", ZERO_GRADS),
-        ("compile", COMPILES),
-        ("cache", CACHES),
-        ("weights", WEIGHTS),
+        ("optimizer", "zebra", OPTIMIZERS),
+        ("weights", True, WEIGHTS),
+        ("checkpoint", "zebra", CHECKPOINTS),
+        ("checkpoint", 7, CHECKPOINTS),
     ],
 )
-@pytest.mark.parametrize("wrong", ["zebra", 7, True])
-def test_an_unknown_word_is_told_with_all_that_are_valid(name, words, wrong):
+def test_an_unknown_word_is_told_with_all_that_are_valid(name, wrong, words):
     with pytest.raises(ConfigError) as caught:
         StepConfig(**{name: wrong})
     message = str(caught.value)
@@ -291,16 +282,8 @@ def test_a_text_that_cannot_be_read_is_told_what_would_be_right(text, message):
     ("text", "message"),
     [
         ("checkpoint=every", "checkpoint=every: write checkpoint=every:N"),
-        ("checkpoint=every:", "checkpoint=every:: write checkpoint=every:N"),
         ("checkpoint=ops:2", "checkpoint=ops:2: write checkpoint=ops"),
-        ("checkpoint=modules", "checkpoint=modules: write checkpoint=modules:PATTERN"),
         ("checkpoint=every:0", "checkpoint=every:0: expected a whole number, 1 or more"),
-        ("checkpoint=every:two", "checkpoint=every:two: expected a whole number, 1 or more"),
-        ("checkpoint=sequential:1.5", "checkpoint=sequential:1.5: expected a whole number, 1 or more"),
-        (
-            "checkpoint=budget:2,compile=default",
-            "checkpoint=budget:2: the budget is a fraction between 0 and 1 of the plain activations",
-        ),
         (
             "checkpoint=budget:nan,compile=default",
             "checkpoint=budget:nan: the budget is a fraction between 0 and 1 of the plain activations",
@@ -315,12 +298,9 @@ def test_a_text_that_cannot_be_read_is_told_what_would_be_right(text, message):
             "checkpoint=budget:0.5 is the activation memory budget of torch.compile; add compile=default",
         ),
         ("accumulate=0", "accumulate=0: expected a whole number, 1 or more"),
-        ("accumulate=1.5", "accumulate=1.5: expected a whole number, 1 or more"),
         ("clip=0", "clip=0.0: the norm to clip to is a number above 0"),
         ("clip=inf", "clip=inf: the norm to clip to is a number above 0"),
-        ("clip=nan", "clip=nan: the norm to clip to is a number above 0"),
         ("clip=one", "clip=one: expected a number"),
-        ("blocks=h", "blocks=h does nothing with checkpoint=none: it takes no blocks"),
         ("blocks=h,checkpoint=offload", "blocks=h does nothing with checkpoint=offload: it takes no blocks"),
         ("amp-bf16,weights=int8", "weights=int8 goes with fp32, bf16 or fp16, not with amp-bf16"),
     ],
@@ -335,10 +315,9 @@ def test_a_setting_is_said_once():
         StepConfig.parse("bf16,fp16")
 
 
-@pytest.mark.parametrize("wrong", [None, 5, ["fp32"]])
-def test_what_is_no_text_is_no_config(wrong):
-    with raises(f"{wrong!r} is no step config; write a text like 'amp-bf16,checkpoint=blocks'"):
-        StepConfig.parse(wrong)
+def test_what_is_no_text_is_no_config():
+    with raises("['fp32'] is no step config; write a text like 'amp-bf16,checkpoint=blocks'"):
+        StepConfig.parse(["fp32"])
 
 
 def test_true_is_no_number_of_micro_batches():
@@ -349,28 +328,20 @@ def test_true_is_no_number_of_micro_batches():
 # Steps that a config is for
 
 
-@pytest.mark.parametrize("text", ["cache=on", "cache=off", "weights=int8"])
-def test_a_training_step_has_no_use_for_what_only_inference_does(text):
-    config = StepConfig.parse(text)
+def test_a_training_step_has_no_use_for_what_only_inference_does():
+    config = StepConfig.parse("bf16,compile=eager,cache=off,weights=int8")
     config.only_for("infer_step")
-    with raises(f"step config '{text}': {text.partition('=')[0]} does nothing in gpumem.train_step"):
+    with raises(f"step config '{config}': cache, weights does nothing in gpumem.train_step"):
         config.only_for("train_step")
 
 
-@pytest.mark.parametrize(
-    "text", ["checkpoint=blocks", "optimizer=sgd", "clip=1", "zero_grad=zero", "accumulate=2", "checkpoint=offload"]
-)
-def test_an_inference_step_has_no_use_for_what_only_training_does(text):
+def test_an_inference_step_has_no_use_for_what_only_training_does():
+    text = "fp16,checkpoint=blocks,blocks=h,optimizer=sgd,clip=1,zero_grad=zero,accumulate=2,compile=default"
     config = StepConfig.parse(text)
     config.only_for("train_step")
-    with raises(f"step config '{text}': {text.partition('=')[0]} does nothing in gpumem.infer_step"):
+    idle = "accumulate, blocks, checkpoint, clip, optimizer, zero_grad"
+    with raises(f"step config '{text}': {idle} does nothing in gpumem.infer_step"):
         config.only_for("infer_step")
-
-
-@pytest.mark.parametrize("kind", ["train_step", "infer_step"])
-@pytest.mark.parametrize("text", ["plain", "amp-bf16", "fp16,compile=default"])
-def test_precision_and_compiling_are_for_both(kind, text):
-    assert StepConfig.parse(text).only_for(kind) is None
 
 
 # Combinations
@@ -421,7 +392,6 @@ def test_a_combination_that_makes_no_config_can_be_skipped():
         ({"precision": []}, (), "precision has no value, so that there is no config"),
         ({"precision": ["fp32"]}, ("fp16",), "skip='fp16' leaves nothing out: no combination has all of it"),
         ({"precision": ["fp32"]}, ("fp32",), "skip leaves nothing to run"),
-        ({"precision": ["fp32"]}, ("",), "skip='': write settings, like 'fp16,checkpoint=ops'"),
         ({"precision": ["fp32"]}, ("a=b",), "skip='a=b': write settings, like 'fp16,checkpoint=ops'"),
     ],
 )
@@ -462,8 +432,6 @@ def test_the_fields_of_a_config_are_its_axes():
         ("shard=fsdp,world=4,rank=4", "rank=4: of 4 ranks the first is 0 and the last 3"),
         ("shard=fsdp,world=0", "expected a whole number, 1 or more"),
         ("world=4", "world=4 does nothing without sharding"),
-        ("rank=1", "rank=1 does nothing without sharding"),
-        ("mp-bf16", "mp-bf16 is a policy of fully_shard; add shard=fsdp"),
         ("shard=ddp,world=2,reduce=fp32", "reduce=fp32 is a policy of fully_shard"),
         ("offload=params", "offload=params is a policy of fully_shard"),
         ("offload=weights", "unknown offload 'weights'; choose params, optimizer, activations"),
@@ -476,7 +444,6 @@ def test_the_fields_of_a_config_are_its_axes():
         ("optimizer=none,shard=zero1,world=2", "there is none; use ddp"),
         ("shard=pp:2,compile=eager", "leave compile= out"),
         ("offload=optimizer,clip=1", "does not go with clip=1.0"),
-        ("offload=optimizer,shard=zero1,world=2", "does not go with shard=zero1"),
         ("amp-fp16,shard=pp:2", "the schedule of pp does not; use bfloat16"),
     ],
 )

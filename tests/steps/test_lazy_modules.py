@@ -58,9 +58,7 @@ def train(bench, model, config="fp32", **more):
     return measure_train_step(bench, model, batch, config=StepConfig.parse(config), **more)
 
 
-@pytest.mark.parametrize(
-    "config", ["plain", "amp-bf16", "bf16", "accumulate=2", "optimizer=sgd,clip=1", "compile=eager"]
-)
+@pytest.mark.parametrize("config", ["plain", "bf16", "accumulate=2", "compile=eager"])
 def test_a_lazy_model_needs_what_the_model_that_it_becomes_needs(bench, config):
     lazy, eager = train(bench, Lazy, config), train(bench, Eager, config)
     assert lazy.metrics() == eager.metrics()

@@ -14,6 +14,9 @@ from pytest_gpumem.steps.errors import ConfigError
 from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 8
+CAST_NOTHING = (
+    "autocast was on and cast nothing to %s; the model switches it off, or has no operation that autocast casts"
+)
 
 
 class Model(torch.nn.Module):
@@ -77,13 +80,13 @@ def infer(bench, model, config):
         (train, Model, "checkpoint=sequential:3", "3 segments cannot be made of 2 blocks"),
         (train, Frozen, "checkpoint=blocks", "blocks.0, blocks.1 ran, but nothing was computed again in backward"),
         (train, Frozen, "checkpoint=sqrt", "blocks.0 to blocks.1 ran, but nothing was computed again in backward"),
-        (train, lambda: torch.nn.Linear(WIDTH, 1), "checkpoint=blocks", "Linear has no repeated blocks"),
-        (train, WithoutAutocast, "amp-bf16", "amp-bf16: autocast was on and cast nothing to bfloat16"),
-        (infer, WithoutAutocast, "amp-fp16", "amp-fp16: autocast was on and cast nothing to float16"),
+        (train, lambda: torch.nn.Linear(WIDTH, 1), "checkpoint=blocks", "Linear has no repeated blocks (a ModuleList"),
+        (train, WithoutAutocast, "amp-bf16", f"amp-bf16: {CAST_NOTHING % 'bfloat16'}"),
+        (infer, WithoutAutocast, "amp-fp16", f"amp-fp16: {CAST_NOTHING % 'float16'}"),
         (train, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
         (infer, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
-        (infer, Model, "cache=off", "Model has no config.use_cache"),
-        (infer, Model, "cache=on", "Model does not"),
+        (infer, Model, "cache=off", "Model has no config.use_cache, by which a key/value cache is switched on and off"),
+        (infer, Model, "cache=on", "needs a model whose forward takes past_key_values and use_cache; Model does not"),
         (train, Model, "cache=on", "cache does nothing in gpumem.train_step"),
         (infer, Model, "optimizer=sgd,accumulate=2", "accumulate, optimizer does nothing in gpumem.infer_step"),
     ],

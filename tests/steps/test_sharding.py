@@ -103,7 +103,7 @@ def shards(world: int) -> int:
 # What a rank holds
 
 
-@pytest.mark.parametrize("world", [1, 2, 8, 64, 512])
+@pytest.mark.parametrize("world", [1, 8, 512])
 def test_the_state_of_a_rank_shrinks_with_the_number_of_ranks(bench, world):
     partitioned = state(bench, f"fp32,shard=zero1,world={world}")
     assert partitioned.parameters.measured == partitioned.gradients.measured == PARAMETERS
@@ -180,7 +180,7 @@ def test_a_stage_holds_its_blocks_and_as_many_micro_batches_as_its_schedule(benc
     assert many - few <= 4 * (3 * micro_batch) < 4 * live
 
 
-@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("times", [0, 2])
 def test_buckets_and_modules_of_ddp_are_named_whether_the_step_was_timed_or_not(device, monkeypatch, times):
     monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     context = MeasuringContext(device, TimeBudget(0.05) if times else None, sites=Sites(Path(__file__).parents[2]))
@@ -486,8 +486,7 @@ class Masked(Net):
         return self.head(x)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("rank", "named"), [(0, True), (1, False)])
 def test_an_input_of_the_model_goes_to_the_first_stage_or_is_refused(bench, rank, named):
     def peak(masked):
         x, mask = torch.ones(SAMPLES, WIDTH), torch.ones(SAMPLES, WIDTH)
