@@ -96,10 +96,16 @@ def perceptron(bench, config: str, **more) -> Counts:
     return trained(bench, Perceptron, torch.randn(B, I), config, summed, **more)
 
 
-@pytest.mark.parametrize(("config", "kind"), [("checkpoint=none", "none"), ("checkpoint=modules:layers", "modules")])
-@pytest.mark.parametrize(("optimizer", "operators"), [("none", 0), ("sgd", SGD), ("adamw", ADAMW)])
-def test_a_perceptron_counts_what_a_hand_derives(bench, config, kind, optimizer, operators):
-    counts = perceptron(bench, f"{config},optimizer={optimizer}")
+@pytest.mark.parametrize(
+    ("kind", "config", "operators"),
+    [
+        ("none", "optimizer=none", 0),
+        ("none", "optimizer=adamw", ADAMW),
+        ("modules", "checkpoint=modules:layers,optimizer=sgd", SGD),
+    ],
+)
+def test_a_perceptron_counts_what_a_hand_derives(bench, kind, config, operators):
+    counts = perceptron(bench, config)
     assert counts == Counts(MLP_FLOPS[kind], MLP_OPERATORS[kind] + operators, 0)
 
 
@@ -188,11 +194,13 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
-@pytest.mark.parametrize(("kind", "again"), AGAIN.items())
-def test_gpt_blocks_count_their_products_and_those_that_are_computed_again(bench, precision, kind, again):
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [("fp32", "none"), ("amp-bf16", "blocks"), ("fp32", "sequential:1"), ("fp32", "ops"), ("amp-bf16", "ops")],
+)
+def test_gpt_blocks_count_their_products_and_those_that_are_computed_again(bench, precision, kind):
     counts = trained(bench, Gpt, torch.randn(B, T, C), f"{precision},checkpoint={kind},optimizer=none")
-    assert (counts.flops, counts.syncs) == (GPT_FLOPS + again, 0)
+    assert (counts.flops, counts.syncs) == (GPT_FLOPS + AGAIN[kind], 0)
 
 
 def test_recomputing_all_but_expensive_ops_calls_more_operators_and_multiplies_no_more(bench):
@@ -225,8 +233,6 @@ X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
 SYNCS = {
     "computing": (lambda: (X @ X.T).softmax(-1), 0),
     "item": (lambda: X.sum().item(), 1),
-    "float": (lambda: float(X.sum()), 1),
-    "if": (lambda: 1 if (X > 0).any() else 2, 1),
     "nonzero": (X.nonzero, 1),
     "mask": (lambda: X[X > 0], 1),
     "where": (lambda: torch.where(X > 0, X, 0.0), 0),
@@ -234,7 +240,6 @@ SYNCS = {
     "indices": (lambda: X[torch.arange(2, device=X.device)], 0),
     "indices of the host": (lambda: X[torch.arange(2)], 1),
     "equal": (lambda: torch.equal(X, X), 1),
-    "unique": (X.unique, 1),
     "repeated": (lambda: X.repeat_interleave(torch.ones(3, dtype=torch.int64, device=X.device), dim=0), 1),
     "repeated to a known size": (
         lambda: X.repeat_interleave(torch.ones(3, dtype=torch.int64, device=X.device), dim=0, output_size=3),
@@ -273,10 +278,17 @@ def inferring(step):
     return run
 
 
-@pytest.mark.parametrize("within", [lambda step: step, inferring], ids=["training", "inference"])
 @pytest.mark.parametrize(("step", "syncs"), SYNCS.values(), ids=SYNCS.keys())
-def test_what_makes_the_host_wait_is_counted(step, syncs, within):
-    assert counted(within(step)).syncs == syncs
+def test_what_makes_the_host_wait_is_counted(step, syncs):
+    assert counted(step).syncs == syncs
+
+
+@pytest.mark.parametrize(
+    "name", ["item", "mask", "indices of the host", "repeated to a known size", "to cpu", "copied into"]
+)
+def test_it_is_counted_alike_in_inference_mode(name):
+    step, syncs = SYNCS[name]
+    assert counted(inferring(step)).syncs == syncs
 
 
 def test_writing_through_a_mask_waits_only_where_the_number_of_values_has_to_be_known():
@@ -301,7 +313,7 @@ def test_a_copy_that_left_the_device_is_not_what_it_was_copied_from():
     assert torch.equal(X, before), "as on a GPU"
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adagrad"])
 def test_an_optimizer_that_counts_on_the_host_makes_nobody_wait(bench, name):
     # They are read with item() for every parameter.
     made = getattr(torch.optim, name)

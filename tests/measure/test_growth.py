@@ -24,14 +24,10 @@ KB = 1000
     ("live", "growth"),
     [
         ([5, 5, 5, 5], 0),
-        ([0, 10, 20, 30], 10),
         ([0, 0, 12, 12, 24, 24, 36], 6),
-        ([0, 0, 0, 12, 12, 12, 24], 4),
         ([30, 20, 10, 0], 0),
-        ([0, 10, 0, 10, 0, 10, 0], 0),
         ([0, 10, 5, 15, 10, 20, 15], 2),
         ([7], 0),
-        ([], 0),
     ],
 )
 def test_growth_is_what_each_step_keeps(live, growth):
@@ -80,8 +76,9 @@ def keeping(every: int, kept, first: int = 0):
     return run, calls
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-@pytest.mark.parametrize(("every", "growth"), [(1, 12 * KB), (2, 6 * KB), (3, 4 * KB)])
+@pytest.mark.parametrize(
+    ("every", "first", "growth"), [(1, 0, 12 * KB), (2, 1, 6 * KB), (3, 0, 4 * KB), (3, 2, 4 * KB)]
+)
 def test_a_leak_is_found_wherever_it_begins(device, every, first, growth):
     run, _ = keeping(every, [], first)
     figures = measured(device, run)
@@ -89,13 +86,13 @@ def test_a_leak_is_found_wherever_it_begins(device, every, first, growth):
     assert figures.memory_metrics()["growth"] == growth
 
 
-@pytest.mark.parametrize("entries", [1, 5, MOST_WARM_UPS + 1 + SETTLING_STEPS])
+@pytest.mark.parametrize("entries", [1, MOST_WARM_UPS + 1 + SETTLING_STEPS])
 def test_a_list_that_forgets_its_oldest_entries_is_no_leak(device, entries):
     run, _ = keeping(1, deque(maxlen=entries))
     assert measured(device, run).memory_metrics()["growth"] == 0
 
 
-@pytest.mark.parametrize("every", [2, 4, 7, WINDOW])
+@pytest.mark.parametrize("every", [2, 7, WINDOW])
 def test_a_list_that_is_emptied_now_and_then_is_no_leak(device, every):
     kept: list[torch.Tensor] = []
 
