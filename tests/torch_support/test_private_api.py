@@ -63,17 +63,6 @@ def test_a_free_is_an_event_with_the_same_address_and_the_bytes_negative():
     assert free.time_ns >= allocation.time_ns
 
 
-def test_events_come_in_the_order_in_which_they_happened():
-    def run():
-        first = tensor(10)
-        second = tensor(20)
-        del first
-        third = tensor(30)
-        del second, third
-
-    assert [event.nbytes for event in recorded(run)] == [10, 20, -10, 30, -20, -30]
-
-
 def test_many_events_come_in_the_order_in_which_they_happened():
     sizes = [64 + 8 * number for number in range(300)]
 
@@ -159,10 +148,6 @@ def test_events_of_the_same_moment_stay_as_the_tree_has_them():
 
 def test_events_of_a_gpu_are_left_out():
     assert events_of_tree(made_up("Allocation", 1, 5, device="cuda"), made_up("Allocation", 2, 7)) == [7]
-
-
-def test_without_allocations_there_are_no_events():
-    assert recorded(lambda: None) == []
 
 
 def test_indices_and_values_of_a_sparse_tensor_are_found_also_when_they_are_not_coalesced():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import threading
 import types
 import weakref
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -50,27 +48,6 @@ class SlottedBelow(Slotted):
         self.other = other
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
-    ids: torch.Tensor
-
-
-class Named(NamedTuple):
-    ids: torch.Tensor
-    mask: torch.Tensor | None
-
-
-class Properties:
-    """What its property computes is not held by it."""
-
-    @property
-    def tensor(self):
-        raise AssertionError("a property may compute, allocate or fail")
-
-    def __getattr__(self, name):
-        raise AssertionError("so may __getattr__")
-
-
 def closure_over(tensor):
     return lambda: tensor
 
@@ -108,36 +85,18 @@ def with_attribute(tensor):
     return function
 
 
-WAYS = {
-    "itself": lambda tensor: tensor,
-    "a list": lambda tensor: [tensor],
-    "a tuple": lambda tensor: (1, (tensor,)),
-    "a set": lambda tensor: {tensor},
-    "a frozen set": lambda tensor: frozenset({tensor}),
-    "a deque": lambda tensor: collections.deque([tensor]),
-    "a dict's values": lambda tensor: {"a": tensor},
+WAYS = {  # beside those of `NESTS` and of tests/zoo.py
     "a dict's keys": lambda tensor: {tensor: "a"},
     "a default dict": lambda tensor: collections.defaultdict(list, a=[tensor]),
-    "a user dict": lambda tensor: collections.UserDict(a=tensor),
-    "a named tuple": lambda tensor: Named(tensor, None),
-    "an attribute": lambda tensor: Plain(a=tensor),
-    "an attribute of an attribute": lambda tensor: Plain(a=Plain(b=[tensor])),
-    "a slot": Slotted,
     "a slot of a base class": lambda tensor: SlottedBelow(tensor, None),
     "a single slot": lambda tensor: SlottedBelow(None, tensor),
-    "a frozen dataclass": Batch,
-    "a closure": closure_over,
     "a default": with_defaults,
     "a keyword's default": with_keyword_default,
     "an attribute of a function": with_attribute,
     "a bound method": lambda tensor: Plain(a=tensor).method,
-    "a partial's arguments": lambda tensor: functools.partial(print, tensor),
     "a partial's keywords": lambda tensor: functools.partial(print, end=tensor),
     "a partial's function": lambda tensor: functools.partial(closure_over(tensor)),
-    "a wrapped function": lambda tensor: functools.wraps(closure_over(tensor))(lambda: None),
-    "a suspended generator": suspended,
     "a simple namespace": lambda tensor: types.SimpleNamespace(a=tensor),
-    "a mapping proxy": lambda tensor: types.MappingProxyType({"a": tensor}),
     "an attribute of a tensor": lambda tensor: _with(torch.empty(1), tensor),
 }
 
@@ -192,21 +151,6 @@ def test_equal_tensors_are_told_apart():
     assert reached([first, second]) == {id(first), id(second)}
 
 
-def test_cycles_end():
-    first, second = Plain(), Plain()
-    first.other, second.other = second, first
-    first.itself = [first]
-    second.tensor = torch.empty(3)
-    assert reached(first) == {id(second.tensor)}
-
-
-def test_a_very_deep_nesting_ends():
-    value = tensor = torch.empty(3)
-    for _ in range(20_000):
-        value = [value]
-    assert reached(value) == {id(tensor)}
-
-
 GLOBAL = torch.empty(3)
 
 
@@ -220,37 +164,11 @@ class WithClassAttribute:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        reads_a_global,
-        types,
-        WithClassAttribute,
-        WithClassAttribute(),
-        Properties(),
-        threading.Lock(),
-        "text",
-        b"bytes",
-        5,
-        None,
-        iter([]),
-    ],
-    ids=["global", "module", "class", "instance", "property", "lock", "text", "bytes", "number", "nothing", "iterator"],
+    [reads_a_global, types, WithClassAttribute, WithClassAttribute(), threading.Lock(), iter([])],
+    ids=["global", "module", "class", "instance", "lock", "iterator"],
 )
 def test_what_belongs_to_everybody_or_holds_nothing_is_not_followed(value):
     assert reached(value) == set()
-
-
-class Computing(dict):
-    """A mapping that loads what it holds when it is asked, as libraries have them."""
-
-    def keys(self):
-        raise AssertionError("keys() may compute, allocate or fail")
-
-    values = items = __iter__ = keys
-
-
-def test_a_container_that_computes_when_it_is_asked_is_not_asked():
-    tensor = torch.empty(3)
-    assert reached(Computing(a=tensor)) == {id(tensor)}
 
 
 def test_looking_into_a_generator_keeps_nothing_of_it_alive():
@@ -389,11 +307,9 @@ def test_fake_tensors_are_no_memory():
     [
         (lambda dense: dense.to_sparse_coo(), ("_indices", "_values")),
         (lambda dense: dense.to_sparse_csr(), ("crow_indices", "col_indices", "values")),
-        (lambda dense: dense.to_sparse_csc(), ("ccol_indices", "row_indices", "values")),
-        (lambda dense: dense.to_sparse_bsr((2, 2)), ("crow_indices", "col_indices", "values")),
         (lambda dense: dense.to_sparse_bsc((2, 2)), ("ccol_indices", "row_indices", "values")),
     ],
-    ids=["coo", "csr", "csc", "bsr", "bsc"],
+    ids=["coo", "csr", "bsc"],
 )
 def test_a_sparse_tensor_is_the_bytes_of_its_parts(make, parts):
     sparse = make(torch.eye(4))

@@ -68,8 +68,6 @@ def scripted():
 
 
 MODELS = {
-    "tied": Tied,
-    "a transformer": lambda: nn.Transformer(4, 2, 1, 1, 4, batch_first=True),
     "parametrised": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
     "lazy": lambda: nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()),
     "scripted": scripted,
