@@ -420,8 +420,6 @@ def test_a_label_of_no_block_is_passed_over():
 @pytest.mark.parametrize(
     ("dtype", "shape", "nbytes"),
     [
-        ("float32", (8, 256), 8192),
-        ("bfloat16", (3,), 6),
         ("bool", (5, 1), 5),
         ("float8_e4m3fn", (7,), 7),
         ("complex128", (2,), 32),
