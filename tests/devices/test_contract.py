@@ -53,19 +53,6 @@ def memory() -> Memory:
     return Memory()
 
 
-def test_a_window_sees_the_highest_peak_while_it_is_open(memory):
-    memory.spike(100)
-    window = memory.open_window()
-    memory.spike(30)
-    memory.spike(20)
-    assert memory.close_window(window) == Peak(30, 60)
-
-
-def test_a_window_in_which_nothing_happens_sees_what_is_live(memory):
-    memory.change(10)
-    assert memory.close_window(memory.open_window()) == Peak(10, 20)
-
-
 def test_a_window_sees_the_peak_of_a_window_within_it(memory):
     outer = memory.open_window()
     memory.spike(10)
@@ -74,15 +61,6 @@ def test_a_window_sees_the_peak_of_a_window_within_it(memory):
     assert memory.close_window(inner) == Peak(30, 60)
     memory.spike(20)
     assert memory.close_window(outer) == Peak(30, 60)
-
-
-def test_a_window_does_not_see_what_was_before_a_window_within_it(memory):
-    outer = memory.open_window()
-    memory.spike(50)
-    inner = memory.open_window()
-    memory.spike(30)
-    assert memory.close_window(inner) == Peak(30, 60)
-    assert memory.close_window(outer) == Peak(50, 100)
 
 
 def test_windows_may_overlap(memory):

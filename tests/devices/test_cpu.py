@@ -75,17 +75,6 @@ def test_a_view_and_a_write_in_place_cost_nothing(device):
     assert device.pop_peak() == Peak(4000)
 
 
-def test_the_same_work_is_the_same_bytes_every_time(device):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 1))
-    peaks = []
-    for _ in range(3):
-        device.pop_peak()
-        model(torch.ones(16, 64)).sum().backward()
-        model.zero_grad(set_to_none=True)
-        peaks.append(device.pop_peak())
-    assert len(set(peaks)) == 1
-
-
 def test_readings_take_no_memory(device):
     before = device.live()
     for _ in range(3):
@@ -209,7 +198,7 @@ def test_looking_at_blocks_that_nobody_counted_does_not_keep_them(adopted):
     assert device.live() == 0
 
 
-@pytest.mark.parametrize("nbytes", [52, 53, 54, 61])
+@pytest.mark.parametrize("nbytes", [53, 61])
 def test_no_size_of_a_tensor_is_taken_for_a_free_of_another(adopted, nbytes):
     device, tensors = adopted
     small = tensor(nbytes)
@@ -262,12 +251,6 @@ def test_settling_frees_what_only_cycles_hold(device):
         assert device.live() == 0
     finally:
         gc.enable()
-
-
-def test_there_are_no_workspaces_to_release(device):
-    kept = tensor(KB)
-    device.release_workspaces()
-    assert device.live() == kept.numel()
 
 
 def test_the_cpu_reserves_nothing(device):
@@ -355,15 +338,8 @@ def test_closing_a_device_twice_does_nothing():
 
 @pytest.mark.parametrize(
     "read",
-    [
-        CpuDevice.live,
-        CpuDevice.pop_peak,
-        CpuDevice.known,
-        lambda device: device.register_existing([]),
-        lambda device: device.unrecorded().__enter__(),
-        lambda device: device.reconcile(frozenset(), []),
-    ],
-    ids=["live", "pop_peak", "known", "register_existing", "unrecorded", "reconcile"],
+    [CpuDevice.live, lambda device: device.register_existing([]), lambda device: device.unrecorded().__enter__()],
+    ids=["live", "register_existing", "unrecorded"],
 )
 def test_nothing_can_be_read_from_a_closed_device(read):
     with pytest.raises(RuntimeError, match="the cpu device is not open"):
@@ -581,11 +557,6 @@ def test_what_was_allocated_in_all_is_counted_whether_freed_or_not(device):
     assert kept.numel() == KB
 
 
-def test_the_host_keeps_no_snapshot(device, tmp_path):
-    device.keep_snapshot(tmp_path / "snapshot.pickle")
-    assert list(tmp_path.iterdir()) == []
-
-
 # Time and place
 
 
@@ -595,10 +566,6 @@ def test_time_is_that_of_the_monotonic_clock(device, monkeypatch):
     ran = []
     assert device.time(lambda: ran.append(True)) == 2.5
     assert ran == [True]
-
-
-def test_tensors_go_to_the_cpu():
-    assert CpuDevice().torch_device == torch.device("cpu")
 
 
 def test_the_environment_names_what_moves_the_figures(monkeypatch):

@@ -279,8 +279,8 @@ def test_foreign_bytes_cancel_out(cuda):
 
 @pytest.mark.parametrize(
     "made",
-    [SyntheticCuda(counts=False), SyntheticCuda(counters=("reserved_bytes",)), SyntheticCuda(counters=())],
-    ids=["never move", "of no tensors", "none at all"],
+    [SyntheticCuda(counts=False), SyntheticCuda(counters=("reserved_bytes",))],
+    ids=["never move", "of no tensors"],
 )
 def test_an_allocator_without_statistics_is_not_believed(made):
     device = CudaDevice(made)
@@ -592,7 +592,7 @@ def test_closing_twice_does_nothing(cuda):
     device.close()
 
 
-@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.reserved, CudaDevice.pop_peak, CudaDevice.turnover])
+@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.turnover])
 def test_nothing_can_be_read_from_a_closed_device(cuda, read):
     with pytest.raises(RuntimeError, match="the cuda device is not open"):
         read(CudaDevice(cuda))
@@ -629,21 +629,17 @@ def test_kernel_launches_are_those_of_the_runtime(device):
     assert ran == [True]
 
 
-def test_tensors_go_to_the_gpu_of_the_runtime(cuda):
-    assert CudaDevice(cuda).torch_device == torch.device("cuda", 0)
-
-
 def test_random_numbers_are_those_of_this_gpu(cuda):
     assert CudaDevice(cuda).random_devices() == (0,)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_a_gpu_since_ampere_lacks_nothing(cuda, capability):
     cuda.capability = capability
     assert [feature for feature in FEATURES if CudaDevice(cuda).lacks(feature) is not None] == []
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])
+@pytest.mark.parametrize("capability", [(7, 5), (6, 1)])
 def test_a_gpu_before_ampere_lacks_tf32_and_bfloat16_and_says_so(cuda, capability):
     cuda.capability = capability
     has = "{}.{}".format(*capability)
@@ -655,7 +651,6 @@ def test_a_gpu_before_ampere_lacks_tf32_and_bfloat16_and_says_so(cuda, capabilit
 @pytest.mark.parametrize(
     ("variables", "allocator"),
     [
-        ({}, "default"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
         ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
         ({"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": ""}, "default"),
@@ -710,7 +705,6 @@ def test_the_pace_of_a_gpu_is_its_sm_clock(cuda):
 @pytest.mark.parametrize(
     ("device", "slug"),
     [
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "nvidia-a100-sxm4-40gb-mig-1g-5gb"),
         ("AMD Instinct MI300X (XCD)", "amd-instinct-mi300x-xcd"),
     ],

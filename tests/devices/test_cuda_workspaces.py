@@ -67,7 +67,6 @@ def opened(blas: Blas) -> CudaDevice:
     "kept",
     [
         pytest.param([], id="none"),
-        pytest.param([(THIS, 0)], id="forward"),
         pytest.param([(BACKWARD, 0)], id="backward"),
         pytest.param([(THIS, 0), (BACKWARD, 0)], id="both"),
         pytest.param([(BACKWARD, 7), (THIS, 0), (THIS, 7)], id="streams"),
@@ -140,7 +139,6 @@ PRODUCT = (("alloc", 9, SIZE), ("free", 9, SIZE))
         pytest.param([("alloc", 9, SIZE - 1), ("free", 9, SIZE - 1)], 0, id="another size"),
         pytest.param([*PRODUCT, ("alloc", 9, SIZE), ("alloc", 1, 8), ("free", 9, SIZE)], 0, id="a tensor in its place"),
         pytest.param([("free", 1, SIZE), ("alloc", 2, 100), *PRODUCT], 100, id="below what was live before"),
-        pytest.param([], 0, id="nothing"),
     ],
 )
 def test_how_much_lower_the_peak_would_be_without_the_workspaces_of_products(events, nbytes):

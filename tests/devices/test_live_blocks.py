@@ -30,45 +30,11 @@ def pop_peak(ledger: LiveBlocks) -> Peak:
     return peak
 
 
-def test_nothing_is_live_in_the_beginning():
-    ledger = LiveBlocks()
-    assert (ledger.live, pop_peak(ledger).allocated, ledger.addresses) == (0, 0, frozenset())
-
-
 def test_the_peak_is_the_most_that_was_live_at_once():
     ledger = LiveBlocks()
     ledger.apply([alloc(1, 100), alloc(2, 50), free(1, 100), alloc(3, 20), free(2, 50)])
     assert ledger.live == 20
     assert pop_peak(ledger).allocated == 150
-
-
-def test_the_next_peak_begins_with_what_is_live():
-    ledger = LiveBlocks()
-    ledger.apply([alloc(1, 100), alloc(2, 50), free(2, 50)])
-    assert pop_peak(ledger).allocated == 150
-    assert pop_peak(ledger).allocated == 100
-    ledger.apply([alloc(3, 1)])
-    assert pop_peak(ledger).allocated == 101
-
-
-def test_a_free_of_somebody_elses_block_changes_nothing():
-    ledger = LiveBlocks()
-    ledger.apply([alloc(1, 100), free(2, 70)])
-    assert ledger.live == 100
-
-
-def test_a_block_at_a_known_address_replaces_the_earlier_one():
-    ledger = LiveBlocks()
-    ledger.apply([alloc(1, 100), alloc(1, 30)])
-    assert ledger.live == 30
-    assert pop_peak(ledger).allocated == 100
-
-
-def test_a_block_is_freed_whole_whatever_the_event_says_of_its_size():
-    ledger = LiveBlocks()
-    ledger.register_existing({1: 100})
-    ledger.apply([free(1, 64)])
-    assert ledger.live == 0
 
 
 def test_adopted_blocks_were_live_during_the_peak():
@@ -77,21 +43,6 @@ def test_adopted_blocks_were_live_during_the_peak():
     ledger.register_existing({2: 50})
     assert ledger.live == 50
     assert pop_peak(ledger).allocated == 150
-
-
-def test_a_known_block_is_not_adopted_twice():
-    ledger = LiveBlocks()
-    ledger.apply([alloc(1, 100)])
-    ledger.register_existing({1: 100})
-    ledger.register_existing({1: 100})
-    assert (ledger.live, pop_peak(ledger).allocated) == (100, 100)
-
-
-def test_the_free_of_an_adopted_block_is_seen():
-    ledger = LiveBlocks()
-    ledger.register_existing({1: 100, 2: 50})
-    ledger.apply([free(1, 100)])
-    assert (ledger.live, ledger.addresses) == (50, {2})
 
 
 def known_at(ledger, addresses):
@@ -106,20 +57,6 @@ def test_a_block_that_took_the_place_of_a_known_one_is_another():
     ledger.apply([AllocationEvent(0, 1, -100), alloc(1, 100)])
     ledger.restrict(known, {2: 100})
     assert (ledger.live, ledger.addresses) == (100, {2})
-
-
-def test_restricting_forgets_what_is_neither_old_nor_kept():
-    ledger = LiveBlocks()
-    ledger.apply([alloc(1, 100), alloc(2, 50), alloc(3, 20)])
-    ledger.restrict(known_at(ledger, {1}), {2: 50})
-    assert (ledger.live, ledger.addresses, pop_peak(ledger).allocated) == (150, {1, 2}, 150)
-
-
-def test_restricting_learns_of_what_is_kept():
-    ledger = LiveBlocks()
-    ledger.apply([alloc(1, 100)])
-    ledger.restrict(known_at(ledger, {1}), {2: 50})
-    assert (ledger.live, ledger.addresses) == (150, {1, 2})
 
 
 class Naive:

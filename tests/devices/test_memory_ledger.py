@@ -76,10 +76,8 @@ def finished(*processes):
 @pytest.mark.parametrize(
     ("wanted", "others", "begins"),
     [
-        (Entry(1, 5, SHARES), [], True),
         (Entry(1, 5, SHARES), [Entry(1, 9, SHARES)], True),
         (Entry(1, 6, SHARES), [Entry(1, 9, SHARES)], False),
-        (Entry(1, 5, SHARES), [Entry(1, 4, SHARES), Entry(1, 4, SHARES)], True),
         (Entry(1, 6, SHARES), [Entry(1, 4, SHARES), Entry(1, 4, SHARES)], False),
         # What a process holds between tests is gone, too.
         (Entry(1, 5, SHARES), [Entry(1, 8, SHARES), Entry(2, 0, RESTS)], False),

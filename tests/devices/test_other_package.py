@@ -314,7 +314,6 @@ def _names_a_device(node: ast.AST) -> bool:
         "slug.startswith('cpu-')",
         "tensor.is_cuda",
         "torch.cuda.synchronize()",
-        "device in (None, 'cpu')",
         "match device.type:\n    case 'cuda': ...",
     ],
 )

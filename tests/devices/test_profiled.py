@@ -241,7 +241,6 @@ AT = "at::native::"
 @pytest.mark.parametrize(
     ("signature", "name"),
     [
-        ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
         (
             f"void {AT}(anonymous namespace)::cunn_SoftMaxForward<8, float>(float*, float const*, int)",
             "cunn_SoftMaxForward",
@@ -256,7 +255,6 @@ AT = "at::native::"
         ),
         ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_nn_align4>(Params)", None),
         ("a_kernel(int, float)", "a_kernel"),
-        ("", ""),
         ("x" * 300, "x" * 100),
     ],
 )

@@ -67,10 +67,10 @@ def test_the_work_is_done_on_one_thread(reference_workload, monkeypatch):
     assert set(seen) == {1}
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_it_can_be_made_in_one_mode_of_autograd_and_used_in_another(mode):
-    with mode():
+def test_it_can_be_made_in_one_mode_of_autograd_and_used_in_another():
+    with torch.inference_mode():
         made_within = ReferenceWorkload()
     assert made_within.pace() > 0
+    made_without = ReferenceWorkload()
     with torch.inference_mode():
-        assert made_within.pace() > 0
+        assert made_without.pace() > 0
