@@ -195,6 +195,7 @@ def squares(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 @ON_THE_CPU
 @NEEDS_COMPILER
+@pytest.mark.thorough
 def test_within_a_memory_budget_compiled_code_saves_and_gives_the_same_gradients(gpumem: Gpumem) -> None:
     batch = torch.randn(64, 64)
     whole = gpumem.train_step(perceptrons, batch, loss=squares, config="fp32,compile=default", explain=True)
@@ -208,8 +209,9 @@ def test_within_a_memory_budget_compiled_code_saves_and_gives_the_same_gradients
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
-@pytest.mark.parametrize(("name", "key_value_heads"), [("gpt2", 4), ("llama", 2)])
+@pytest.mark.parametrize(
+    ("name", "key_value_heads", "precision", "size"), [("gpt2", 4, "fp32", 4), ("llama", 2, "bf16", 2)]
+)
 def test_a_key_value_cache_costs_its_keys_and_values(
     gpumem: Gpumem, name: str, key_value_heads: int, precision: str, size: int
 ) -> None:

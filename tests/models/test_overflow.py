@@ -101,8 +101,7 @@ def test_a_gradient_that_is_not_a_number_at_any_scale_fails_with_the_parameters_
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize("damage", ["nan", "inf"])
-def test_gradients_that_are_not_finite_are_not_compared(gpumem: Gpumem, steps: list[str], damage: str) -> None:
-    damaged = building(steps, lambda gradient: gradient * float(damage))
+def test_gradients_that_are_not_finite_are_not_compared(gpumem: Gpumem, steps: list[str]) -> None:
+    damaged = building(steps, lambda gradient: gradient * float("inf"))
     with pytest.raises(MeasuringError, match=f"the gradient of {DAMAGED} is not finite under amp-fp16"):
         gpumem.assert_same_gradients(damaged, GPT2.batch(), "amp-fp16", "fp32")
