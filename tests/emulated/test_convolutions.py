@@ -82,8 +82,9 @@ def fake(folder: Path, *flags: str) -> str:
 # The real library
 
 
-@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-@pytest.mark.parametrize(("dtype", "number"), [("float32", 0), ("bfloat16", 9)])
+@pytest.mark.parametrize(
+    ("dtype", "number", "channels_last"), [("float32", 0, False), ("bfloat16", 9, True)], ids=["nchw", "channels_last"]
+)
 def test_a_convolution_takes_the_workspaces_that_cudnn_plans_when_it_is_asked_directly(
     on_gpu, dtype, number, channels_last
 ):
@@ -167,14 +168,13 @@ def test_benchmarking_takes_what_the_largest_plan_needs_and_then_what_the_first_
     assert plain == again == later < first
 
 
-@pytest.mark.parametrize("gpu", ["l4", "b200"])
-def test_each_gpu_has_plans_of_its_own(on_gpu, gpu):
+def test_each_gpu_has_plans_of_its_own(on_gpu):
     real_cudnn()
     source = (
         CONVOLUTIONS + "x, w = operands(torch.float32, torch.contiguous_format)\n"
         "print(beside(lambda: [conv2d(x, w)]))\n"
     )
-    assert on_gpu(source, gpu) != on_gpu(source)
+    assert on_gpu(source, "b200") != on_gpu(source)
 
 
 ATTENTION = (
@@ -215,7 +215,7 @@ SHAPES = {
 """Input, weight, stride, padding, dilation and groups."""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_plan_takes_more_than_the_estimate_without_cudnn(on_gpu, dtype):
     real_cudnn()
     source = f"""

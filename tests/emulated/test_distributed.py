@@ -81,8 +81,9 @@ def ranks(processes, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("view", "copies"), [(False, 3), (True, 2)], ids=["buckets", "gradients are views of buckets"])
+@pytest.mark.parametrize(
+    ("world", "view", "copies"), [(2, False, 3), (1, True, 2)], ids=["buckets", "gradients are views of buckets"]
+)
 def test_ddp_holds_weights_gradients_and_buckets_on_every_rank_alike(ranks, world, view, copies):
     figures = [tuple(map(int, said.split())) for said in ranks(f"VIEW = {view}\n" + TRAINED, world)]
     # What is live, on every rank. A peak has in it what ProcessGroupNCCL has not let go of yet, which it does by

@@ -49,7 +49,7 @@ BATCH = 8 * 1024 * 8
 
 @pytest.mark.parametrize(
     ("precision", "bytes_a_parameter", "scaler"),
-    [("fp32", 12, 0), ("amp-bf16", 12, 0), ("amp-fp16", 12, 8), ("bf16", 6, 0), ("fp16", 6, 0)],
+    [("fp32", 12, 0), ("amp-fp16", 12, 8), ("bf16", 6, 0)],
 )
 def test_what_lives_between_two_steps_is_the_sum_by_hand(on_gpu, precision, bytes_a_parameter, scaler):
     pytest.importorskip("transformers", "5.0")
@@ -243,7 +243,7 @@ torch.empty(2**31, device="cuda")
     assert "ulimit -v" in said
 
 
-@pytest.mark.parametrize("gpu", ["v100", "t4", "a10", "l4", "h100", "b200", "rtx5090"])
+@pytest.mark.parametrize("gpu", ["v100", "l4", "b200"])
 def test_kernels_are_those_that_torch_was_compiled_with_for_this_gpu(on_gpu, gpu):
     # CUB, which sorts the indices of an embedding, asks for the version of its own code.
     source = """

@@ -30,7 +30,6 @@ UNITS, TOKENS, F32 = 16, 7 * 3, 4
 @pytest.mark.parametrize(
     ("layer", "values"),
     [
-        ("nn.LSTM(12, 16)", 5 * UNITS),
         ("nn.LSTM(12, 16, num_layers=3, dropout=0.1)", (3 * 5 + 2) * UNITS),
         ("nn.LSTM(12, 16, num_layers=2, bidirectional=True)", 2 * (2 * 5 + 1) * UNITS),
         ("nn.LSTM(12, 16, num_layers=2, proj_size=5, bias=False)", 2 * 5 * UNITS + 5),

@@ -256,7 +256,9 @@ def test_second(gpumem, small):
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers", marks=pytest.mark.thorough)]
+)
 def test_a_branch_that_a_value_decided_is_noted_and_fails_strictly(session, tmp_path, workers):
     (tmp_path / "test_it.py").write_text(DECIDES, encoding="utf-8")
     options = ("test_it.py", "--gpumem-report=report.json", *workers)

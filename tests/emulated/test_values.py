@@ -223,7 +223,7 @@ print(sorted({*mask.cpu().flatten().tolist()}), ids[:4].cpu().tolist(), seen() i
     assert on_gpu(SEEN + source) == "[False] [0, 0, 0, 0] True\n"
 
 
-@pytest.mark.parametrize("how", ["assistant_model=small", "prompt_lookup_num_tokens=3", "num_beams=3"])
+@pytest.mark.parametrize("how", ["assistant_model=small", "num_beams=3"])
 def test_generation_by_drafts_or_beams_ends_and_is_told(on_gpu, how):
     source = f"""
 import transformers
