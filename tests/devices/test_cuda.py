@@ -1,7 +1,7 @@
 """The CUDA device over a made-up allocator: which statistics are read, and what may happen to them meanwhile.
 
 `SyntheticCuda` is written by hand and imitates what the caching allocator's statistics do. No figure here was measured on
-a GPU; recordings of real ones are played back elsewhere.
+a GPU; tests/gpu has the same of torch's own allocator, on an emulated GPU or a real one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pytest_gpumem.measure.reading import Figures
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from tests.silent_cuda import SilentCuda
 
 MIB = 2**20
 FEATURES = [*PRECISIONS, *(word.partition(":")[0] for word in CHECKPOINTS)]
@@ -34,7 +35,7 @@ class Block:
     """Memory that is given back when nobody holds it any more, as a tensor's."""
 
 
-class SyntheticCuda:
+class SyntheticCuda(SilentCuda):
     """An allocator that rounds blocks up to 512 bytes and takes segments of 2 MiB, which it keeps until told otherwise.
 
     ``counters`` are the statistics that it keeps; the real one keeps all three.
@@ -129,27 +130,11 @@ class SyntheticCuda:
     def keep_workspace(self, nbytes):
         self._workspace = self.allocate(nbytes)
 
-    def make_workspace(self, stream=None, *, in_backward=False):
-        """Make none: a release that keeps none between products."""
-
-    @contextmanager
-    def traced(self):
-        yield {}
-
     def gpu(self):
         return self.nvml
 
     def sm_clock(self):
         return self.nvml.sm_clock
-
-    def launches(self, run):
-        run()
-        return {"gemm": 40, "relu": 2}
-
-    def laps(self, runs):
-        for run in runs:
-            run()
-        return [0.25] * len(runs)
 
     def _tell(self, token, *actions):
         if self._stretch is not None:
@@ -575,23 +560,6 @@ def test_a_snapshot_that_cannot_be_written_is_an_error_of_the_system(cuda, devic
 # Opening and closing
 
 
-def test_a_device_cannot_be_opened_twice(device):
-    with pytest.raises(RuntimeError, match="the cuda device is already open"):
-        device.open()
-    assert device.live() == 0
-
-
-def test_closing_twice_does_nothing(cuda):
-    device = CudaDevice(cuda)
-    device.close()
-    device.open()
-    device.close()
-    device.close()
-    device.open()
-    assert device.live() == 0
-    device.close()
-
-
 @pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.turnover])
 def test_nothing_can_be_read_from_a_closed_device(cuda, read):
     with pytest.raises(RuntimeError, match="the cuda device is not open"):
@@ -615,18 +583,6 @@ def test_releasing_workspaces_empties_the_cache_so_that_blocks_of_other_streams_
     cuda.keep_workspace(32 * MIB)
     device.release_workspaces()
     assert (device.live(), device.reserved()) == (0, 0)
-
-
-def test_time_is_that_of_the_runtime(device):
-    ran = []
-    assert device.time(lambda: ran.append(True)) == 0.25
-    assert ran == [True]
-
-
-def test_kernel_launches_are_those_of_the_runtime(device):
-    ran = []
-    assert device.launches(lambda: ran.append(True)) == {"gemm": 40, "relu": 2}
-    assert ran == [True]
 
 
 def test_random_numbers_are_those_of_this_gpu(cuda):

@@ -71,12 +71,6 @@ def test_a_block_has_the_bytes_that_were_asked_for_and_not_those_it_was_rounded_
     ]
 
 
-def test_an_address_that_is_taken_again_has_the_bytes_of_its_own_time():
-    tokens = [took(1, A, 100), gave(2, A, 100), took(3, A, 200), gave(4, A, 200)]
-    history = [alloc(1, A, 100), *freed(2, A, 100), alloc(3, A, 200), *freed(4, A, 200)]
-    assert changes(with_requested_sizes(tokens, history)) == [(A, 100), (A, -100), (A, 200), (A, -200)]
-
-
 def test_what_was_there_before_is_freed_with_the_bytes_that_were_asked_for():
     assert with_requested_sizes([gave(2, A, 1001)], freed(2, A, 1001)) == [AllocationEvent(2, A, -1001)]
 
@@ -142,11 +136,6 @@ def test_what_comes_back_after_everything_else_is_freed_at_the_end():
         *tokens[2:],
         AllocationEvent(4, A, -100),
     ]
-
-
-def test_a_block_that_never_comes_back_stays():
-    tokens = [took(1, A, 100), gave(2, A, 100)]
-    assert changes(with_requested_sizes(tokens, [alloc(1, A, 100), requested(2, A, 100)])) == [(A, 100)]
 
 
 def test_the_free_of_a_thread_that_is_not_profiled_is_told_before_the_next_event():

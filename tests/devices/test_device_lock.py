@@ -98,11 +98,6 @@ def test_a_device_that_is_closed_while_alone_is_free_afterwards(lock, locks):
     assert state_of(locks) == "free"
 
 
-def test_two_gpus_have_a_lock_each(locks):
-    with DeviceLock("GPU-0", folder=locks).shared(), DeviceLock("GPU-1", folder=locks).shared():
-        assert len(list(locks.iterdir())) == 2
-
-
 def test_the_name_of_a_gpu_cannot_lead_out_of_the_folder(locks):
     with DeviceLock("../../MIG-8f2c/0", folder=locks).shared():
         assert len(list(locks.iterdir())) == 1
@@ -396,7 +391,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_fails_nothing(tmp_path):
 
 def test_where_no_lock_can_be_had_a_process_is_taken_to_be_alone_unless_it_is_a_worker(lock, locks, monkeypatch):
     locks.touch()
-    assert str(refused_by(lock)).startswith(NO_LOCK)
+    assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOTDIR}] Not a directory: '{locks}')"
     monkeypatch.delenv("PYTEST_XDIST_WORKER")
     assert refused_by(lock) is None
 
@@ -405,11 +400,6 @@ def test_a_process_that_others_keep_from_being_alone_is_told_so_worker_or_not(tm
     monkeypatch.delenv("PYTEST_XDIST_WORKER")
     with lock.shared(), somebody("lock.shared()", tmp_path), lock.exclusive() as refused:
         assert refused == "another measured test kept the GPU busy for 60 s"
-
-
-def test_a_file_in_the_folder_s_place_is_told(lock, locks):
-    locks.touch()
-    assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOTDIR}] Not a directory: '{locks}')"
 
 
 def test_a_link_in_the_folder_s_place_is_not_followed(tmp_path, lock, locks):
