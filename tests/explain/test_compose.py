@@ -301,14 +301,6 @@ def test_rows_add_up_to_the_total_at_every_moment_of_every_recording(actions, be
         assert all(row.nbytes > 0 for row in composition.rows if row.category != "unattributed")
 
 
-@unhurried
-@given(ACTIONS, BEFORE)
-def test_no_moment_has_more_than_the_peak(actions, before):
-    timeline = stream_of(actions, before).timeline()
-    peak = composition_of_peak(timeline, 0).total
-    assert all(composition_at(timeline, moment, 0).total <= peak for moment in range(-1, len(timeline.live)))
-
-
 # What is left
 
 

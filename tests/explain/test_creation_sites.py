@@ -38,12 +38,6 @@ def lines(found: dict[int, Site], model: torch.nn.Module) -> dict[str, str]:
     return {name: found[tensor.untyped_storage().data_ptr()].user for name, tensor in named}
 
 
-def test_the_parameters_of_a_layer_are_made_by_the_line_that_constructs_it(sites, found):
-    with creation_sites(sites, found):
-        model = torch.nn.Linear(8, 16); made = line()  # fmt: skip # noqa: E702
-    assert lines(found, model) == {"weight": f"test_creation_sites.py:{made}", "bias": f"test_creation_sites.py:{made}"}
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

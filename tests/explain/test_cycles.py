@@ -40,8 +40,7 @@ def _nothing_to_collect() -> Iterator[None]:
     """Only what a test leaves behind is garbage, and it stays until somebody asks."""
     was_on = gc.isenabled()
     gc.disable()
-    gc.collect()
-    # What was there before costs a collection much time, and is none of a test's.
+    # What was there before, garbage too, is none of a test's: going through it would take a second each time.
     gc.freeze()
     yield
     gc.unfreeze()
@@ -257,16 +256,6 @@ def test_what_is_alive_is_not_told_and_stays():
 # Much of it
 
 
-def test_a_cycle_of_fifty_thousand_objects_is_told_by_its_ends():
-    first = last = Node()
-    for _ in range(50_000):
-        last.other = Node()
-        last = last.other
-    last.other = first
-    told = cycles_among([*chain_from(first), first.tensor])
-    assert told == ("Node -> Node -> Node -> Node -> Node -> Node -> Node -> ... -> Node -> Node",)
-
-
 def test_a_chain_of_fifty_thousand_objects_that_hangs_on_a_cycle_is_passed():
     chain = [Node()]
     chain[0].other = chain[0]
@@ -274,10 +263,3 @@ def test_a_chain_of_fifty_thousand_objects_that_hangs_on_a_cycle_is_passed():
         chain.append(Node(chain[-1]))
     # From the end that leads to all the others: the search goes as deep as the chain is long.
     assert cycles_among([*chain[::-1], chain[0].tensor]) == ("Node -> Node",)
-
-
-def chain_from(first: Node) -> list[Node]:
-    chain = [first]
-    while chain[-1].other is not first:
-        chain.append(chain[-1].other)
-    return chain

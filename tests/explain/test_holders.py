@@ -24,10 +24,6 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_nothing_is_kept_in_nothing():
-    assert holders_of(()) == ()
-
-
 @pytest.mark.parametrize("frozen", [False, True], ids=["young", "frozen"])
 def test_an_attribute_and_an_element_of_one_are_told_by_the_objects_class(frozen):
     net = Net()

@@ -47,15 +47,6 @@ def test_what_never_rises_above_the_beginning_has_its_peak_before_the_recording(
     assert [block.address for block in timeline.at(-1)] == [1]
 
 
-def test_a_free_of_a_block_that_nobody_knows_changes_nothing():
-    stream = Stream()
-    stream.alloc(1, 10)
-    stream.free(77)
-    timeline = stream.timeline()
-    assert timeline.live == (10, 10)
-    assert [block.address for block in timeline.lifetimes] == [1]
-
-
 def test_an_address_that_is_used_again_is_another_block():
     stream = Stream()
     first = stream.alloc(1, 10)
@@ -66,25 +57,6 @@ def test_an_address_that_is_used_again_is_another_block():
         (10, first, freed),
         (30, second, None),
     ]
-
-
-def test_an_allocation_where_a_block_was_known_ends_that_block():
-    stream = Stream()
-    stream.alloc(1, 10)
-    again = stream.alloc(1, 30)
-    timeline = stream.timeline()
-    assert timeline.live == (10, 30)
-    assert [(block.nbytes, block.freed) for block in timeline.lifetimes] == [(10, again), (30, None)]
-
-
-def test_a_block_is_there_from_its_allocation_until_its_free():
-    stream = Stream()
-    before = stream.alloc(9, 1)
-    allocated = stream.alloc(1, 10)
-    freed = stream.free(1)
-    timeline = stream.timeline()
-    there = [any(block.address == 1 for block in timeline.at(moment)) for moment in (before, allocated, freed)]
-    assert there == [False, True, False]
 
 
 def test_of_what_was_there_before_only_the_steps_own_is_the_steps():
@@ -195,15 +167,6 @@ def test_what_a_recording_breaks_off_in_ends_with_it():
         cut = stream.trace()
     block = timeline_of(cut).lifetimes[0]
     assert block.module_ended == len(cut.tokens)
-
-
-def test_an_optimizers_step_is_known_as_such():
-    stream = Stream()
-    with stream.mark("optimizer"):
-        stream.alloc(1)
-    stream.alloc(2)
-    lifetimes = stream.lifetimes()
-    assert (lifetimes[1].in_optimizer, lifetimes[2].in_optimizer) == (True, False)
 
 
 # Backward
@@ -458,8 +421,3 @@ def test_the_step_is_over_where_the_first_rest_begins():
     assert timeline.step_ended == began
     assert timeline.workspaces == (began, began + 1)
     assert timeline.garbage == (began + 2, began + 4)
-
-
-def test_a_recording_without_rest_has_no_end_of_the_step():
-    timeline = Stream().timeline()
-    assert (timeline.step_ended, timeline.garbage, timeline.workspaces) == (None, None, None)

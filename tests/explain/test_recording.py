@@ -276,11 +276,6 @@ def test_a_custom_functions_backward_is_told_by_its_own_line(recorder):
     assert row.module == "UsesDouble"
 
 
-def test_without_checkpointing_nothing_is_recomputed(recorder):
-    explanation, _ = recorder.explain(*STEPS["custom function"]())
-    assert explanation.peak.recomputed == {}
-
-
 def test_temporaries_of_an_optimizer_are_the_same_at_every_level(recorder):
     phases, held = STEPS["mlp with Adam"]()
     for one in phases.values():

@@ -1,11 +1,10 @@
-"""Texts of traces: folded module paths, and tensors."""
+"""Texts of traces: folded module paths."""
 
 from __future__ import annotations
 
 import pytest
 
 from pytest_gpumem.explain.trace import folded
-from pytest_gpumem.torch_support.static_access import tensor_text
 
 
 @pytest.mark.parametrize(
@@ -21,8 +20,3 @@ from pytest_gpumem.torch_support.static_access import tensor_text
 def test_layer_numbers_of_a_path_are_folded_and_nothing_else_is(path, shown):
     assert folded(path) == shown
     assert folded(shown) == shown
-
-
-def test_a_tensor_reads_as_dtype_and_shape():
-    assert tensor_text("float32", (8, 256)) == "float32[8, 256]"
-    assert tensor_text("bool", ()) == "bool[]"

@@ -106,12 +106,6 @@ def test_modules_are_told_by_their_paths_in_the_model_that_is_called(recorder):
     assert ("Model", "blocks.1", "blocks.1.fc2") in modules_around(done)
 
 
-def test_a_model_that_nobody_told_of_is_found_when_it_is_called(recorder):
-    model, x = Model(), torch.ones(2, 8)
-    done = recorder.record({"forward": lambda: model(x)}, held=())
-    assert "blocks.1.fc1" in paths_of(done)
-
-
 def test_a_model_that_is_called_in_pieces_has_the_paths_of_the_whole_where_it_is_known(recorder):
     model, x = Model(), torch.ones(2, 8)
     pieces = {"forward": lambda: model.blocks[1](model.blocks[0](x))}
