@@ -247,10 +247,6 @@ def test_a_phase_does_not_see_the_peak_of_the_one_before(device):
     assert (metrics["peak_first"], metrics["peak_second"], metrics["peak_allocated"]) == (100 * KB, 30 * KB, 100 * KB)
 
 
-def test_a_single_phase_is_the_step_and_not_told_apart(device):
-    assert metrics_of(device, lambda: tensor(KB)) == {"peak_allocated": KB, "retained": 0, "cyclic_garbage": 0}
-
-
 def test_phases_of_one_name_are_one_phase_with_the_highest_of_their_peaks(device):
     phases = [Phase(name, lambda kb=kb: tensor(kb * KB)) for name, kb in [("a", 10), ("b", 5), ("a", 30), ("a", 20)]]
     metrics = measured(device, phases, []).memory.memory_metrics()
