@@ -135,7 +135,7 @@ def test_dropout_moves_these_gradients():
     assert not torch.equal(step(model, config_of("none"))["h.0.mlp.0.weight"], plain["h.0.mlp.0.weight"])
 
 
-@pytest.mark.parametrize("checkpoint", EVERY_WORD)
+@pytest.mark.parametrize("checkpoint", ["blocks", "sqrt", "modules:h.*.mlp"])
 def test_the_model_is_as_it_was_afterwards(checkpoint):
     model = Model()
     names = list(model.state_dict())
@@ -173,7 +173,7 @@ def test_a_replaced_forward_still_tells_its_signature():
 # What is saved, and what is computed again
 
 
-@pytest.mark.parametrize("checkpoint", EVERY_WORD)
+@pytest.mark.parametrize("checkpoint", ["blocks", "every:2", "sqrt", "modules:h.*.mlp"])
 def test_every_kind_saves_less_than_the_plain_step(device, checkpoint):
     assert saved_bytes(device, checkpoint) < saved_bytes(device, "none")
 
