@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.models.resnet import ResNet18
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -81,11 +79,6 @@ def image_batch() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(CLASSES, (4,))}
 
 
-def resnet_batch() -> dict[str, torch.Tensor]:
-    # Enough of them that batch normalisation has something to average.
-    return {"images": torch.randn(16, 3, 16, 16), "labels": torch.randint(CLASSES, (16,))}
-
-
 GPT2 = Architecture(
     of_transformers("GPT2LMHeadModel", "GPT2Config"),
     SIZES | TOKENS,
@@ -114,7 +107,6 @@ VIT = Architecture(
     ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "*.mlp",
 )
-RESNET = Architecture(ResNet18, {"width": 8, "classes": CLASSES}, resnet_batch, ("dropout",), "layer?.0")
 
 
 def bytes_of(measurement: Measurement) -> dict[str, int]:

@@ -92,15 +92,6 @@ def test_checkpointing_of_the_model_itself_saves_and_changes_no_gradient(gpumem:
 
 
 @ON_THE_CPU
-def test_what_a_plain_step_computes_again_is_counted_as_under_a_config(gpumem: Gpumem) -> None:
-    batch = DEEP.batch()
-    plain = gpumem.train_step(building(Wrapped), batch)
-    recomputing = gpumem.train_step(building(Recomputing), batch)
-    assert plain.recomputed == 0
-    assert recomputing.recomputed == gpumem.train_step(building(Recomputing), batch, config="fp32").recomputed > 0
-
-
-@ON_THE_CPU
 def test_checkpointing_that_never_recomputes_saves_nothing_and_the_assertion_says_why(gpumem: Gpumem) -> None:
     batch = DEEP.batch()
     plain = gpumem.train_step(building(Wrapped), batch, config="fp32")

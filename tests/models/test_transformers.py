@@ -13,7 +13,6 @@ import torch
 from tests.models.architectures import (
     BERT,
     GPT2,
-    LLAMA,
     NEEDS_TRANSFORMERS,
     ON_THE_CPU,
     SCALARS,
@@ -124,25 +123,6 @@ def test_frozen_parameters_have_no_gradient_and_no_state(gpumem: Gpumem) -> None
 
 @ON_THE_CPU
 @UNTIMED
-def test_inference_needs_less_than_training(gpumem: Gpumem, architecture: Architecture) -> None:
-    model, batch = architecture.build(), architecture.batch()
-    inference = gpumem.infer_step(model, batch)
-    training = gpumem.train_step(model, batch)
-    assert resident(model, batch) < inference.peak_allocated < training.peak_allocated
-
-
-@ON_THE_CPU
-@UNTIMED
-@pytest.mark.parametrize("architecture", [LLAMA, VIT], indirect=True, ids=["llama", "vit"])
-def test_a_mapping_with_labels_is_trained_by_the_loss_of_its_output(gpumem: Gpumem, architecture: Architecture) -> None:
-    model, batch = architecture.build(), architecture.batch()
-    implicit = gpumem.train_step(model, batch)
-    explicit = gpumem.train_step(model, batch, loss=lambda output, _: output.loss)
-    assert bytes_of(implicit) == bytes_of(explicit)
-
-
-@ON_THE_CPU
-@UNTIMED
 def test_a_tokenizers_encoding_is_a_batch_like_a_dict(gpumem: Gpumem) -> None:
     from transformers import BatchEncoding
 
@@ -155,29 +135,11 @@ def test_a_tokenizers_encoding_is_a_batch_like_a_dict(gpumem: Gpumem) -> None:
 
 @ON_THE_CPU
 @UNTIMED
-def test_without_labels_there_is_nothing_to_train_by(gpumem: Gpumem) -> None:
-    model, batch = BERT.build(), BERT.batch()
-    del batch["labels"]
-    gpumem.infer_step(model, batch)
-    with pytest.raises(ValueError, match="there is no scalar loss"):
-        gpumem.train_step(model, batch)
-
-
-@ON_THE_CPU
-@UNTIMED
 def test_a_model_and_a_function_that_builds_it_give_the_same_bytes(gpumem: Gpumem, architecture: Architecture) -> None:
     batch = architecture.batch()
     built = gpumem.train_step(architecture.build, batch)
     given = gpumem.train_step(architecture.build(), batch)
     assert bytes_of(built) == bytes_of(given)
-
-
-@ON_THE_CPU
-def test_a_model_leaves_the_measuring_as_it_came(gpumem: Gpumem) -> None:
-    model, batch = GPT2.build().eval(), GPT2.batch()
-    gpumem.train_step(model, batch)
-    assert not any(module.training for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @ON_THE_CPU
