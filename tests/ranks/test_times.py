@@ -198,6 +198,7 @@ def test_a_loop_that_ends_before_on_one_rank_is_timed_on_none(ranks):
     assert "the loop ended after 12 of 20 steps: nothing was counted or timed" in notes[1]
 
 
+@pytest.mark.thorough
 def test_a_busy_loop_on_one_rank_is_found_by_the_real_clock(ranks):
     assert ranks(APART, "--gpumem-update=new", device="quiet")[0].status == 0
     clean, *_ = ranks(APART, "--gpumem-baseline", device="quiet")
