@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ def tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
 
-@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("nbytes", [1, 512, 2**20 + 1, 20 * 2**20 + 3])
 def test_live_bytes_are_those_that_were_asked_for(device: Device, nbytes: int) -> None:
     before = device.live()
     held = tensor(nbytes)
@@ -130,13 +129,6 @@ def test_the_environment_says_which_gpu_and_software_gave_the_figures(device: De
 
 def test_auto_is_cuda_where_there_is_a_gpu() -> None:
     assert Devices(BUILT_IN).get("auto").name == "cuda"
-
-
-def test_closing_gives_back_the_functions_that_reset_peaks(device: Device) -> None:
-    while_open = torch.cuda.reset_peak_memory_stats
-    device.close()
-    assert torch.cuda.reset_peak_memory_stats is not while_open
-    gc.collect()
 
 
 def test_nvml_knows_this_gpu_while_it_works(device: Device) -> None:

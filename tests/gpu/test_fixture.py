@@ -125,18 +125,6 @@ def test_a_block_that_another_stream_still_uses_is_neither_garbage_nor_retained(
     assert region.measurement.retained == 0
 
 
-def test_the_allocator_takes_at_least_what_tensors_hold(gpumem: Gpumem) -> None:
-    weight = torch.ones(1000, device="cuda")
-
-    def step() -> None:
-        tensor(500_001)
-        assert weight.is_cuda
-
-    measured = gpumem.measure(step)
-    assert measured.peak_allocated == 500_001 + weight.nbytes
-    assert measured.peak_reserved >= measured.peak_allocated
-
-
 @pytest.mark.hardware("no time passes on an emulated one")
 def test_a_step_is_timed(gpumem: Gpumem) -> None:
     matrix = torch.ones(2048, 2048, device=gpumem.device)
