@@ -5,27 +5,25 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import get_args
 
-import pytest
-
 from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.measure.counting import Counts
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS, WHOLE, Kind, RealMetric, WholeMetric
 
 
-@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-def test_a_row_says_nothing_that_another_place_contradicts(metric):
-    whole = metric.unit in WHOLE
-    assert type(metric) is (WholeMetric if whole else RealMetric)
-    assert getattr(Measurement, metric.name) is metric
-    # What report.schema.json goes by: it has no names.
-    assert metric.name.endswith(("_time", "throughput")) is not whole
-    assert metric.repeats <= whole, "a clock's values are never the same"
-    assert metric.unit == "bytes" or not metric.peak, "the backend's workspaces are bytes"
-    assert metric.made_of_operators == (metric.name in {field.name for field in fields(Counts)})
-    if metric.budget is not None:
-        assert metric.unit == "bytes"
-        assert budget_from_arguments({metric.budget: "2 kB"}).limits == {metric.name: 2000}
+def test_no_row_says_what_another_place_contradicts():
+    for name, metric in METRICS.items():
+        whole = metric.unit in WHOLE
+        assert type(metric) is (WholeMetric if whole else RealMetric), name
+        assert getattr(Measurement, name) is metric
+        # What report.schema.json goes by: it has no names.
+        assert name.endswith(("_time", "throughput")) is not whole
+        assert metric.repeats <= whole, f"{name}: a clock's values are never the same"
+        assert metric.unit == "bytes" or not metric.peak, f"{name}: the backend's workspaces are bytes"
+        assert metric.made_of_operators == (name in {field.name for field in fields(Counts)}), name
+        if metric.budget is not None:
+            assert metric.unit == "bytes", name
+            assert budget_from_arguments({metric.budget: "2 kB"}).limits == {name: 2000}
 
 
 def test_one_metric_keeps_its_column_however_narrow_a_terminal_is():

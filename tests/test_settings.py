@@ -167,9 +167,7 @@ def test_the_seconds_that_timing_may_take_are_a_duration():
     assert settings_from_table({}, "here").time_budget == 2.0
 
 
-@pytest.mark.parametrize(
-    ("written", "seconds"), [(300, 300), (0.5, 0.5), (1e9, 1e9), ("300", 300), ("300 s", 300), ("5 min", 300)]
-)
+@pytest.mark.parametrize(("written", "seconds"), [(0.5, 0.5), ("300", 300), ("300 s", 300), ("5 min", 300)])
 def test_the_seconds_of_ranks_are_a_number_or_a_duration(written, seconds):
     assert settings_from_table({"rank_timeout": written}, "here").rank_timeout == seconds
 

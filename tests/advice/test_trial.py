@@ -90,8 +90,11 @@ def test_what_makes_no_step_is_no_answer_in_any_config():
         tried(lambda: (torch.nn.Linear(8, 8), torch.ones(4, 8)), LATER)
 
 
-@pytest.mark.parametrize("config", [START, LATER], ids=str)
-@pytest.mark.parametrize("error", [RuntimeError(NO_MEMORY), torch.OutOfMemoryError("planted")], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("error", "config"),
+    [(RuntimeError(NO_MEMORY), START), (torch.OutOfMemoryError("planted"), LATER)],
+    ids=["cpu, at the start", "cuda, later"],
+)
 def test_a_cpu_runs_out_of_memory_as_a_gpu_does(error, config):
     assert tried(failing(error), config).why_not == OUT_OF_MEMORY
 

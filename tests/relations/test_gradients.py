@@ -40,7 +40,7 @@ def test_equal_gradients_do_not_differ():
     assert told(one, one, rtol=0, atol=0) is None
 
 
-@pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.02, True), (0.03, False), (10.0, False), (-0.03, False)])
+@pytest.mark.parametrize(("off", "same"), [(0.02, True), (0.03, False), (-0.03, False)])
 def test_the_error_may_be_a_part_of_the_gradients_size(off, same):
     # The root mean square of the entries is 2, that of the error half of what one of four entries is off.
     theirs = gradients(weight=[2.0, -2.0, 2.0, -2.0])
@@ -161,7 +161,6 @@ def compare():
     [
         "checkpoint=blocks",
         "checkpoint=every:2",
-        "checkpoint=sequential:2",
         "checkpoint=ops",
         "checkpoint=modules:h.0",
         "optimizer=sgd,clip=1,zero_grad=zero",

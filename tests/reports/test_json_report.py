@@ -309,12 +309,9 @@ def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole
     ("text", "told"),
     [
         ("", "a.json: it is empty; a report is what `pytest --gpumem-report=FILE.json` writes"),
-        ("  \n", "a.json: it is empty"),
         ("gpumem: 3 gated", "a.json: it is not JSON at line 1, column 1: Expecting value"),
         (FULL[:5000], "a.json: it is cut off after 12 lines"),
-        (FULL[:-2], "a.json: it is cut off after"),
         ("[]", "a.json: it is JSON, but not a report of pytest-gpumem"),
-        ('"text"', "a.json: it is JSON, but not a report of pytest-gpumem"),
         ('{"format": 1, "tests": [], "pairs": 5}', "a.json: it is JSON, but not a report of pytest-gpumem"),
         (FULL.replace('"format": 1', '"format": 2'), "a.json: its format is 2, this version of pytest-gpumem reads 1"),
         (FULL.replace('"format": 1', '"format": true'), "a.json: its format is true"),
@@ -334,11 +331,9 @@ def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole
         (FULL.replace('"count": 3', '"a\\nb": [3]'), "environment.details.a\\nb must be string or integer, but is an array;"),
         (FULL.replace("[0.9, 1.1]", '[0.9, "x"]'), """.interval[1] must be number or one of "Infinity", "-Infinity", "NaN", but is "x";"""),
         (FULL.replace("[0.9, 1.1]", "[0.9, 1.1, 2.1]"), ".interval must contain less than or equal to 2 items, but has 3;"),
-        (FULL.replace("[0.9, 1.1]", str([0.9] * 20)), ".interval must contain less than or equal to 2 items, but has 10;"),
         (FULL.replace('"update": "all"', '"update": 3'), 'terms.update must be one of "new", "improved", "all", null, but is 3;'),
         (FULL.replace('"peak": 1, ', '"peak": -1, '), "over_time.peak must be bigger than or equal to 0, but is -1;"),
         ("[" * 100_000, "a.json: it is "),
-        *((FULL.replace('"format": 1', f'"format": {"[" * deep}{"]" * deep}'), "a.json: it") for deep in (700, 850, 990)),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_place_and_what_would_be_right(text, told):
@@ -347,20 +342,28 @@ def test_a_mistake_is_told_with_its_place_and_what_would_be_right(text, told):
     assert told in str(raised.value)
 
 
+def test_however_deep_it_is_nested_it_is_told_to_be_no_report():
+    # At some depth the JSON can be read, and what looks at it has no room left.
+    for deep in range(700, 1000, 20):
+        with pytest.raises(ReportError, match=r"^a\.json: it"):
+            from_json(FULL.replace('"format": 1', f'"format": {"[" * deep}{"]" * deep}'), "a.json")
+
+
 @pytest.mark.parametrize(
-    ("last", "told"),
+    ("others", "last", "told"),
     [
-        (0.5, "must be integer, but is 0.5"),
-        (True, "must be integer, but is true"),
-        (2**63, "must be smaller than or equal to 9223372036854775807, but is 9223372036854775808"),
-        (1e300, "must be smaller than or equal to 9223372036854775807, but is 1e+300"),
-        ("1", 'must be integer, but is "1"'),
+        (range(50), True, "must be integer, but is true"),
+        (range(50), 2**63, "must be smaller than or equal to 9223372036854775807, but is 9223372036854775808"),
+        (range(50), "1", 'must be integer, but is "1"'),
+        ([1.0] * 50, 0.5, "must be integer, but is 0.5"),
+        ([1.0] * 50, 1e300, "must be smaller than or equal to 9223372036854775807, but is 1e+300"),
     ],
+    ids=["no number", "too large", "a text", "no whole one", "too large as a float"],
 )
-def test_what_is_wrong_at_the_end_of_a_long_series_of_numbers_is_told(last, told):
+def test_what_is_wrong_at_the_end_of_a_long_series_of_numbers_is_told(others, last, told):
     changed = copy.deepcopy(SMALL)
     measurement = changed["results"][0]["verdict"]["verdicts"][0]["measurement"]
-    measurement["explanation"]["over_time"]["total"] = [*range(49), 1.0, last]
+    measurement["explanation"]["over_time"]["total"] = [*others, last]
     with pytest.raises(ReportError, match=re.escape(f"measurement.explanation.over_time.total[50] {told}")):
         from_json(json.dumps(changed), "a.json")
 

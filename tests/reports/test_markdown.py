@@ -209,7 +209,7 @@ def many(count: int) -> tuple[TestResult, ...]:
     )
 
 
-@pytest.mark.parametrize("most", [FEWEST, 1_000, 3_000, 10_000, MOST_OF_A_COMMENT])
+@pytest.mark.parametrize("most", [FEWEST, 3_000, MOST_OF_A_COMMENT])
 def test_it_stays_within_its_limit_and_is_well_formed(most):
     text = markdown(session(*many(400)), most=most)
     assert most / 2 < len(text.encode()) <= most

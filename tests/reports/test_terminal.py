@@ -205,7 +205,7 @@ EVERYTHING = report(
 )
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 132])
+@pytest.mark.parametrize("width", [40, 80, 132])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_row_is_wider_than_the_terminal(width, encoding):
     text = terminal_text(EVERYTHING, Screen(width, encoding), 2)
@@ -220,7 +220,7 @@ def test_nothing_is_cut_where_there_is_no_terminal():
     assert any(f"a.py::{name} " in line for line in lines(report(regressed(name))))
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1", "cp1252"])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("hostile", [ALL, ""], ids=["all", "nothing"])
 def test_no_text_of_a_test_breaks_a_line_or_cannot_be_written(hostile, encoding):
     then = {"peak_allocated": GB}
