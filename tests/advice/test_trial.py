@@ -108,6 +108,14 @@ def test_a_device_that_fails_is_closed_all_the_same(monkeypatch):
     assert trial.try_config(device, subject, LATER).peak
 
 
+def test_what_the_allocator_reserves_has_to_fit(monkeypatch):
+    figures = {"peak_allocated": 100, "peak_reserved": 150}
+    monkeypatch.setattr(trial, "_metrics", lambda *_: figures)
+    assert tried(make).peak == 150
+    del figures["peak_reserved"]
+    assert tried(make).peak == 100
+
+
 def test_a_batch_that_is_a_function_is_made_once():
     calls = []
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.live_blocks import LiveBlocks
+from pytest_gpumem.devices.live_blocks import FreeCallbacks, LiveBlocks
 from pytest_gpumem.values.events import AllocationEvent
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ def test_adopted_blocks_were_live_during_the_peak():
     ledger.register_existing({2: 50})
     assert ledger.live == 50
     assert pop_peak(ledger).allocated == 150
+
+
+def test_a_free_that_was_not_recorded_is_told_once():
+    callbacks, tensor = FreeCallbacks(), torch.ones(25)
+    address = tensor.data_ptr()
+    callbacks.watch(tensor.untyped_storage(), recording=lambda: False)
+    del tensor
+    assert callbacks.put_into([]) == [AllocationEvent(0, address, -1)]
+    # The address may be another block's from now on.
+    assert callbacks.put_into([]) == []
 
 
 def known_at(ledger, addresses):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,11 @@ def test_what_is_saved_is_the_part_of_the_others_peak():
     assert saves(measured(700_000_000), PLAIN) == pytest.approx(0.3)
     assert saves(PLAIN, PLAIN) == 0
     assert saves(measured(1_500_000_000), PLAIN) == -0.5
+
+
+def test_workspaces_are_in_neither_peak():
+    mine, other = (replace(measured(peak), workspaces=100) for peak in (600, 1100))
+    assert saves(mine, other) == 0.5
 
 
 def test_what_it_costs_is_the_part_of_the_others_time():
