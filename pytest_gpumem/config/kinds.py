@@ -30,7 +30,10 @@ class Kind:
     is_array: bool = False
     """True if it is an array of texts that are not empty; such an option may be repeated."""
     is_path: bool = False
-    """True if it is relative to the root directory in pyproject.toml, and when typed to the folder pytest was started in."""
+    """True if it is relative to the root directory in pyproject.toml, and when typed to the folder pytest was started in.
+
+    That folder is the field of `Settings` whose name has ``_base`` appended.
+    """
 
     def read(self, value: Any, where: str) -> Any:
         """Return the setting for a value of ``[tool.gpumem]``.

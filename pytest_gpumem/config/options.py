@@ -56,7 +56,10 @@ class Option:
     is_key: bool = True
     """True if it may stand in ``[tool.gpumem]``; others are for one session."""
     in_accept: bool = False
-    """True if the command that accepts a result repeats it as it was typed, since it decides what is measured."""
+    """True if the command that accepts a result repeats it as it was typed, since it decides what is measured.
+
+    For options that take one value: neither flags nor those that may be repeated.
+    """
     wants_result: bool = False
     """True if a session in which it is typed has to say something also where nothing is measured."""
 

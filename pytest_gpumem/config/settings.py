@@ -146,8 +146,8 @@ def settings_of(config: pytest.Config) -> Settings:
     path = config.rootpath / "pyproject.toml"
     table = read_table(path)
     settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
-    root = config.rootpath
-    settings = replace(settings, store_base=root, artifacts_base=root, report_base=root, explicit=table is not None)
+    in_root: dict[str, Any] = {f"{option.name}_base": config.rootpath for option in OPTIONS if option.kind.is_path}
+    settings = replace(settings, explicit=table is not None, **in_root)
     typed = [option for option in OPTIONS if config.getoption(option.dest) is not None]
     if not typed:
         return settings
