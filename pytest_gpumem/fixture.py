@@ -80,9 +80,11 @@ class Gpumem:
     """
 
     def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
-        """``run`` is ``None`` when the device cannot be used here; then any use ends in ``refuse(None)``.
+        """Make the fixture of one test.
 
-        ``refuse(why)`` is for what this device cannot run.
+        Args:
+            run: The test; ``None`` when the device cannot be used here. Then any use ends in ``refuse(None)``.
+            refuse: Ends the test, which cannot be measured for the reason that it is given, as a clause.
         """
         self._maybe_run = run
         self._refuse = refuse

@@ -72,7 +72,7 @@ class Workload:
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
 
     def differences(self, earlier: Workload) -> list[str]:
-        """One clause for each field in which ``earlier`` was something else."""
+        """Return a clause for each field in which ``earlier`` was something else."""
         if self == earlier:
             return []
         mine, theirs = asdict(self), asdict(earlier)
@@ -85,7 +85,7 @@ class Workload:
 
 
 def _told_apart(now: str | int | None, was: str | int | None) -> tuple[str, str]:
-    """Two different values of a field as a person reads them; numbers with as many digits as tell them apart."""
+    """Return two different values of a field as a person reads them; numbers with as many digits as tell them apart."""
     for show in (format_large_count, format_count):
         texts = [show(value) if isinstance(value, int) else str(value or "none") for value in (now, was)]
         if texts[0] != texts[1]:
@@ -213,19 +213,19 @@ class Measurement(MetricAttributes):
         return largest(self.by_device)
 
     def saves(self, other: Measurement) -> float:
-        """The memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""
+        """Return the memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""
         from pytest_gpumem.values.rates import saves
 
         return saves(self, other)
 
     def costs(self, other: Measurement) -> float:
-        """The time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when it is faster."""
+        """Return the time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when faster."""
         from pytest_gpumem.values.rates import costs
 
         return costs(self, other)
 
     def roi(self, other: Measurement) -> float:
-        """`saves` over `costs`; above 1.5 is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
+        """Return `saves` over `costs`; above 1.5 is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
         from pytest_gpumem.values.rates import roi
 
         return roi(self, other)

@@ -27,7 +27,7 @@ class Tolerance:
     absolute: float = 0.0
 
     def allowed(self, baseline: float) -> float:
-        """The largest change of ``baseline`` that is still no change, in the metric's unit."""
+        """Return the largest change of ``baseline`` that is still no change, in the metric's unit."""
         return max(self.relative * abs(baseline), self.absolute)
 
 

@@ -98,7 +98,14 @@ class GitBackend(Backend):
     """The files below ``folder``, a path from ``top``, in a commit; read only. Raises `BackendError`."""
 
     def __init__(self, top: Path, commit: str, folder: str, name: str) -> None:
-        """``top`` is the folder of the checkout; ``name`` is what a person calls the commit."""
+        """List the files.
+
+        Args:
+            top: The folder of the checkout.
+            commit: The name of the commit.
+            folder: The path of the store from ``top``.
+            name: The words for the commit in messages.
+        """
         self._name = name
         self._folder = folder
         below = "" if folder in ("", ".") else f"{folder}/"

@@ -96,6 +96,7 @@ def _check_place(item: pytest.Item, nodeid: str) -> None:
 
 
 def location_of(item: pytest.Item) -> Location | None:
+    """Return the file and line of a test; ``None`` where pytest knows no line."""
     file, line, _ = item.location
     return None if line is None else Location(file.replace("\\", "/"), line + 1)
 

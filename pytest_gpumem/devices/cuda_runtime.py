@@ -233,7 +233,7 @@ class TorchCuda:
 
     @contextmanager
     def recorded(self, *, with_history: bool) -> Iterator[RecordedRegion]:
-        """A region that is recorded. Raises `MeasuringError` when the recording was cut short.
+        """Record a region, and yield what is filled at its end. Raises `MeasuringError` when the recording was cut short.
 
         Backward runs on a thread of its own, as ever: a thread has its own cuBLAS workspace (33,554,432 bytes on an H100),
         and a step that ran on one would need less than the one that was measured.

@@ -111,6 +111,7 @@ class LiveBlocks:
         return frozenset((address, self._numbers[address]) for address in self._blocks)
 
     def apply(self, events: Iterable[AllocationEvent]) -> None:
+        """Add allocations and take frees away, in the order of time."""
         for event in events:
             earlier = self._blocks.pop(event.address, 0)
             if event.nbytes <= 0 or self._numbers.get(event.address, 0) > self._held:

@@ -62,7 +62,7 @@ class NvmlGpu:
         self._default_clock: float | None = None
 
     def driver_version(self) -> str:
-        """``"580.95.05"``; where NVML does not answer ``"unknown"``, with what it says."""
+        """Return the driver's release, ``"580.95.05"``; where NVML does not answer ``"unknown"``, with what it says."""
         self._look_up()
         version = None
         if self._nvml is not None:

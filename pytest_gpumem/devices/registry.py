@@ -18,6 +18,7 @@ AUTO = "auto"
 
 
 def make_cuda() -> Device:
+    """Return the GPU of this process, emulated or not. Raises `DeviceUnavailable`."""
     from pytest_gpumem.emulation.load import current_emulation
 
     emulation = current_emulation()
@@ -58,6 +59,7 @@ def _take_gpu_of_rank() -> None:
 
 
 def make_cpu() -> Device:
+    """Return the CPU. Of the ranks of one job the first holds its lock for all."""
     from pytest_gpumem.devices.cpu import CpuDevice
     from pytest_gpumem.devices.device_lock import DeviceLock
 

@@ -169,7 +169,7 @@ _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
 
 
 def benchmark_name(figure: Figure) -> str:
-    """``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"``.
+    """Return ``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"``.
 
     With the device, since neither bytes nor times of two are to be compared; and always with the measurement, so that a
     second one in a test does not rename the first.

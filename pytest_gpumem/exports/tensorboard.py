@@ -25,7 +25,10 @@ _HASH = re.compile(r"[0-9a-f]{4,64}")
 
 
 def tag(figure: Figure) -> str:
-    """``"peak_allocated/tests/test_gpt.py::test_train[fp32] (train_step)"``: TensorBoard groups by what is before the ``/``."""
+    """Return ``"peak_allocated/tests/test_gpt.py::test_train[fp32] (train_step)"``.
+
+    TensorBoard groups by what is before the first ``/``.
+    """
     return utf8(f"{figure.metric}/{figure.test} ({figure.measurement})")
 
 

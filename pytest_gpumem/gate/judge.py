@@ -216,7 +216,10 @@ def _judge_metric(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """``why_not`` is the outcome where no comparison was asked for, or where it is not one of the same work."""
+    """Return the verdict on a metric of one device.
+
+    ``limit`` is the budget; ``why_not`` the outcome where no comparison was asked for, or where it is not one of the same work.
+    """
     earlier = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
     # A budget is for the whole program, also for the first steps, which no baseline is compared with.
     highest = max((value, *measurement.step_peaks.of(metric.name)))

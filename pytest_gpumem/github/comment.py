@@ -147,7 +147,7 @@ def _shortened(plain: object, most: int = 300) -> str:
 
 
 def _next_page(link: str) -> str | None:
-    """The address with ``rel="next"`` in a ``Link`` header (RFC 8288)."""
+    """Return the address with ``rel="next"`` in a ``Link`` header (RFC 8288)."""
     found = re.search(r'<([^>]*)>\s*;[^,<]*\brel="?next\b', link)
     return found[1] if found else None
 

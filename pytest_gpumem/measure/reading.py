@@ -208,6 +208,14 @@ def run_one_step(
     not_own: Sequence[int],
     rest: Rest = live_at_rest,
 ) -> ByDevice:
+    """Run a step once, and return its figures on each device.
+
+    Args:
+        phases: The parts of the step, in order.
+        device: Where it runs.
+        not_own: The bytes that are not its own, on each of `Device.everywhere`.
+        rest: Reads what is live when it has ended.
+    """
     device.consensus.rest()
     reading = Reading(device, not_own)
     peaks: dict[str, list[Peak]] = {}

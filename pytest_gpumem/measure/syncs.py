@@ -172,6 +172,7 @@ def is_of_higher_order(func: Any) -> bool:
 
 
 def name_of(func: Any) -> str:
+    """Return the name of an operator without its namespace and overload."""
     return str(func.overloadpacket.__name__)
 
 

@@ -205,7 +205,7 @@ def _tells_lines(tallies: Collection[Tally]) -> bool:
 
 
 def _place_of(place: OperatorSite, *, tells_lines: bool) -> tuple[str, str]:
-    """The module and the line of calls; what is not at a line that is known is at one of the others."""
+    """Return the module and the line of calls; what is not at a line that is known is at one of the others."""
     module = place.module or ("(no module)" if place.where else "")
     return module, place.where or ("(other lines)" if tells_lines else "")
 
@@ -224,7 +224,7 @@ def _category_of(row: Row) -> str:
 
 
 def _places_of(row: Row) -> tuple[str, ...]:
-    """The module, the line, the operator and the tensors of blocks; of the smaller rows nothing is known."""
+    """Return the module, the line, the operator and the tensors of blocks; of the smaller rows nothing is known."""
     if row.operator == REST:
         return "", "", "", ""
     return row.path or ("(no module)" if row.where else ""), row.where, row.operator, row.what

@@ -37,7 +37,7 @@ _LONGEST = 200
 
 
 def to_json(report: SessionReport) -> str:
-    """The whole report, the same bytes for the same report.
+    """Return the whole report as JSON, the same bytes for the same report.
 
     ``accounting``, ``passed``, ``problems`` and ``ranks`` follow from the rest, for those who only read. A line each key,
     and each test: so is a large report written in little time, and read by line-wise tools. All is ASCII; a number that JSON
@@ -58,7 +58,7 @@ def to_json(report: SessionReport) -> str:
 
 
 def from_json(text: str, name: str) -> SessionReport:
-    """The report that `to_json` wrote as ``text``; ``name`` is the file's. Raises `ReportError`, and nothing else."""
+    """Return the report that `to_json` wrote as ``text``; ``name`` is the file's. Raises `ReportError`, and nothing else."""
     try:
         return _read(text, name)
     except RecursionError:
@@ -101,7 +101,7 @@ def _with_ints(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def report_schema() -> dict[str, Any]:
-    """The schema of a report: ``report.schema.json``, which allows any name of a metric, with the names that there are."""
+    """Return the schema of a report: ``report.schema.json``, which allows any name of a metric, with those that there are."""
     schema: dict[str, Any] = json.loads(
         files("pytest_gpumem.reports").joinpath("report.schema.json").read_text("utf-8")
     )
@@ -133,7 +133,7 @@ def _validator() -> Callable[[Any], Any]:
 
 
 def _draft_7(schema: Any) -> Any:
-    """The same schema in the words of draft 7, which fastjsonschema reads.
+    """Return the same schema in the words of draft 7, which fastjsonschema reads.
 
     What may be null stands behind a condition, as of ``anyOf`` it would not tell what is wrong within the other one.
     """
@@ -150,7 +150,7 @@ def _draft_7(schema: Any) -> Any:
 
 
 def _outlined(plain: Any) -> Any:
-    """The same to the schema, with less to check: of a long series of numbers that are one to it, the first few."""
+    """Return what is the same to the schema, with less to check: of a long series of like numbers the first few."""
     if isinstance(plain, dict):
         return {key: _outlined(one) for key, one in plain.items()}
     if not isinstance(plain, list):
@@ -236,7 +236,7 @@ def _dumped(value: Any) -> str:
 
 
 def without_infinity(value: Any) -> Any:
-    """A plain value in which each number that JSON does not have is the text for it."""
+    """Return a plain value in which each number that JSON does not have is the text for it."""
     if isinstance(value, dict):
         return {key: without_infinity(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

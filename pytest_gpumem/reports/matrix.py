@@ -32,6 +32,7 @@ class MatrixRow:
 
     @classmethod
     def of(cls, config: str, measurement: Measurement) -> MatrixRow:
+        """Return the row of a config that was measured."""
         return cls(config, measurement.peak_allocated, measurement.metrics.get("step_time"))
 
 

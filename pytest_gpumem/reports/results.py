@@ -89,7 +89,7 @@ class Results:
         return True
 
     def rewritten(self) -> list[TestResult]:
-        """The results of tests that failed and that pytest's reports do not show as failed: a plugin has changed these."""
+        """Return the results of tests that failed and that pytest's reports do not show as failed: a plugin changed these."""
         changed = self._rewritten()
         return [result for nodeid, result in self._by_nodeid().items() if nodeid in changed]
 
@@ -102,7 +102,7 @@ class Results:
         }
 
     def all(self) -> list[TestResult]:
-        """The results, sorted by file and test."""
+        """Return the results, sorted by file and test."""
         return sorted(self._by_nodeid().values(), key=lambda result: (result.verdict.file, result.verdict.test))
 
     def _by_nodeid(self) -> dict[str, TestResult]:
@@ -126,7 +126,7 @@ class Results:
         }
 
     def others(self) -> set[tuple[str, str]]:
-        """The tests that ran or were skipped and have no result, as (file, test)."""
+        """Return the tests that ran or were skipped and have no result, as (file, test)."""
         # `--dist loadgroup` appends a group to ids.
         ids = {name for nodeid in self._others - self._verdicts.keys() for name in (nodeid, nodeid.rpartition("@")[0])}
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
@@ -155,7 +155,7 @@ def _where(report: pytest.TestReport) -> FailedIn:
 
 
 def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMode | None = None) -> str:
-    """The line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 2 improved, 1 foreign (A100)"``.
+    """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
 
     ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
     among them. The others were not compared with a baseline, and say why in one word. ``not_run`` are those that were
@@ -195,7 +195,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
 
 
 def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = frozenset()) -> str | None:
-    """The sentence for a session that was asked to compare with baselines and compared nothing; ``None`` otherwise.
+    """Return the sentence for a session that was asked to compare with baselines and compared nothing; ``None`` otherwise.
 
     Budgets do not make up for it: a store that got lost must not stay green because of them. Tests with an outcome in
     ``accepts`` are being recorded by this session, and so are seen to.

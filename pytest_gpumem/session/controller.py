@@ -74,7 +74,7 @@ class Controller:
             self._files.begin()
 
     def packs(self, packed: Callable[[], Packed]) -> None:
-        """A process whose tests share a GPU tells how to learn, at the end, how they were packed."""
+        """Take a function that returns, at the end, how a process packed its tests."""
         self._packed.append(packed)
 
     @pytest.hookimpl(optionalhook=True)

@@ -31,7 +31,13 @@ class RankHooks:
     def __init__(
         self, ranks: RankSession, measured: Mapping[pytest.Item, MeasuredTest], tell: Callable[[str], object]
     ) -> None:
-        """``tell`` is told, on rank 0, what makes the session red that happened on another rank."""
+        """Make the hooks of one session.
+
+        Args:
+            ranks: The session among those of the other ranks.
+            measured: The measured tests.
+            tell: Called on rank 0 with what makes the session red that happened on another rank.
+        """
         self._ranks = ranks
         self._measured = measured
         self._tell = tell

@@ -33,7 +33,7 @@ class RankSession(OneProcess):
     consensus: Consensus
 
     def __init__(self, launch: Launch, seconds: float) -> None:
-        """``seconds`` are those of ``--gpumem-rank-timeout``."""
+        """Make the session of a launched rank; ``seconds`` are those of ``--gpumem-rank-timeout``."""
         self.rank: Rank = launch.rank
         self.command = launch.command
         self.has_ended = True

@@ -168,6 +168,7 @@ class Segment:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forwards(self) -> list[Forward]:
+        """Return the replacement of each block's ``forward``, in their order."""
         return [self._first(), *(self._follower(number) for number in range(1, len(self._own)))]
 
     def check_ended(self) -> None:

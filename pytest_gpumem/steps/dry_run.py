@@ -119,6 +119,7 @@ class CallsInBackward:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
+        """Count the module calls within the context."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         handle = register_module_forward_pre_hook(self._count)
@@ -196,6 +197,7 @@ class CallsOfAttention:
             yield
 
     def check(self) -> None:
+        """Raise `ConfigError` if ranks were to share attention and the model never called it."""
         if self._wanted and not self._seen:
             raise ConfigError(
                 f"shard={self._config.shard}: the model never calls torch.nn.functional.scaled_dot_product_attention, by which "
@@ -246,6 +248,7 @@ class CastTo:
         self._seen = self._seen or any(tensor.dtype == dtype for tensor in tensors_in(result))
 
     def check(self, word: str | None) -> None:
+        """Raise `ConfigError` if autocast cast nothing; ``word`` is the precision in the config."""
         if self._name is not None and not self._seen:
             raise ConfigError(
                 f"{word}: autocast was on and cast nothing to {self._name}; the model switches it off, or has no operation "

@@ -54,7 +54,7 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: D
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """Return whether it is a parameter or buffer of a lazy module that has not been called."""
+    """Return whether a tensor is a parameter or buffer of a lazy module that has not been called."""
     import torch
 
     return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)

@@ -132,7 +132,7 @@ def ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> 
 
 
 def _interval(ratio: float, resampled: Sequence[float]) -> Interval:
-    """``resampled`` are logarithms of the ratio."""
+    """Return the interval of a ratio; ``resampled`` are logarithms of it."""
     logarithms = sorted(resampled)
     lost = math.floor((1 - LEVEL) / 2 * RESAMPLES)
     return Interval(ratio, math.exp(logarithms[lost]), math.exp(logarithms[-1 - lost]))

@@ -51,7 +51,7 @@ class TimeBudget:
         self._left_for_second_samples -= seconds
 
     def spend(self, seconds: float) -> None:
-        """Timing took these ``seconds``."""
+        """Subtract the ``seconds`` that timing took."""
         self._left = max(0.0, self._left - seconds)
 
 

@@ -164,7 +164,7 @@ def collect_everything() -> None:
 
 
 class _FinderOfDynamo:
-    """Finder of `frames_cleared_behind_dynamo`, which lets the other finders find it."""
+    """Import hook that lets the other finders load ``torch._dynamo``, and clears the frames that loading it leaves."""
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         if name != "torch._dynamo":

@@ -116,13 +116,13 @@ class Row:
         return f"{self.count} x {self.tensor or 'block'}"
 
     def text(self) -> str:
-        """One line, for the store; `row_from_text` is the inverse."""
+        """Return one line, for the store; `row_from_text` is the inverse."""
         parts = (self.category, self.path, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
 
 
 def line_of(site: str, library: str) -> str:
-    """A line as a person reads it: the library's own, and from which of the user's lines it was reached."""
+    """Return a line as a person reads it: the library's own, and from which of the user's lines it was reached."""
     if library and site:
         return f"{library} (from {site})"
     return library or site

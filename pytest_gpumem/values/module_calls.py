@@ -26,7 +26,7 @@ class Calls(NamedTuple):
         return self.total - self.these
 
     def text(self, path: str) -> str:
-        """``"6 of 12 x blocks.*"``, for the store; `calls_from_text` is the inverse."""
+        """Return ``"6 of 12 x blocks.*"``, for the store; `calls_from_text` is the inverse."""
         return f"{self.these} of {self.total} x {path}"
 
 

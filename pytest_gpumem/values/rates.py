@@ -63,7 +63,7 @@ class Rate(float):
 
 
 def saves(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
-    """The memory saving rate: (other - mine) / other, of ``peak_allocated`` without workspaces. 0.3 is 30 % less.
+    """Return the memory saving rate: (other - mine) / other, of ``peak_allocated`` without workspaces. 0.3 is 30 % less.
 
     Raises ``ValueError`` for measurements of different devices, or where ``other`` has no bytes to save.
     """
@@ -79,7 +79,7 @@ def saves(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
 
 
 def costs(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
-    """The time increase rate: (mine - other) / other, of ``step_time``. 0.2 is 20 % longer; negative is faster.
+    """Return the time increase rate: (mine - other) / other, of ``step_time``. 0.2 is 20 % longer; negative is faster.
 
     Raises ``ValueError`` for measurements of different devices, `MissingMetric` when no time was taken.
     """
@@ -89,14 +89,14 @@ def costs(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
 
 
 def roi(mine: HasPeakAndTime, other: HasPeakAndTime) -> Rate:
-    """The saving over the cost; above `WORTH_IT` is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
+    """Return the saving over the cost; above `WORTH_IT` is recommended. Infinite at no cost, 0 when it saves nothing."""
     saving, cost = saves(mine, other), costs(mine, other)
     said = f"saves {format_ratio(saving)}, costs {format_ratio(cost)}"
     return Rate(return_on(saving, cost), said)
 
 
 def return_on(saving: float, cost: float) -> float:
-    """``saving / cost``; infinite when it costs nothing, 0 when it saves nothing."""
+    """Return ``saving / cost``; infinite when it costs nothing, 0 when it saves nothing."""
     if saving <= 0:
         return 0.0
     return saving / cost if cost > 0 else math.inf

@@ -261,7 +261,10 @@ def _source(name: str) -> str:
 
 
 def _within_a_script(source: str) -> str:
-    """JavaScript that cannot end the element that it stands in: a backslash changes nothing in its strings and patterns."""
+    """Return JavaScript that cannot end the element that it stands in.
+
+    A backslash changes nothing in its strings and patterns.
+    """
     return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
