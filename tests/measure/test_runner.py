@@ -324,6 +324,13 @@ def test_a_step_that_grows_for_ever_is_measured_as_not_settled(device):
     assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + FURTHER_STEPS) * KB
 
 
+def test_the_first_step_does_not_count_though_those_after_it_differ(device):
+    run, _ = counting_step([300 * KB, *(number * KB for number in range(1, 20))])
+    figures = measured(device, [Phase("step", run)], [])
+    assert (figures.settled, figures.left_out) == (False, 1)
+    assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + FURTHER_STEPS - 1) * KB
+
+
 def spiking(period: int, first: int):
     """A step that needs ten times as much in every ``period``-th call, first in the call ``first``."""
     calls: list[int] = []
