@@ -57,6 +57,11 @@ def test_the_step_of_a_recipe_teaches_the_same(text):
         torch.testing.assert_close(mine, plain)
 
 
+def test_the_loss_of_a_part_is_its_share():
+    # AdamW's step is the same at any scale of the gradients.
+    assert "    loss = loss_of(model, batch) / 2" in code_snippet(StepConfig.parse("fp32,accumulate=2"), "cuda", [])
+
+
 @pytest.mark.parametrize("kind", ["blocks", "ops"])
 def test_the_blocks_of_a_recipe_are_computed_again(kind):
     assert [block.calls for block in PLAIN.body.blocks] == [1, 1, 1]

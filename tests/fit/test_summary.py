@@ -88,6 +88,12 @@ def test_the_table_has_a_row_for_each_gpu_the_smallest_first_with_what_is_left_b
     ]
 
 
+def test_what_is_left_is_beside_a_context_of_each_process():
+    (_, line) = plain_lines(table([fit("a100-40gb", FitOutcome.FITS, 25 * GB, together=3)], GB))
+    left = emulated_gpu("emulated:a100-40gb").total_bytes - 3 * GB - 25 * GB
+    assert f"24.00 GB  {left / GB:.2f} GB  fits" in line
+
+
 def test_the_details_say_where_memory_ran_out_and_what_pytorch_said():
     lines = details(ISSUE, CWD)
     assert lines[:2] == [

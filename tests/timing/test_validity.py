@@ -133,6 +133,7 @@ def test_stolen_time_is_shared_among_the_cores_that_had_work():
 
 def test_other_processes_that_use_much_of_the_other_cores_are_a_disturbance():
     assert after(CPU, 1.0, others=50.97) == "other processes used 0.97 of 2 cores meanwhile"
+    assert after(CPU, 1.0, others=50.35) == "other processes used 0.35 of 2 cores meanwhile"
     assert after(CPU, 1.0, others=50.2) is None
 
 
