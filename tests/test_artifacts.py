@@ -116,11 +116,10 @@ def test_running_out_of_memory_leaves_the_timeline_up_to_then(project):
     ("table", "option", "folder"),
     [
         ("in-table", None, "in-table"),
-        (None, "typed", "below/typed"),
         ("in-table", "typed", "below/typed"),
         (None, "{root}/whole", "whole"),
     ],
-    ids=["table", "option", "both", "absolute"],
+    ids=["table", "both", "absolute"],
 )
 def test_a_relative_folder_counts_from_the_root_in_the_table_and_from_where_it_was_typed_as_an_option(
     project, monkeypatch, table, option, folder

@@ -571,15 +571,6 @@ def test_what_the_first_run_cached_is_there_in_the_second(project):
     result.stdout.no_fnmatch_line("*the recorded run needed*")
 
 
-def test_an_expected_regression_stays_expected(project):
-    write_model(project)
-    project.write(MARKED)
-    project.run(*RECORD)
-    write_model(project, MODEL.replace(RELU, GATED))
-    project.write(MARKED.replace("@pytest.mark.gpumem", "@pytest.mark.xfail(reason='known')\n@pytest.mark.gpumem"))
-    project.run(*COMPARE).assert_outcomes(xfailed=1)
-
-
 # Who has a composition
 
 
