@@ -136,11 +136,15 @@ def test_bytes_and_counts_are_ints_again_where_another_program_wrote_them_with_a
     assert to_json(from_json(text, "a.json")) == FULL
 
 
-@pytest.mark.parametrize("number", [0, None], ids=["zero", "missing"])
 @pytest.mark.parametrize(
-    "path",
-    [*FIGURES, ("measurement", "explanation", "over_time", "peak")],
-    ids=lambda path: ".".join(map(str, path[-3:])),
+    ("path", "number"),
+    [
+        *((path, 0) for path in (*FIGURES, ("measurement", "explanation", "over_time", "peak"))),
+        # Of other keys none may be missing, which a test of its own tells.
+        *((path, None) for path in FIGURES if path[:2] == ("measurement", "metrics")),
+        (("metrics", 1, "baseline"), None),
+    ],
+    ids=lambda one: ".".join(map(str, one[-3:])) if isinstance(one, tuple) else str(one),
 )
 def test_every_format_shows_a_report_with_another_programs_figure_or_it_is_refused(path, number):
     changed = {**PLAIN, "results": copy.deepcopy(PLAIN["results"][:2])}
