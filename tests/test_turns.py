@@ -29,8 +29,12 @@ class Memory:
 
     @property
     def ledger(self):
-        reserved = contextmanager(lambda wanted, now: (yield Reservation(wanted)))
-        return SimpleNamespace(reserved=reserved, leave=lambda: None)
+        return SimpleNamespace(reserved=self.reserved, leave=lambda: None)
+
+    @contextmanager
+    def reserved(self, wanted, now):
+        self.reservation = Reservation(wanted)
+        yield self.reservation
 
     def now(self):
         pass
@@ -54,6 +58,7 @@ class Memory:
         if self.most is not None and wanted > self.most:
             self.count += 1
             raise MemoryError
+        assert self.reservation.limit is None or wanted <= self.reservation.limit, "others may have it"
 
 
 MEMORY = Memory()

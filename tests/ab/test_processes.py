@@ -97,6 +97,17 @@ def test_signals_are_noted_and_interrupt_nothing_and_then_mean_what_they_meant()
     assert signal.getsignal(signal.SIGINT) is earlier
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_signal_that_is_ignored_stays_so_as_under_nohup():
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with noted_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signum is None
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

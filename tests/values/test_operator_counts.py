@@ -10,6 +10,7 @@ from pytest_gpumem.values.operator_counts import (
     NOWHERE,
     OperatorSite,
     Tally,
+    each_layer,
     from_texts,
     kept,
     summed,
@@ -60,6 +61,14 @@ def test_they_are_in_the_order_of_files_and_lines_and_last_what_has_no_place():
 def test_a_place_is_a_line_and_what_has_none_a_line_an_operator():
     tallies = [Tally("mm", 8, at("m.py:9")), Tally("addmm", 4, at("m.py:9")), Tally("add", 2), Tally("mul", 1)]
     assert to_texts(tallies) == ["h.* | m.py:9 |  | 4 addmm, 8 mm", " |  |  | 2 add", " |  |  | 1 mul"]
+
+
+def test_a_tally_of_several_layers_is_one_of_each_that_add_up_to_it():
+    assert each_layer(Tally("mm", 6, at("m.py:9", "h.{0,2}"))) == [
+        Tally("mm", 3, at("m.py:9", f"h.{layer}")) for layer in (0, 2)
+    ]
+    odd = Tally("mm", 5, at("m.py:9", "h.{0,2}"))
+    assert each_layer(odd) == [odd]
 
 
 @given(TALLIES)
