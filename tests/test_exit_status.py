@@ -104,6 +104,14 @@ def grown(project):
     return project
 
 
+def test_strict_alone_is_a_gate_as_well(project):
+    project.write(SMALL.replace("gpumem", "gpumem(max_gb=1)", 1))
+    assert project.run("--gpumem-strict").ret == 0
+    conftest(project, CLEARS_THE_COUNT + LOGS_NO_REPORT)
+    assert project.run().ret == 0
+    assert project.run("--gpumem-strict").ret == 1
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_regression_ends_red_whatever_a_conftest_does_to_its_report(grown, attack):
     conftest(grown, ATTACKS[attack])
