@@ -195,10 +195,10 @@ def test_bytes_are_counted_as_they_were_asked_for_and_not_as_they_were_rounded(c
 
 def test_the_peak_is_that_since_the_last_was_taken(cuda, device):
     device.pop_peak()
-    first = cuda.allocate(100 * MIB)
+    first = cuda.allocate(99 * MIB + 1)
     del first
     second = cuda.allocate(30 * MIB)
-    assert device.pop_peak() == Peak(100 * MIB, 100 * MIB)
+    assert device.pop_peak() == Peak(99 * MIB + 1, 100 * MIB)
     assert device.pop_peak().allocated == 30 * MIB
     del second
     assert device.pop_peak().allocated == 30 * MIB
