@@ -107,14 +107,6 @@ def test_a_step_gives_the_same_bytes_again_and_leaves_nothing_behind(bench, conf
     assert first.metrics()["retained"] == 0
 
 
-@pytest.mark.parametrize("config", ["amp-bf16", "amp-bf16,accumulate=2"])
-def test_the_copies_of_weights_that_autocast_makes_are_those_of_one_forward(bench, config):
-    inside = train(bench, config)
-    with torch.autocast("cpu", enabled=False):
-        within_another = train(bench, config)
-    assert within_another.metrics() == inside.metrics()
-
-
 @timed
 def test_throughput_is_of_samples_unless_told_otherwise(bench):
     samples, items = (train(bench, "fp32", items=items).metrics() for items in (None, 10))

@@ -69,12 +69,6 @@ def frozen():
     heap.thaw()
 
 
-@pytest.fixture(autouse=True)
-def without_delay(monkeypatch):
-    """A second sample is not put off: nothing here depends on what else is at work."""
-    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
-
-
 def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigures:
     """Measure a step to which the tensors in ``held`` belong from the beginning."""
 
