@@ -43,6 +43,20 @@ def test_another_platform_refuses(monkeypatch):
         load.load("emulated:h100")
 
 
+@pytest.fixture
+def _nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
+    monkeypatch.setattr(load, "installed_torch", lambda: None)
+
+
+@pytest.fixture
+def executed(_nothing_is_compiled, monkeypatch):
+    """What this process would have been replaced by: programs, their commands and environments."""
+    called = []
+    monkeypatch.setattr(os, "execvpe", lambda *given: called.append(given))
+    return called
+
+
 def emulate(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["emulate", *arguments])
 
@@ -93,40 +107,30 @@ def test_a_torch_without_cuda_is_an_error(project):
 
 
 @pytest.mark.parametrize("arguments", [(), ("h100",), ("h100", "--")])
-def test_without_a_command_it_is_wrong_usage(arguments, monkeypatch):
-    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
-    monkeypatch.setattr(load, "installed_torch", lambda: None)
+@pytest.mark.usefixtures("_nothing_is_compiled")
+def test_without_a_command_it_is_wrong_usage(arguments):
     assert emulate(*arguments).exit_code == 2
 
 
-def test_the_command_takes_this_process_with_what_its_pythons_need(monkeypatch):
-    called = []
-    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
-    monkeypatch.setattr(load, "installed_torch", lambda: None)
-    monkeypatch.setattr(os, "execvpe", lambda *given: called.append(given))
+def test_the_command_takes_this_process_with_what_its_pythons_need(executed, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "mine")
     emulate("l4", "--", "python", "train.py", "--batch", "8")
-    ((program, command, environment),) = called
+    ((program, command, environment),) = executed
     assert (program, command) == ("python", ("python", "train.py", "--batch", "8"))
     assert environment["GPUMEM_EMULATED"] == "emulated:l4"
     assert environment[PEAKS]
     assert environment["PYTHONPATH"] == f"{load.STARTUP}{os.pathsep}mine"
 
 
-def test_it_can_be_quiet(monkeypatch):
-    called = []
-    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
-    monkeypatch.setattr(load, "installed_torch", lambda: None)
-    monkeypatch.setattr(os, "execvpe", lambda *given: called.append(given))
+def test_it_can_be_quiet(executed, monkeypatch):
     monkeypatch.delenv(PEAKS, raising=False)
     emulate("--quiet", "l4", "--", "python", "-q")
-    ((_, command, environment),) = called
+    ((_, command, environment),) = executed
     assert (command, PEAKS in environment) == (("python", "-q"), False)
 
 
-def test_a_command_that_there_is_not_is_named(monkeypatch):
-    monkeypatch.setattr(load, "stand_ins", lambda torch: ())
-    monkeypatch.setattr(load, "installed_torch", lambda: None)
+@pytest.mark.usefixtures("_nothing_is_compiled")
+def test_a_command_that_there_is_not_is_named():
     result = emulate("l4", "--", "/nowhere/python")
     assert (result.exit_code, result.output) == (1, "Error: /nowhere/python: No such file or directory\n")
 

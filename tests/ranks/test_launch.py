@@ -21,6 +21,27 @@ TORCHRUN = {
 }
 
 
+MEASURES = "def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n"
+MEASURES_NOTHING = "def test_it():\n    pass\n"
+
+
+@pytest.fixture
+def run(project, monkeypatch):
+    """Run a session of one test in an environment; it is wrong usage for a reason that is ``said``."""
+
+    def started(test, environ, *arguments, said=None, **more):
+        project.write(test)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        result = project.run(*arguments, **more)
+        if said is not None:
+            assert result.ret == pytest.ExitCode.USAGE_ERROR
+            result.stderr.fnmatch_lines([f"ERROR: {said}"])
+        return result
+
+    return started
+
+
 def test_the_variables_of_torchrun_make_a_rank():
     launch = launch_of(TORCHRUN)
     assert launch is not None
@@ -60,23 +81,14 @@ def test_a_mistake_in_the_environment_is_told(changes, said):
     assert said in str(error.value)
 
 
-def test_a_session_with_a_mistake_in_the_environment_is_a_usage_error(project, monkeypatch):
-    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = project.run()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: WORLD_SIZE is 2, and RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set*"]
-    )
+def test_a_session_with_a_mistake_in_the_environment_is_a_usage_error(run):
+    said = "WORLD_SIZE is 2, and RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set*"
+    run(MEASURES, {"WORLD_SIZE": "2"}, said=said)
 
 
-def test_pytest_xdist_within_a_rank_is_refused(project, monkeypatch):
-    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    result = project.run("-n", "2")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"])
+def test_pytest_xdist_within_a_rank_is_refused(run):
+    said = "this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"
+    run(MEASURES, TORCHRUN, "-n", "2", said=said)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +96,9 @@ def test_pytest_xdist_within_a_rank_is_refused(project, monkeypatch):
     [({"WORLD_SIZE": "2"}, ["-n", "1"]), ({**TORCHRUN, "MASTER_PORT": "9"}, [])],
     ids=["xdist", "alone"],
 )
-def test_a_session_that_measures_nothing_is_no_rank(project, monkeypatch, launched, arguments):
-    project.write("def test_it():\n    pass\n")
+def test_a_session_that_measures_nothing_is_no_rank(project, run, launched, arguments):
     project.settings('[tool.gpumem]\nrank_timeout = "1 s"\n')
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    result = project.run(*arguments)
+    result = run(MEASURES_NOTHING, launched, *arguments)
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=1)
 
@@ -103,47 +112,24 @@ def test_a_session_that_measures_nothing_is_no_rank(project, monkeypatch, launch
     ],
     ids=["launch", "xdist", "store"],
 )
-def test_a_gate_that_is_typed_needs_its_ranks_also_without_a_measured_test(
-    project, monkeypatch, launched, arguments, said
-):
-    project.write("def test_it():\n    pass\n")
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    result = project.run("--gpumem-baseline", *arguments)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: {said}"])
+def test_a_gate_that_is_typed_needs_its_ranks_also_without_a_measured_test(run, launched, arguments, said):
+    run(MEASURES_NOTHING, launched, "--gpumem-baseline", *arguments, said=said)
 
 
-def test_packing_is_refused_within_a_rank(project, monkeypatch):
-    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    result = project.run("--gpumem-pack", device="cuda")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: --gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank its own; *"]
-    )
+def test_packing_is_refused_within_a_rank(run):
+    said = "--gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank its own; *"
+    run(MEASURES, TORCHRUN, "--gpumem-pack", said=said, device="cuda")
 
 
-def test_a_rank_without_a_store_says_so(project, monkeypatch):
-    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
-    for name, value in {**TORCHRUN, "MASTER_PORT": "9"}.items():
-        monkeypatch.setenv(name, value)
-    result = project.run("--gpumem-rank-timeout=1")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: rank 5 of 8 found no store at 127.0.0.1:9 (MASTER_ADDR, MASTER_PORT) within 1 s*"]
-    )
+def test_a_rank_without_a_store_says_so(run):
+    said = "rank 5 of 8 found no store at 127.0.0.1:9 (MASTER_ADDR, MASTER_PORT) within 1 s*"
+    run(MEASURES, {**TORCHRUN, "MASTER_PORT": "9"}, "--gpumem-rank-timeout=1", said=said)
 
 
 @pytest.mark.parametrize("text", ["0", "soon"])
-def test_a_timeout_is_a_duration_above_zero(project, text):
-    project.write("def test_it():\n    pass\n")
-    result = project.run(f"--gpumem-rank-timeout={text}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        [f"ERROR: --gpumem-rank-timeout is '{text}', expected a duration above zero: '300 s' or '10 min'"]
-    )
+def test_a_timeout_is_a_duration_above_zero(run, text):
+    said = f"--gpumem-rank-timeout is '{text}', expected a duration above zero: '300 s' or '10 min'"
+    run(MEASURES_NOTHING, {}, f"--gpumem-rank-timeout={text}", said=said)
 
 
 def test_names_tell_ranks_and_sizes_of_jobs_apart():
