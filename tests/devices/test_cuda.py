@@ -640,17 +640,13 @@ def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda):
     assert (conditions.clock_events, conditions.sm_clock) == (frozenset({"SwPowerCap"}), 1.41e9)
     assert (conditions.sm_clock_default, conditions.other_processes) == (1.98e9, 1)
     assert conditions.other_pids == frozenset({4711})
+    assert (conditions.others, conditions.stolen) == (None, None)
 
 
 def test_without_nvml_nothing_is_known_of_the_clocks_and_of_others(cuda):
     conditions = CudaDevice(cuda).conditions()
     assert (conditions.clock_events, conditions.sm_clock, conditions.other_processes) == (None, None, None)
     assert CudaDevice(cuda).pace() is None
-
-
-def test_what_others_do_on_the_cpu_is_no_condition_of_a_gpu(cuda):
-    conditions = CudaDevice(cuda).conditions()
-    assert (conditions.others, conditions.stolen) == (None, None)
 
 
 def test_the_pace_of_a_gpu_is_its_sm_clock(cuda):

@@ -26,14 +26,6 @@ def test_the_pace_is_runs_per_second_of_the_best_of_each_part(reference_workload
     assert reference_workload.pace() == pytest.approx(1 / (0.25 + 0.125 + 0.125))
 
 
-def test_half_the_clock_is_half_the_pace(reference_workload, monkeypatch):
-    parts = (0.2, 0.3, 0.4) * 3
-    clock(monkeypatch, *parts)
-    fast = reference_workload.pace()
-    clock(monkeypatch, *(2 * part for part in parts))
-    assert reference_workload.pace() == pytest.approx(fast / 2)
-
-
 def test_taking_the_pace_changes_neither_threads_nor_random_numbers(reference_workload):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

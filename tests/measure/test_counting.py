@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -572,12 +571,6 @@ def test_a_step_that_could_not_be_counted_holds_nothing():
 
     assert count_step(step, CPU).trouble == "not counted: ValueError"
     assert held[0].expired()
-
-
-def test_counting_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert counted(lambda: Gpt()(torch.randn(B, T, C)).backward()).flops == GPT_FLOPS
 
 
 def test_what_is_counted_at_none_has_no_lines_and_is_no_error(places):

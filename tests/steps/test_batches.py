@@ -100,14 +100,6 @@ def test_what_is_on_the_device_is_not_copied():
     assert moved["more"][0] is batch["more"][0]
 
 
-def test_a_batch_keeps_what_is_no_tensor():
-    assert on_device({"text": "abc", "number": 5, "nothing": None}, META) == {
-        "text": "abc",
-        "number": 5,
-        "nothing": None,
-    }
-
-
 def test_a_mapping_of_a_library_becomes_keyword_arguments():
     moved = on_device(UserDict(ids=ids()), META)
     assert list(moved) == ["ids"]

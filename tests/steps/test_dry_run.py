@@ -102,12 +102,6 @@ def test_the_model_is_as_it_was_after_the_rehearsal():
 # Autocast
 
 
-def test_autocast_that_casts_is_no_error():
-    assert rehearsed(Model(), "amp-bf16") == DryRun(recomputed=0)
-    model, config = Model(), StepConfig.parse("amp-bf16")
-    dry_run_inference(infer_phases(model, model, torch.ones(4, 4), config, CPU), config)
-
-
 def test_an_inference_step_that_does_not_autocast_is_not_rehearsed():
     ran = []
     model, config = Model(), StepConfig.parse("bf16")
