@@ -19,8 +19,8 @@ EMULATED_TORCH := $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cu132,torch
 # pip takes what belongs to an extra for not required: the line of docs/guide.md.
 WITHOUT_NVIDIA := sed -i -E 's/^(Requires-Dist: (cuda|nvidia)-[^;]*).*/\1; extra == "nvidia"/'
 EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8'
-# Workers have a core each: more threads of one would wait for the others'. They begin with the slowest files: tests/conftest.py.
-SUITE = -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# Workers have a core each: more threads of one would wait for the others'. One that has no tests left takes of another's.
+SUITE = -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size lint browser compiler screenshots clean
@@ -53,9 +53,8 @@ example-cpu: $(TEST_READY)
 example-emulated: $(EMULATED_READY)
 	cd example_project && ../$(EMULATED_VENV)/bin/python -m pytest --gpumem-baseline --gpumem-device=emulated:h100 -v $(ARGS)
 
-# The suite gates a copy of the example project, too: tests/test_example_project.py. On every core; a file's tests share
-# one process, as their fixtures are dear. In order: slow files have few tests, and would otherwise all come last.
-# ARGS='-n 0' runs them in this one.
+# The suite gates a copy of the example project, too: tests/test_example_project.py. On every core; ARGS='-n 0' runs it in this
+# process.
 # The same order and the same examples of property tests each time: tests/chance.py.
 test: $(TEST_READY)
 	OMP_NUM_THREADS=1 $(BIN)/python $(SUITE) --junitxml=$(VENV)/test.xml -m "not thorough" $(ARGS)

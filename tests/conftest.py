@@ -8,8 +8,6 @@ import json
 import os
 import pkgutil
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,54 +17,15 @@ import pytest
 
 import pytest_gpumem
 from pytest_gpumem.devices.cpu import CpuDevice
+from tests import preloaded
 from tests.heap import own_objects_out_of_sight
 from tests.installed import read_installed_packages_once
-from tests.warm import LOADED_OUT_OF_SIGHT, Commands
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import subprocess
+    from collections.abc import Iterator
 
 pytest_plugins = ["pytester", "tests.chance"]
-
-LONGEST = (
-    "test_example_project.py",
-    "models/test_configs.py",
-    "browser/test_page.py",
-    "ranks/test_torchrun.py",
-    "benchmarks/test_truth.py",
-    "steps/test_sharding.py",
-    "torch_support/test_garbage_collector.py",
-    "test_order.py",
-    "test_scenarios.py",
-    "test_explain.py",
-    "measure/test_prepared.py",
-    "ranks/test_times.py",
-    "measure/test_runner.py",
-    "test_docs.py",
-    "models/test_state_bytes.py",
-    "test_ab.py",
-    "test_trainers.py",
-    "explain/test_holders.py",
-    "test_advise.py",
-    "test_faults.py",
-    "test_route.py",
-    "emulated/test_packing.py",
-    "emulated/test_compile.py",
-    "gpu/test_matrix.py",
-    "emulated/test_planted.py",
-    "emulated/test_memory.py",
-    "emulated/test_devices.py",
-    "emulated/test_ranks.py",
-    "emulated/test_session.py",
-    "gpu/test_composition.py",
-    "gpu/test_order.py",
-    "emulated/test_fit.py",
-    "gpu/test_sharding.py",
-)
-"""Files that take longest, the longest first: one that a worker begins last is what the others would wait for.
-
-Those of `make emulated` come last, as all of them are skipped where no GPU is emulated.
-"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,14 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="gpumem-suite-")
         config.add_cleanup(folder.cleanup)
         tempfile.tempdir = os.environ["TMPDIR"] = folder.name
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; the others stay in the order in which they are, which may be random."""
-    suite = Path(__file__).parent
-    places = {suite / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -158,8 +109,7 @@ def _own_objects_out_of_sight(request: pytest.FixtureRequest) -> Iterator[None]:
     if any(request.path.is_relative_to(suite / one) for one in ALL_OBJECTS_IN_SIGHT):
         yield
         return
-    with own_objects_out_of_sight(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LOADED_OUT_OF_SIGHT, "1")
+    with own_objects_out_of_sight():
         yield
 
 
@@ -175,9 +125,8 @@ def device() -> Iterator[CpuDevice]:
 class Project:
     """A project with tests, in a folder of its own, and the plugin to run them."""
 
-    def __init__(self, pytester: pytest.Pytester, python: Callable[[], str]) -> None:
+    def __init__(self, pytester: pytest.Pytester) -> None:
         self._pytester = pytester
-        self._python = python
         self.path: Path = pytester.path
 
     def write(self, source: str, name: str = "test_it.py") -> None:
@@ -192,7 +141,7 @@ class Project:
     def run(
         self, *args: str, device: str | None = "cpu", separate: bool = False, new: bool = False, timed: bool = False
     ) -> pytest.RunResult:
-        """Run pytest: in this process, or in one of its own, which is a ``new`` one where what was loaded before would show.
+        """Run pytest: in this process, or in a ``separate`` one that begins with torch loaded, or in a ``new`` interpreter.
 
         Steps are ``timed`` only where a test says so: what the suite's machine does meanwhile would be in every verdict.
         """
@@ -203,18 +152,14 @@ class Project:
             command.append(f"--gpumem-device={device}")
         if new:
             return self._pytester.runpytest_subprocess(*command)
-        with pytest.MonkeyPatch.context() as patch:
-            if separate or any(word.startswith("-n") for word in args):
-                patch.setattr(sys, "executable", self._python())
-            if separate:
-                return self._pytester.runpytest_subprocess(*command)
-            with own_objects_out_of_sight():
-                return self._pytester.runpytest_inprocess(*command)
+        if separate:
+            return preloaded.run_pytest(self.path, *command)
+        with own_objects_out_of_sight():
+            return self._pytester.runpytest_inprocess(*command)
 
     def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run the command, in the project's folder if not in another."""
-        command = [self._python(), "-m", "pytest_gpumem.cli.main", *args]
-        return subprocess.run(command, cwd=folder or self.path, capture_output=True, text=True, check=False)
+        return preloaded.run("-m", "pytest_gpumem.cli.main", *args, cwd=folder or self.path)
 
     def figures(self, *args: str, separate: bool = False) -> dict[str, dict[str, int]]:
         """Bytes of every measurement, by test: ``{"test_a": {"call.peak_allocated": 4096}}``."""
@@ -258,28 +203,6 @@ def verdicts_of(report: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
-def warm_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Commands]]:
-    """Return the commands that have loaded torch, which begin when they are first asked for."""
-    begun: list[Commands] = []
-    environment = dict(os.environ)  # a test may have another when it asks
-
-    def commands() -> Commands:
-        if not begun:
-            begun.append(Commands(tmp_path_factory.mktemp("bin"), environment))
-        return begun[0]
-
-    yield commands
-    for one in begun:
-        one.close()
-
-
-@pytest.fixture(scope="session")
-def warm_python(warm_commands: Callable[[], Commands]) -> Callable[[], str]:
-    """Return the path of a `python` that has loaded torch."""
-    return lambda: warm_commands().python
-
-
 @pytest.fixture
-def project(pytester: pytest.Pytester, warm_python: Callable[[], str]) -> Project:
-    return Project(pytester, warm_python)
+def project(pytester: pytest.Pytester) -> Project:
+    return Project(pytester)

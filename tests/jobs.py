@@ -1,4 +1,4 @@
-"""Jobs of several ranks, started as users start them: by torchrun."""
+"""Jobs of several ranks: started as torchrun starts them, or by torchrun itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed import TCPStore
+
+from tests import preloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 MOST_SECONDS = 240
 JOB = "GPUMEM_JOB_OF_A_TEST"
-_TORCHRUN = "import sys; from torch.distributed.run import main; sys.exit(main())"
 _PLUGINS = [word for name in ("randomly", "hypothesispytest", "cacheprovider") for word in ("-p", f"no:{name}")]
 
 
@@ -24,7 +31,6 @@ class Job:
 
     status: int
     output: str
-    seconds: float
     left: tuple[str, ...]
     """Processes of it that are still there."""
 
@@ -33,34 +39,65 @@ def run_job(
     folder: Path,
     ranks: int,
     *arguments: str,
-    python: str,
+    torchrun: bool = False,
+    before: Callable[[], None] | None = None,
     device: str = "cpu",
     program: tuple[str, ...] = ("pytest", *_PLUGINS),
     **variables: str,
 ) -> Job:
     """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.
 
-    ``python`` runs torchrun and each rank.
+    Each rank begins with torch loaded and has the variables and the store that torchrun gives it. What torchrun does when a
+    rank fails, and how it looks as a whole, needs ``torchrun`` itself. ``before`` is called in each rank that begins with torch loaded.
     """
     mark = uuid.uuid4().hex
     # Locks on devices of its own: other tests may be timing.
     with tempfile.TemporaryDirectory(prefix="gpumem-job-") as places:
-        environment = {**os.environ, JOB: mark, "TMPDIR": places, "PYTHON_EXEC": python}
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "-m", *program]
-        begin = ["-X", "forked", "-c", _TORCHRUN] if python != sys.executable else ["-m", "torch.distributed.run"]
-        began = time.monotonic()
-        done = subprocess.run(
-            [python, *begin, *launch, f"--gpumem-device={device}", *arguments],
-            cwd=folder,
-            env={**environment, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=MOST_SECONDS,
-        )
-        return Job(done.returncode, done.stdout, time.monotonic() - began, processes_of(mark, folder))
+        environment = {**os.environ, JOB: mark, "TMPDIR": places, **variables}
+        words = ["-m", *program, f"--gpumem-device={device}", *arguments]
+        if torchrun:
+            status, output = _by_torchrun(folder, ranks, words, environment)
+        else:
+            status, output = _side_by_side(folder, ranks, words, environment, before)
+        return Job(status, output, processes_of(mark, folder))
+
+
+def _by_torchrun(folder: Path, ranks: int, words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *launch, *words],
+        cwd=folder,
+        env={"OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=MOST_SECONDS,
+    )
+    return done.returncode, done.stdout
+
+
+def _side_by_side(
+    folder: Path, ranks: int, words: Sequence[str], environment: Mapping[str, str], before: Callable[[], None] | None
+) -> tuple[int, str]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    each = [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    started = [preloaded.start(*words, cwd=folder, env=one, before=before) for one in each]
+    try:
+        said = ["".join(one.communicate(MOST_SECONDS)) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    return max(abs(one.returncode or 0) for one in started), "".join(said)
 
 
 def processes_of(mark: str, folder: Path) -> tuple[str, ...]:

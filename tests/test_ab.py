@@ -93,9 +93,8 @@ def temporary_files(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch, warm_python):
+def repository(tmp_path, monkeypatch):
     made = Repository(tmp_path / "a project")
-    monkeypatch.setattr("sys.executable", warm_python())
     monkeypatch.chdir(made.path)
     # Runs of this suite's own settings do not concern the repository's.
     for name in ("PYTEST_ADDOPTS", "PYTHONPATH"):
@@ -103,8 +102,6 @@ def repository(tmp_path, monkeypatch, warm_python):
     return made
 
 
-OWN_PYTHON = sys.executable
-"""For a process that is to be killed with all that it began."""
 PLAIN = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:anyio"]
 
 
@@ -236,7 +233,7 @@ def test_interrupted_even_twice_it_leaves_no_worktree_and_no_process(repository,
     repository.write("tests/test_it.py", INTERRUPTED_WHILE.format(file=str(started)))
     repository.commit("before")
     process = subprocess.Popen(
-        [OWN_PYTHON, "-m", "pytest_gpumem.cli.main", "ab", "before", "--", *PLAIN],
+        [sys.executable, "-m", "pytest_gpumem.cli.main", "ab", "before", "--", *PLAIN],
         cwd=repository.path,
         stderr=subprocess.PIPE,
         text=True,
@@ -273,7 +270,7 @@ def test_worktrees_of_a_comparison_that_was_killed_go_with_the_next_one_and_thos
 
     def begun(number):
         process = subprocess.Popen(
-            [OWN_PYTHON, "-c", THIS_COMMAND, "ab", "waiting", "--", *PLAIN],
+            [sys.executable, "-c", THIS_COMMAND, "ab", "waiting", "--", *PLAIN],
             cwd=repository.path,
             stderr=subprocess.DEVNULL,
         )

@@ -118,6 +118,7 @@ class TestClass:
     project.run().assert_outcomes(passed=4)
 
 
+@pytest.mark.thorough
 def test_workers_run_the_same_tests(project):
     project.write(MATRIX.format(axes="precision=['fp32', 'amp-bf16'], accumulate=[1, 2]"))
     alone = project.figures("--gpumem-no-time")

@@ -285,6 +285,7 @@ def test_reports_tell_which_operators_are_more(recorded):
     assert re.search(rf"More syncs.*?_local_scalar_dense.*?\+1.*?{line}", page, re.DOTALL)
 
 
+@pytest.mark.thorough
 def test_workers_tell_the_same(recorded):
     write(recorded, **PLANTED["fusion lost"][0])
     here = told(gate(recorded), "more operators")

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,6 +15,7 @@ import pytest
 
 from pytest_gpumem.baselines.format import parse
 from pytest_gpumem.values.composition import MOST_KEPT
+from tests import preloaded
 
 EXAMPLE = Path(__file__).parents[1] / "example_project"
 SECONDS = 240
@@ -122,30 +122,21 @@ class Example:
     """A copy of the example project. ``folder`` is called as the original is, and pytest starts in the one above."""
 
     folder: Path
-    python: str
 
     def run(self, *arguments: str, tests: str = "example_project") -> Run:
         report = self.folder.parent / "report.xml"
         report.unlink(missing_ok=True)
-        command = [self.python, "-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", *arguments]
+        command = ["-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", *arguments]
         ours = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "COLUMNS")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         # Where a plugin of a test's own lies.
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(self.folder.parent), os.environ.get("PYTHONPATH")])
         )
-        done = subprocess.run(
-            command,
-            cwd=self.folder.parent,
-            env=environment,
-            timeout=SECONDS,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        assert report.exists(), done.stdout
-        return Run(done.returncode, done.stdout, ElementTree.parse(report).getroot())
+        done = preloaded.run(*command, cwd=self.folder.parent, env=environment, timeout=SECONDS)
+        output = done.stdout + done.stderr
+        assert report.exists(), output
+        return Run(done.returncode, output, ElementTree.parse(report).getroot())
 
     def copy(self, folder: Path) -> Example:
         kept_out = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".lock")
@@ -182,9 +173,9 @@ class Example:
 
 
 @pytest.fixture(scope="module")
-def committed(warm_python) -> Example:
+def committed() -> Example:
     """The example project as it is: to be copied, and not to be run in."""
-    return Example(EXAMPLE, warm_python())
+    return Example(EXAMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -364,17 +355,9 @@ def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(reversed_run):
 @pytest.mark.thorough
 def test_advise_finds_what_fits_and_shows_the_code_for_it(committed, tmp_path):
     example = committed.copy(tmp_path)
-    command = [example.python, "-m", "pytest_gpumem.cli.main", "advise", "tiny_models.advice:make_gpt"]
-    done = subprocess.run(
-        [*command, "--device=cpu", "--fits=60MB"],
-        cwd=example.folder,
-        timeout=SECONDS,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    command = ["-m", "pytest_gpumem.cli.main", "advise", "tiny_models.advice:make_gpt"]
+    done = preloaded.run(*command, "--device=cpu", "--fits=60MB", cwd=example.folder, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "recommended: amp-bf16: " in done.stdout
     assert '    with torch.autocast("cpu", dtype=torch.bfloat16):' in done.stdout
 

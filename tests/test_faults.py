@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
+
+from tests import preloaded
 
 GOOD = "@pytest.mark.gpumem\ndef test_{name}():\n    torch.ones(1_000_000)\n\n\n"
 
@@ -105,14 +108,14 @@ class Controller:
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "worker"])
-def test_ctrl_c_keeps_what_was_measured(project, workers, warm_python):
+def test_ctrl_c_keeps_what_was_measured(project, workers):
     project.write(
         GOOD.format(name="first")
         + "def test_endless():\n    import pathlib, time\n    pathlib.Path('running').touch()\n    time.sleep(600)\n"
     )
     (project.path / "conftest.py").write_text(TELLS)
     process = subprocess.Popen(
-        [warm_python(), "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers],
+        [sys.executable, "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers],
         cwd=project.path,
         stdout=subprocess.PIPE,
         text=True,
@@ -162,15 +165,17 @@ def test_a_store_that_cannot_be_written_ends_red_and_keeps_the_old_text(project)
     assert not list(project.store.rglob(".*.toml.*"))
 
 
-def test_two_sessions_that_update_one_store_at_once_lose_nothing(project, warm_python):
+def test_two_sessions_that_update_one_store_at_once_lose_nothing(project):
     for name in ("one", "two"):
         project.write("".join(GOOD.format(name=f"{name}_{number}") for number in range(5)), "test_it.py")
         (project.path / name).mkdir()
         (project.path / "test_it.py").rename(project.path / name / "test_it.py")
     store = project.path / "shared"
-    command = [warm_python(), "-m", "pytest", "--gpumem-device=cpu", "--gpumem-update=new", f"--gpumem-store={store}"]
-    sessions = [subprocess.Popen([*command, "--rootdir=."], cwd=project.path / name) for name in ("one", "two")]
-    assert [session.wait(timeout=120) for session in sessions] == [0, 0]
+    command = ["-m", "pytest", "--gpumem-device=cpu", "--gpumem-update=new", f"--gpumem-store={store}", "--rootdir=."]
+    sessions = [preloaded.start(*command, cwd=project.path / name) for name in ("one", "two")]
+    for session in sessions:
+        session.communicate(timeout=120)
+    assert [session.returncode for session in sessions] == [0, 0]
     (path,) = store.rglob("*.toml")
     assert sum(line.startswith("[tests.") for line in path.read_text().splitlines()) == 10
 

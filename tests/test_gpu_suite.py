@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pytest_gpumem.measurement import Environment
+from tests import preloaded
 from tests.gpu.figures import Figures
 from tests.gpu.project import REPOSITORY, GpuProject, without_chance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SUITE = REPOSITORY / "tests" / "gpu"
@@ -98,8 +98,7 @@ def test_allocates_more():
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, warm_python: Callable[[], str]) -> GpuProject:
-    monkeypatch.setattr("sys.executable", warm_python())
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> GpuProject:
     return GpuProject(pytester, monkeypatch)
 
 
@@ -120,10 +119,10 @@ def test_a_project_whose_tests_fail_has_no_figures(project: GpuProject) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so that nothing is skipped")
 def test_without_a_gpu_every_test_of_the_suite_is_skipped_with_the_reason(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, warm_python: Callable[[], str]
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("sys.executable", warm_python())
-    result = pytester.runpytest_subprocess(
+    result = preloaded.run_pytest(
+        tmp_path,
         *("-p", "no:randomly", "-p", "no:cacheprovider", "-c", str(REPOSITORY / "pyproject.toml")),
         *("--rootdir", str(REPOSITORY), "-rs", str(SUITE)),
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
+from tests import preloaded
 from tests.locking import log_of, overlaps, start, wait_for
 
 LOGGED = """
@@ -140,10 +139,10 @@ def test_workers_that_time_steps_on_one_device_never_overlap(logged):
     assert overlaps(log) == []
 
 
-def test_two_sessions_that_time_steps_on_one_device_never_overlap(logged, pytester, warm_python):
+def test_two_sessions_that_time_steps_on_one_device_never_overlap(logged):
     write(logged, STEPS)
-    command = [warm_python(), "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", "--gpumem-device=cpu"]
-    sessions = [pytester.popen(command, stdin=subprocess.DEVNULL) for _ in range(2)]
+    command = ["-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", "--gpumem-device=cpu"]
+    sessions = [preloaded.start(*command, cwd=logged.path) for _ in range(2)]
     for session in sessions:
         session.communicate(timeout=120)
     assert [session.returncode for session in sessions] == [0, 0]
@@ -159,8 +158,8 @@ def test_a_session_within_a_test_that_is_alone_waits_for_nobody(logged):
 
 
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
-def test_a_test_that_waits_for_its_device_says_so_at_once_past_the_capture(logged, workers, warm_python):
-    warm_python()  # loads torch, while nobody waits
+def test_a_test_that_waits_for_its_device_says_so_at_once_past_the_capture(logged, workers):
+    preloaded.load()  # while nobody waits
     conftest = LOGGED.replace(
         "made = []", "from pytest_gpumem.devices import device_lock\n\ndevice_lock.SECONDS_UNTIL_TOLD = 0.1\nmade = []"
     )

@@ -6,7 +6,9 @@ import shlex
 
 import pytest
 
-WORKERS = [pytest.param([], id="alone"), pytest.param(["-n", "2"], id="workers")]
+ALONE = pytest.param([], id="alone")
+WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
+THOROUGH_WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers", marks=pytest.mark.thorough)]
 CONFTEST = """
 import os
 

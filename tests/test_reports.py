@@ -267,7 +267,9 @@ WHY = {
 }
 
 
-@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), id="one process"), pytest.param(("-n2",), id="workers", marks=pytest.mark.thorough)]
+)
 def test_why_a_test_failed_is_told_alike_wherever_it_is_told(github, workers):
     github.write(FAILING)
     ran = github.run("--gpumem-report=r.json", "--gpumem-report=r.html", "--gpumem-report=r.md", *workers)

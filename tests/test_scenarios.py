@@ -9,11 +9,12 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests import preloaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -543,16 +544,13 @@ class Folder:
     """A project that pytest runs in, in processes of its own."""
 
     path: Path
-    python: str
     options: tuple[str, ...]
 
     def run(self, *arguments: str, **environment: str) -> int:
-        command = [self.python, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        command = ["-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
         command += ["--gpumem-device=cpu", *self.options, *arguments]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PLANTED"))}
-        return subprocess.run(
-            command, cwd=self.path, env={**outside, **environment}, capture_output=True, check=False
-        ).returncode
+        return preloaded.run(*command, cwd=self.path, env={**outside, **environment}).returncode
 
     def report(self, name: str) -> Mapping[str, Any]:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
@@ -562,7 +560,7 @@ ALONE, WORKERS = pytest.param((), id="alone"), pytest.param(("-n", "2"), id="wor
 
 
 @pytest.fixture(scope="module", params=[ALONE, WORKERS])
-def folder(request, tmp_path_factory, warm_python) -> Folder:
+def folder(request, tmp_path_factory) -> Folder:
     path = tmp_path_factory.mktemp("scenarios")
     (path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
@@ -570,7 +568,7 @@ def folder(request, tmp_path_factory, warm_python) -> Folder:
         (path / f"test_{number}.py").write_text(MODEL + scenario.source, encoding="utf-8")
     (path / "timed").mkdir()
     (path / "timed/test_slow.py").write_text(MODEL + SLOWER, encoding="utf-8")
-    return Folder(path, warm_python(), request.param)
+    return Folder(path, request.param)
 
 
 @pytest.fixture(scope="module")

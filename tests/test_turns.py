@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests import preloaded
+
 CONFTEST = """
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -86,13 +88,11 @@ def test_shares(memory):
 
 
 @pytest.fixture
-def session(pytester, monkeypatch, warm_python):
-    monkeypatch.setattr("sys.executable", warm_python())
-
+def session(pytester):
     def run(source, *arguments, wanted=5):
         pytester.makeconftest(CONFTEST.format(wanted=wanted))
         pytester.makepyfile(source)
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:randomly", *arguments)
+        return preloaded.run_pytest(pytester.path, "-p", "no:cacheprovider", "-p", "no:randomly", *arguments)
 
     return run
 

@@ -16,7 +16,9 @@ def test_marked():
 def test_fixture(gpumem):
     gpumem.measure(lambda: torch.ones(1000))
 """
-WORKERS = [pytest.param([], id="alone"), pytest.param(["-n", "2"], id="workers")]
+ALONE = pytest.param([], id="alone")
+WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
+THOROUGH_WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers", marks=pytest.mark.thorough)]
 
 
 HIDING = torch.cuda.is_available()
@@ -47,7 +49,7 @@ def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
     result.stdout.fnmatch_lines(["gpumem: nothing was gated: 2 tests unmeasured, no CUDA device: *"])
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", THOROUGH_WORKERS)
 def test_strict_fails_each_test_that_could_not_be_measured(project, workers):
     project.write(BOTH)
     result = project.run("--gpumem-strict", *workers, device=None, separate=HIDING or bool(workers))
@@ -195,7 +197,7 @@ class TestOfUnittest(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", THOROUGH_WORKERS)
 def test_strict_fails_what_was_refused_though_the_test_caught_it(project, workers):
     project.write(REFUSED)
     result = project.run("--gpumem-strict", "--gpumem-no-time", *workers)

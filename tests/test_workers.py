@@ -43,7 +43,14 @@ def changed(project):
     return project
 
 
-@pytest.mark.parametrize("workers", [["-n2"], ["-n2", "--dist=loadgroup"], ["-n1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param(["-n2"], id="-n2"),
+        pytest.param(["-n2", "--dist=loadgroup"], id="-n2 --dist=loadgroup", marks=pytest.mark.thorough),
+        pytest.param(["-n1"], id="-n1", marks=pytest.mark.thorough),
+    ],
+)
 def test_workers_change_neither_figures_nor_verdicts_nor_the_exit_code(changed, workers):
     alone = changed.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml")
     expected = {name.partition("@together")[0]: value for name, value in changed.verdicts().items()}

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import preloaded
 from tests.browser.conftest import prefer
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ PICTURES = {
 
 
 @pytest.fixture(scope="module")
-def report(browser, tmp_path_factory, warm_python) -> Path:
+def report(browser, tmp_path_factory) -> Path:
     """The report of a few tests of the example project, whose attention keeps float32 scores. Needs a browser: comes after it."""
     folder = tmp_path_factory.mktemp("screenshots")
     kept_out = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".lock")
@@ -49,23 +49,15 @@ def report(browser, tmp_path_factory, warm_python) -> Path:
     assert text.count(FUSED) == 1
     model.write_text(text.replace(FUSED, KEEPS_FLOAT32_SCORES), encoding="utf-8")
     path = folder / "report.html"
-    command = [warm_python(), "-m", "pytest", *TESTS, f"--gpumem-report={path}"]
+    command = ["-m", "pytest", *TESTS, f"--gpumem-report={path}"]
     options = ["-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-baseline", "--gpumem-explain=always"]
     settings = project / "pyproject.toml"
     quick = '[tool.gpumem]\ntime_budget = "300 ms"\n'
     settings.write_text(settings.read_text(encoding="utf-8").replace("[tool.gpumem]\n", quick), encoding="utf-8")
     ours = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
-    done = subprocess.run(
-        [*command, *options],
-        cwd=project,
-        env={name: value for name, value in os.environ.items() if name not in ours},
-        timeout=SECONDS,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    assert path.exists(), done.stdout
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = preloaded.run(*command, *options, cwd=project, env=environment, timeout=SECONDS)
+    assert path.exists(), done.stdout + done.stderr
     return path
 
 

@@ -42,8 +42,8 @@ def _without_the_gpu_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def processes(tmp_path, warm_python) -> Processes:
-    return Processes(tmp_path, warm_python)
+def processes(tmp_path) -> Processes:
+    return Processes(tmp_path)
 
 
 @pytest.fixture

@@ -2,78 +2,102 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytest_gpumem.emulation import before_torch, load
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.load import STARTUP, VARIABLE, current_emulation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests import preloaded
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Starts processes in ``folder``, with this repository's package; variables of their environment are keywords.
+    """Runs processes in ``folder``, with this repository's package; variables of their environment are keywords.
 
-    A process is a fork of one that has loaded torch with the suite's GPU, and has another GPU (``gpu="h100x2"``) from then on,
-    unless it is ``new``, or the GPU has other kernels, which are chosen when torch is loaded.
+    They begin with torch loaded, and with another GPU than the suite's from then on (``gpu="h100x2"``), unless they are ``new``.
+    So are those whose GPU has other kernels, which are chosen when torch is loaded.
     """
 
     folder: Path
-    warm_python: Callable[[], str]
 
-    def python(self, gpu: str = "h100", *, new: bool = False) -> str:
-        return sys.executable if new or not _has_kernels_of_the_suites(gpu) else self.warm_python()
-
-    def code(self, source: str, gpu: str = "h100", *, new: bool = False, **variables: object) -> dict[str, Any]:
+    def code(self, source: str, gpu: str = "h100", **variables: object) -> dict[str, Any]:
         """Return what `subprocess.Popen` is given to run ``source`` on an emulated GPU, once it imports torch."""
-        words = [self.python(gpu, new=new), "-X", "forked", "-c", source]
-        paths = os.pathsep.join([str(STARTUP), str(REPOSITORY)])
-        return {"args": words, **self._where({VARIABLE: f"emulated:{gpu}", "PYTHONPATH": paths} | variables)}
+        environment = self._environment(variables, **_emulating(gpu))
+        return {"args": [sys.executable, "-c", source], "cwd": self.folder, "env": environment, "text": True}
 
     def run(
         self, source: str, gpu: str = "h100", *, new: bool = False, timeout: float = 300, **variables: object
     ) -> subprocess.CompletedProcess[str]:
         """Run Python code on an emulated GPU."""
-        return _run(timeout, **self.code(source, gpu, new=new, **variables))
+        environment = self._environment(variables, **_emulating(gpu))
+        return self._python("-c", source, gpu=gpu, new=new, timeout=timeout, environment=environment)
+
+    def start(self, source: str, gpu: str = "h100", **variables: object) -> preloaded.Process:
+        """Start Python code on an emulated GPU that has the kernels of the suite's."""
+        environment = self._environment(variables, **_emulating(gpu))
+        return preloaded.start("-c", source, cwd=self.folder, env=environment, before=emulate)
 
     def pytest(
         self, *arguments: str, gpu: str = "h100", new: bool = False, timeout: float = 300, **variables: object
     ) -> subprocess.CompletedProcess[str]:
         """Run a session of pytest that emulates a GPU."""
         words = ("pytest", "-p", "no:cacheprovider", "-p", "no:randomly", f"--gpumem-device=emulated:{gpu}", *arguments)
-        return self._module(*words, gpu=gpu, new=new, timeout=timeout, **variables)
+        return self._module(*words, gpu=gpu, new=new, timeout=timeout, variables=variables)
 
     def gpumem(
         self, *words: str, gpu: str = "h100", new: bool = False, timeout: float = 300, **variables: object
     ) -> subprocess.CompletedProcess[str]:
         """Run the command, whose ``words`` say which GPU is emulated: ``gpu`` if it is done in its own process."""
-        return self._module("pytest_gpumem.cli.main", *words, gpu=gpu, new=new, timeout=timeout, **variables)
+        return self._module("pytest_gpumem.cli.main", *words, gpu=gpu, new=new, timeout=timeout, variables=variables)
 
     def _module(
-        self, *words: str, gpu: str, new: bool, timeout: float, **variables: object
+        self, *words: str, gpu: str, new: bool, timeout: float, variables: dict[str, object]
     ) -> subprocess.CompletedProcess[str]:
-        python = self.python(gpu, new=new)
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        fork = {VARIABLE: f"emulated:{gpu}"} if python != sys.executable else {}
-        return _run(timeout, args=[python, "-m", *words], **self._where({"PYTHONPATH": paths, **fork} | variables))
+        environment = self._environment(variables, PYTHONPATH=paths)
+        return self._python("-m", *words, gpu=gpu, new=new, timeout=timeout, environment=environment)
 
-    def _where(self, variables: dict[str, object]) -> dict[str, Any]:
-        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-        return {"cwd": self.folder, "env": environment, "text": True}
+    def _python(
+        self, *words: str, gpu: str, new: bool, timeout: float, environment: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        if new or not can_be_preloaded(gpu, environment):
+            own = {"args": [sys.executable, *words], "cwd": self.folder, "env": environment}
+            return subprocess.run(**own, capture_output=True, text=True, check=False, timeout=timeout)
+        environment = {VARIABLE: f"emulated:{gpu}", **environment}
+        return preloaded.run(*words, cwd=self.folder, env=environment, before=emulate, timeout=timeout)
+
+    def _environment(self, variables: dict[str, object], **more: str) -> dict[str, str]:
+        return {**os.environ, **more, **{name: str(value) for name, value in variables.items()}}
 
 
-def _run(timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(capture_output=True, check=False, timeout=timeout, **how)
+def _emulating(gpu: str) -> dict[str, str]:
+    return {VARIABLE: f"emulated:{gpu}", "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)])}
 
 
-def _has_kernels_of_the_suites(gpu: str) -> bool:
+def can_be_preloaded(gpu: str, environment: dict[str, str]) -> bool:
+    """Return whether a process with this GPU and environment may begin with the suite's torch."""
     suites = current_emulation()
-    return suites is not None and emulated_gpu(gpu).capability == suites.gpu.capability
+    return (
+        suites is not None
+        and emulated_gpu(gpu).capability == suites.gpu.capability
+        and preloaded.is_loaded_for(environment)
+    )
+
+
+def emulate() -> None:
+    """Be as if torch were only loaded now, on the GPU that the environment names, and recorded if need be."""
+    there = current_emulation()
+    assert there is not None
+    gpu = load.emulated_gpu(os.environ[VARIABLE])
+    there.runtime.gpumem_configure(ctypes.byref(load._configuration(gpu)))
+    load._loaded[:] = [dataclasses.replace(there, gpu=gpu)]
+    before_torch.record_if_told_to()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from tests.workspaces import KEPT
@@ -60,20 +58,14 @@ def ranks(processes, tmp_path):
     def run(source: str, world: int) -> list[str]:
         store = tmp_path / f"store-{world}-{len(list(tmp_path.iterdir()))}"
         started = [
-            subprocess.Popen(
-                **processes.code(
-                    BEGIN + source + END, f"h100x{max(world, 2)}", RANK=rank, WORLD_SIZE=world, STORE=store
-                ),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+            processes.start(BEGIN + source + END, f"h100x{max(world, 2)}", RANK=rank, WORLD_SIZE=world, STORE=store)
             for rank in range(world)
         ]
         try:
             said = [process.communicate(timeout=200) for process in started]
         finally:
             for process in started:
-                process.terminate()  # which is passed on to a fork
+                process.kill()
         for process, (out, error) in zip(started, said, strict=True):
             assert process.returncode == 0, out + error
         return [out for out, _ in said]

@@ -55,7 +55,7 @@ while not all(os.path.exists(name) for name in sys.argv[1:]): time.sleep(0.01)
 os._exit(0)
 '''
 def child(*names):
-    return subprocess.Popen([sys.executable, "-X", "forked", "-c", code, *names])
+    return subprocess.Popen([sys.executable, "-c", code, *names])
 if sys.argv[1] == "together":
     assert [one.wait() for one in (child("a", "b"), child("b", "a"))] == [0, 0]
 else:
@@ -84,8 +84,7 @@ dist.destroy_process_group()
 def fit(processes, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(source: str, *arguments: str, program: tuple[str, ...] = ("program.py",), new: bool = False, **more: str):
         (tmp_path / "program.py").write_text(source, encoding="utf-8")
-        forked = () if new else ("--", processes.python(), "-X", "forked")
-        return processes.gpumem("fit", *arguments, *forked, *program, new=new, **more)
+        return processes.gpumem("fit", *arguments, *program, new=new, **more)
 
     return run
 
@@ -199,8 +198,7 @@ def test_processes_that_use_a_gpu_at_the_same_time_are_added_up(found, gpu, how,
 
 
 def test_ranks_have_a_gpu_each(found, processes):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python")
-    ranks = (*torchrun, processes.python(), "-X", "forked", "program.py")
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py")
     (one,) = found(RANKS, "--gpu", "4GBx2", status=0, program=ranks)
     assert (one["devices"], one["together"], one["count"]) == (2, 1, 2)
     assert one["reserved"] >= 1000 * MIB

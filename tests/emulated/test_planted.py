@@ -119,12 +119,12 @@ def first_reasons(failure: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, warm_python) -> Processes:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Processes:
     """The planted project, with the baselines of its models as they should be."""
     pytest.importorskip("transformers", "5.0")
     folder = tmp_path_factory.mktemp("planted") / "project"
     shutil.copytree(PLANTED_PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    project = Processes(folder, warm_python)
+    project = Processes(folder)
     done = session(project, "--gpumem-update=new")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(PLANTS)} recorded, new" in done.stdout

@@ -29,7 +29,7 @@ def holder(processes):
 
     def start(card):
         process = subprocess.Popen(
-            **processes.code("import torch\n" + HOLDS, "16GB", new=True, **{CARD: card}),
+            **processes.code("import torch\n" + HOLDS, "16GB", **{CARD: card}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -191,13 +191,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, warm_python) -> Processes:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Processes:
     folder = tmp_path_factory.mktemp("workspaces")
     for name, source in (
         ("programs", PROGRAMS), ("alone", ALONE), ("test_programs", MEASURED), ("conftest", FIGURES),
     ):  # fmt: skip
         (folder / f"{name}.py").write_text(source, encoding="utf-8")
-    return Processes(folder, warm_python)
+    return Processes(folder)
 
 
 def figures_of(project: Processes, name: str, *arguments: str, **variables: str) -> dict[str, list[int]]:

@@ -101,13 +101,9 @@ def room_for_gpt2() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpu_project(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, warm_python: Callable[[], str]
-) -> GpuProject:
+def gpu_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> GpuProject:
     # What this process caches is lent to the others.
     torch.cuda.empty_cache()
-    if current_emulation() is not None:
-        monkeypatch.setattr("sys.executable", warm_python())
     return GpuProject(pytester, monkeypatch)
 
 

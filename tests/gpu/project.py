@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from pytest_gpumem.emulation.load import current_emulation
+from tests import preloaded
+from tests.emulated.processes import emulate
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -50,10 +54,12 @@ class GpuProject:
         return {one["metric"]: one for one in found[0]["verdicts"][0]["metrics"]}
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        """Run pytest with the plugin in a process of its own."""
+        """Run pytest with the plugin in a process of its own, which begins with torch loaded if a GPU is emulated."""
+        quiet = ("-p", "no:randomly", "-p", "no:cacheprovider")
+        if current_emulation() is not None and preloaded.is_loaded_for(os.environ):
+            return preloaded.run_pytest(self.path, *quiet, *arguments, before=emulate)
         installed = any(one.name == "gpumem" for one in entry_points(group="pytest11"))
         plugin = () if installed else ("-p", "pytest_gpumem.plugin")
-        quiet = ("-p", "no:randomly", "-p", "no:cacheprovider")
         return self._pytester.runpytest_subprocess(*plugin, *quiet, *arguments, timeout=SECONDS)
 
     def figures(self, *tests: str, arguments: tuple[str, ...] = ()) -> dict[str, dict[str, int]]:

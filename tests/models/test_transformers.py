@@ -228,6 +228,7 @@ def test_tests_that_share_a_model_measure_the_same_alone_and_in_every_order(shar
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 def test_tests_that_share_a_model_measure_the_same_on_two_workers(shared: Any) -> None:
     pytest.importorskip("xdist", reason="needs pytest-xdist: this is a test of several workers")
     together = figures(shared)

@@ -1,8 +1,8 @@
-"""Jobs of several ranks on the CPU, started as users start them."""
+"""Jobs of several ranks on the CPU."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def torchrun(warm_python) -> Callable[..., Job]:
+def run_ranks() -> Callable[..., Job]:
     """Run pytest on some ranks in a folder. No time is taken unless ``timed``."""
 
-    def run(folder: Path, ranks: int, *arguments: str, timed: bool = False, **variables: str) -> Job:
-        more = [] if timed else ["--gpumem-no-time"]
-        return run_job(folder, ranks, *more, *arguments, python=warm_python(), **variables)
+    def run(folder: Path, ranks: int, *arguments: str, timed: bool = False, **more: Any) -> Job:
+        untimed = [] if timed else ["--gpumem-no-time"]
+        return run_job(folder, ranks, *untimed, *arguments, **more)
 
     return run

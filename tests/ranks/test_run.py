@@ -18,19 +18,19 @@ for _ in range(1000):
 """
 
 
-def test_a_script_is_gated_on_each_rank_and_growth_of_one_is_named(project, torchrun):
+def test_a_script_is_gated_on_each_rank_and_growth_of_one_is_named(project, run_ranks):
     (project.path / "train.py").write_text(SCRIPT)
 
     def run(*arguments: str, **variables: str):
         program = ("pytest_gpumem.cli.main", "run")
-        return torchrun(project.path, 2, "--steps=8", *arguments, "train.py", program=program, **variables)
+        return run_ranks(project.path, 2, "--steps=8", *arguments, "train.py", program=program, **variables)
 
     recorded = run("--gpumem-update=new")
     assert recorded.status == 0, recorded.output
     clean = run("--gpumem-baseline")
     assert clean.status == 0, clean.output
     assert "gpumem: 1 gated\n" in clean.output
-    red = run("--gpumem-baseline", MORE="2000")
+    red = run("--gpumem-baseline", torchrun=True, MORE="2000")
     assert red.status != 0
     assert "steps rank 1 of 2: Memory regressed: peak" in red.output, red.output
     assert "gpumem: 1 gated, 1 regressed\n" in red.output

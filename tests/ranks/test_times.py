@@ -108,7 +108,7 @@ AT_REST: dict[str, Any] = {}
 
 
 @pytest.fixture
-def ranks(project: Project, torchrun):
+def ranks(project: Project, run_ranks):
     """Run two ranks, each on its script; what is returned has their steps and the report as well."""
     project.write(STEPS, "steps.py")
     project.write(DEVICE, "conftest.py")
@@ -117,7 +117,7 @@ def ranks(project: Project, torchrun):
         project.write(source)
         report = project.path / "report.json"
         report.unlink(missing_ok=True)
-        job = torchrun(
+        job = run_ranks(
             project.path,
             2,
             f"--gpumem-device={device}",

@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import preloaded
 from tests.jobs import MOST_SECONDS, Job
 
 if TYPE_CHECKING:
@@ -88,15 +88,15 @@ def four(project: Project) -> Project:
     return project
 
 
-def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four, torchrun):
-    recorded = torchrun(four.path, 4, "--gpumem-update=new")
+def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four, run_ranks):
+    recorded = run_ranks(four.path, 4, "--gpumem-update=new")
     assert recorded.status == 0, recorded.output
     assert "store: 16 baselines written (new)" in recorded.output
     stored = four.stored()
     (text,) = stored.values()
     assert {int(rank) for rank in re.findall(r'\."measure rank (\d) of 4"\]', text)} == {0, 1, 2, 3}
 
-    clean = torchrun(four.path, 4, "--gpumem-baseline", "--gpumem-report=clean.json")
+    clean = run_ranks(four.path, 4, "--gpumem-baseline", "--gpumem-report=clean.json")
     assert clean.status == 0, clean.output
     report = json.loads((four.path / "clean.json").read_text())
     assert report["passed"]
@@ -104,7 +104,7 @@ def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four
     assert [row["imbalance"] for row in report["ranks"]] == [1, 1, 1, 1]
 
     files = [f"--gpumem-report=report{suffix}" for suffix in (".json", ".md", ".html")]
-    red = torchrun(four.path, 4, "--gpumem-baseline", *files, MORE="512", RAISE="1")
+    red = run_ranks(four.path, 4, "--gpumem-baseline", *files, torchrun=True, MORE="512", RAISE="1")
     assert red.status != 0
     assert "measure rank 3 of 4: Memory regressed: peak" in red.output, red.output
     assert "rank 2 of 4 failed by itself in its call: LookupError: no batch for this rank" in red.output
@@ -131,7 +131,7 @@ def test_each_rank_has_baselines_and_a_regression_of_one_is_found_and_named(four
     assert shown in (four.path / "report.html").read_text()
 
 
-def test_ranks_that_begin_ddp_differ_at_most_by_what_it_broadcasts_of_its_buckets(project, torchrun):
+def test_ranks_that_begin_ddp_differ_at_most_by_what_it_broadcasts_of_its_buckets(project, run_ranks):
     project.write(
         f"""
 {TESTS}
@@ -142,7 +142,7 @@ def test_it(gpumem, number):
     gpumem.train_step(model, torch.ones(8, 64), loss=lambda out, _: out.sum())
 """
     )
-    job = torchrun(project.path, 2, "--gpumem-report=report.json")
+    job = run_ranks(project.path, 2, "--gpumem-report=report.json")
     assert job.status == 0, job.output
     peaks = [dict(row["peaks"]) for row in json.loads((project.path / "report.json").read_text())["ranks"]]
     lowest = min(min(one.values()) for one in peaks)
@@ -178,11 +178,11 @@ def test_after(gpumem):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory, torchrun):
+def recorded(tmp_path_factory, run_ranks):
     """The folder of the tests on two ranks, once their store is recorded."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "test_it.py").write_text(f"import pytest\nimport torch\n{TWO}", encoding="utf-8")
-    clean = torchrun(folder, 2, "--gpumem-update=new", "--gpumem-rank-timeout=60")
+    clean = run_ranks(folder, 2, "--gpumem-update=new", "--gpumem-rank-timeout=60")
     assert clean.status == 0, clean.output
     return folder
 
@@ -195,14 +195,14 @@ LOST = {
 
 
 @pytest.fixture(scope="module")
-def lost(recorded, torchrun):
+def lost(recorded, run_ranks):
     """The folders and jobs of the ways in which a rank is lost, side by side: they wait for most of their time."""
 
     def run(how: str) -> tuple[Path, Job]:
         folder = recorded.with_name(f"lost-{how}")
         shutil.copytree(recorded, folder)
         options = ["--gpumem-update=all", "--gpumem-report=report.json", f"--gpumem-rank-timeout={TIMEOUT}"]
-        return folder, torchrun(folder, 2, *options, LOST=how)
+        return folder, run_ranks(folder, 2, *options, torchrun=True, LOST=how)
 
     with ThreadPoolExecutor(len(LOST)) as jobs:
         return dict(zip(LOST, jobs.map(run, LOST), strict=True))
@@ -234,15 +234,15 @@ def stored(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in (folder / "gpumem-baselines").rglob("*.toml")}
 
 
-def test_ranks_do_not_pack_where_the_settings_ask_for_it(project, torchrun):
+def test_ranks_do_not_pack_where_the_settings_ask_for_it(project, run_ranks):
     project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
     project.settings("[tool.gpumem]\npack = true\n")
-    result = torchrun(project.path, 2)
+    result = run_ranks(project.path, 2)
     assert result.status == 0, result.output
     assert "packing: ranks share no GPU, as torchrun gives each its own" in result.output
 
 
-def test_ranks_that_select_other_tests_are_told_and_do_not_hang(project, torchrun):
+def test_ranks_that_select_other_tests_are_told_and_do_not_hang(project, run_ranks):
     project.write(
         """
 import os
@@ -255,7 +255,7 @@ if os.environ["RANK"] == "1":
         gpumem.measure(lambda: torch.ones(1000))
 """
     )
-    job = torchrun(project.path, 2, "--gpumem-baseline", "--gpumem-report=report.json")
+    job = run_ranks(project.path, 2, "--gpumem-baseline", "--gpumem-report=report.json")
     assert job.status != 0
     said = "rank 1 of 2 selected other tests than rank 0: it has test_it.py::test_b as well"
     assert job.output.count(f"ERROR: {said}") == 2, job.output
@@ -263,7 +263,7 @@ if os.environ["RANK"] == "1":
     assert job.left == ()
 
 
-def test_a_test_that_one_rank_measures_and_another_does_not_is_told(project, torchrun):
+def test_a_test_that_one_rank_measures_and_another_does_not_is_told(project, run_ranks):
     project.write(
         """
 import os
@@ -278,14 +278,14 @@ if os.environ["RANK"] == "1":
     test_b = pytest.mark.gpumem(test_b)
 """
     )
-    job = torchrun(project.path, 2)
+    job = run_ranks(project.path, 2)
     assert job.status != 0
     said = "ERROR: only rank 1 of 2 measures test_it.py::test_b, of rank 0 and rank 1 of 2: they measure it together"
     assert job.output.count(said) == 2, job.output
 
 
 @pytest.mark.parametrize("where", ["0", "1"])
-def test_a_rank_that_alone_measures_anything_ends_red_though_nothing_was_typed(project, torchrun, where):
+def test_a_rank_that_alone_measures_anything_ends_red_though_nothing_was_typed(project, run_ranks, where):
     project.write(
         f"""
 import os
@@ -299,14 +299,14 @@ if os.environ["RANK"] == "{where}":
     )
     project.settings("[tool.gpumem]\nrank_timeout = 3\n")
     project.write("from pytest_gpumem.ranks import watch\n\nwatch._SECONDS_FOR_THE_FIRST = 1\n", "conftest.py")
-    job = torchrun(project.path, 2)
+    job = run_ranks(project.path, 2)
     assert job.status != 0
     said = "rank 1 of 2 did not come further within 3 s" if where == "0" else "rank 0 gave no sign of life for"
     assert said in job.output, job.output
     assert job.left == ()
 
 
-def test_a_file_that_another_rank_cannot_collect_is_named(project, torchrun):
+def test_a_file_that_another_rank_cannot_collect_is_named(project, run_ranks):
     project.write("def test_a(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
     project.write(
         """
@@ -320,13 +320,13 @@ def test_b(gpumem):
 """,
         "test_other.py",
     )
-    job = torchrun(project.path, 2)
+    job = run_ranks(project.path, 2)
     assert job.status != 0
     said = "rank 1 of 2 selected other tests than rank 0: it lacks test_other.py::test_b; it could not collect test_other.py."
     assert job.output.count(f"ERROR: {said}") == 2, job.output
 
 
-def test_a_rank_that_breaks_before_its_first_test_does_not_keep_the_others_waiting(project, torchrun):
+def test_a_rank_that_breaks_before_its_first_test_does_not_keep_the_others_waiting(project, run_ranks):
     project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
     project.write(
         """
@@ -339,13 +339,13 @@ def pytest_collection_finish():
 """,
         "conftest.py",
     )
-    result = torchrun(project.path, 2)
+    result = run_ranks(project.path, 2)
     assert result.status != 0
     assert "ERROR: this rank has no data" in result.output
     assert "rank 1 of 2 runs no more tests" in result.output
 
 
-def test_what_fails_on_another_rank_beside_measuring_makes_rank_0_red(project, torchrun):
+def test_what_fails_on_another_rank_beside_measuring_makes_rank_0_red(project, run_ranks):
     project.write(
         """
 import os
@@ -373,7 +373,7 @@ def test_d(gpumem):
     gpumem.measure(lambda: torch.ones(1000))
 """
     )
-    job = torchrun(project.path, 2, "--gpumem-report=report.json", "--gpumem-rank-timeout=60")
+    job = run_ranks(project.path, 2, "--gpumem-report=report.json", "--gpumem-rank-timeout=60")
     assert job.status != 0
     report = json.loads((project.path / "report.json").read_text())
     first, second = report["errors"]
@@ -383,7 +383,7 @@ def test_d(gpumem):
     assert failed["failure"].startswith("rank 1 of 2 skipped the test, and the others ran it: not for this rank")
 
 
-def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(recorded, warm_python, tmp_path):
+def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(recorded, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -395,17 +395,9 @@ def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(recorded, wa
         "TMPDIR": str(tmp_path),
     }
     options = ["--gpumem-device=cpu", "--gpumem-baseline", "--gpumem-no-time"]
-    command = [warm_python(), "-m", "pytest", "-p", "no:randomly", *options]
+    command = ["-m", "pytest", "-p", "no:randomly", *options]
     ranks = [
-        subprocess.Popen(
-            command,
-            env={**common, "RANK": number, "LOCAL_RANK": number},
-            cwd=recorded,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in "10"
+        preloaded.start(*command, env={**common, "RANK": number, "LOCAL_RANK": number}, cwd=recorded) for number in "10"
     ]
     said = [rank.communicate(timeout=MOST_SECONDS)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said

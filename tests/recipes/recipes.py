@@ -18,10 +18,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent, indent
+from typing import TYPE_CHECKING
+
+from tests import preloaded
+
+if TYPE_CHECKING:
+    import subprocess
 
 ROOT = Path(__file__).parents[2]
 _FOR_THE_READER = ("text", "console")
@@ -102,20 +107,19 @@ def _without_code(text: str) -> str:
     return _BLOCK.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
 
 
-def copy_of_the_package(folder: Path, python: str, edits: list[Edit]) -> Package:
+def copy_of_the_package(folder: Path, edits: list[Edit]) -> Package:
     """A copy of the package in ``folder`` with these edits made."""
     shutil.copytree(ROOT / "pytest_gpumem", folder / "pytest_gpumem", ignore=shutil.ignore_patterns("__pycache__"))
     for edit in edits:
         edit.apply(folder)
-    return Package(folder, python)
+    return Package(folder)
 
 
 @dataclass(frozen=True)
 class Package:
-    """A copy of the package, in ``folder``, and a ``python`` that runs code with it."""
+    """A copy of the package, in ``folder``, and processes that have it."""
 
     folder: Path
-    python: str
 
     def pytest(self, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run pytest in ``project``, on the CPU."""
@@ -123,15 +127,8 @@ class Package:
 
     def run(self, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``-m module`` or ``-c code`` in ``project``."""
-        return subprocess.run(
-            [self.python, "-X", "forked", "-c", _RUN, *arguments],
-            cwd=project,
-            env={**os.environ, "PYTHONPATH": str(self.folder)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        return preloaded.run("-c", _RUN, *arguments, cwd=project, env=environment)
 
 
 def write_tests(project: Path, code: str) -> None:

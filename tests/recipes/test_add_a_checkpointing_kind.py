@@ -31,10 +31,10 @@ MODEL = """
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory, warm_python):
+def package(tmp_path_factory):
     edits = recipe("Add a checkpointing kind", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) <= 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), edits)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 
 
 def test_the_new_kind_recomputes_saves_memory_and_learns_the_same(package, tmp_path):

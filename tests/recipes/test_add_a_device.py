@@ -41,12 +41,12 @@ def test_step(gpumem):
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory, warm_python):
+def package(tmp_path_factory):
     """The package with the recipe's edits."""
     edits = recipe("Add a device", ROOT / "CONTRIBUTING.md")
     assert sum(edit.code.count(THERE) for edit in edits) == 1
     on_the_host = [replace(edit, code=edit.code.replace(THERE, HERE)) for edit in edits]
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), on_the_host)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), on_the_host)
 
 
 def test_a_device_that_was_added_by_the_recipe_gates(package, tmp_path):

@@ -33,8 +33,8 @@ print(json.dumps(report_schema()))
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory, warm_python):
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), EDITS)
+def package(tmp_path_factory):
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), EDITS)
 
 
 def run(package, project, code, *arguments):

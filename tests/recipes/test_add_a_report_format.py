@@ -24,10 +24,10 @@ TESTS = """
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory, warm_python):
+def package(tmp_path_factory):
     edits = recipe("Add a report format", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) <= 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), edits)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 
 
 def test_a_session_writes_the_new_format(package, tmp_path):

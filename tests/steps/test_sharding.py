@@ -7,7 +7,6 @@ import json
 import math
 import os
 import socket
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +26,7 @@ from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
+from tests import preloaded
 from tests.workspaces import RELEASE
 
 # torch 2.6 warns of random numbers, of which nothing here depends.
@@ -263,7 +263,7 @@ device.close()
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "tp:2"])
-def test_a_rank_alone_holds_what_it_holds_beside_the_other(warm_python, kind):
+def test_a_rank_alone_holds_what_it_holds_beside_the_other(kind):
     # With the other one there a rank talks by gloo, a thread of which frees what it holds longer than its rank unseen. Where a
     # block or two of parameters, or an activation of tp's, is small beside the peak, and in most steps, it shows what else differs.
     if kind == "zero3" and (why := CpuDevice().lacks("fully_shard")) is not None:
@@ -276,14 +276,10 @@ def test_a_rank_alone_holds_what_it_holds_beside_the_other(warm_python, kind):
     usual = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
 
-    def rank(number: int, *, alone: bool) -> subprocess.Popen[str]:
+    def rank(number: int, *, alone: bool) -> preloaded.Process:
         config = f"fp32,shard={kind}{f',world=2,rank={number}' if alone else ''}"
-        return subprocess.Popen(
-            [warm_python(), "-X", "forked", "-c", source, config, str(samples)],
-            env=usual if alone else {**usual, **job, "RANK": str(number)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        environment = usual if alone else {**usual, **job, "RANK": str(number)}
+        return preloaded.start("-c", source, config, str(samples), env=environment)
 
     started = [rank(number, alone=alone) for alone in (False, True) for number in range(2)]
     try:
