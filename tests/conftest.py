@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="gpumem-suite-")
         config.add_cleanup(folder.cleanup)
         tempfile.tempdir = os.environ["TMPDIR"] = folder.name
+    preloaded.begin_with(os.environ)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

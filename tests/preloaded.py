@@ -45,8 +45,12 @@ _PRELOADED = (
     "torch.distributed.tensor.parallel",
 )
 """Beside the package. Not pytest-xdist: what is on the path when it is imported is what its workers get."""
-_ENVIRONMENT = dict(os.environ)
-"""With which the suite began, and the forkserver begins: a test may have another."""
+_environment: dict[str, str] = {}
+
+
+def begin_with(environment: Mapping[str, str]) -> None:
+    """Note the environment that the forkserver is to have, the suite's. The test that starts it first may have another."""
+    _environment.update(environment)
 
 
 @functools.cache
@@ -54,7 +58,7 @@ def load() -> list[str]:
     """Start the forkserver, once, and return the path of modules that an interpreter has here without ``PYTHONPATH``."""
     package = [module.name for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem.")]
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *package])
-    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+    with mock.patch.dict(os.environ, _environment, clear=True):
         first = _CONTEXT.Process(target=int)
         first.start()
         first.join()
@@ -146,7 +150,7 @@ def run_pytest(folder: Path, *arguments: str, before: Callable[[], None] | None 
 
 def is_loaded_for(environment: Mapping[str, str]) -> bool:
     """Return whether torch is loaded as with this environment. Otherwise a process has to load it itself."""
-    return _of_loading(environment) == _of_loading(_ENVIRONMENT)
+    return _of_loading(environment) == _of_loading(_environment)
 
 
 def _of_loading(environment: Mapping[str, str]) -> dict[str, str]:
