@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import multiprocessing.util
 import os
 import pkgutil
 import signal
@@ -19,7 +20,6 @@ import pytest_gpumem
 from pytest_gpumem.devices.cpu import CpuDevice
 from tests import preloaded
 from tests.heap import own_objects_out_of_sight
-from tests.installed import read_installed_packages_once
 
 if TYPE_CHECKING:
     import subprocess
@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor_gpumem_suite")))
+        multiprocessing.util.get_temp_dir()  # removed at the end, when the suite's own is gone
         folder = tempfile.TemporaryDirectory(prefix="gpumem-suite-")
         config.add_cleanup(folder.cleanup)
         tempfile.tempdir = os.environ["TMPDIR"] = folder.name
@@ -56,7 +57,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return  # pytest-xdist's controller runs no test, and its workers wait for it
     import torch
 
-    read_installed_packages_once()
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
         if not module.name.startswith("pytest_gpumem.cli") or importlib.util.find_spec("click") is not None:
             importlib.import_module(module.name)
@@ -91,25 +91,9 @@ def _no_job_of_github() -> Iterator[None]:
         yield
 
 
-ALL_OBJECTS_IN_SIGHT = (
-    "emulated",
-    "explain/test_cycles.py",
-    "explain/test_holders.py",
-    "gpu",
-    "measure/test_runner.py",
-    "torch_support/test_garbage_collector.py",
-    "test_footprint.py",
-    "test_order.py",
-)
-"""Files and folders whose tests are about the collector and all objects, or measure as a user's do."""
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _own_objects_out_of_sight(request: pytest.FixtureRequest) -> Iterator[None]:
-    suite = Path(__file__).parent
-    if any(request.path.is_relative_to(suite / one) for one in ALL_OBJECTS_IN_SIGHT):
-        yield
-        return
+def suites_objects_hidden() -> Iterator[None]:
+    """Hide what the suite has loaded from collections. Files whose tests are about all objects have one that does nothing."""
     with own_objects_out_of_sight():
         yield
 

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from tests import preloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 MOST_SECONDS = 240
 JOB = "GPUMEM_JOB_OF_A_TEST"
@@ -40,7 +40,6 @@ def run_job(
     ranks: int,
     *arguments: str,
     torchrun: bool = False,
-    before: Callable[[], None] | None = None,
     device: str = "cpu",
     program: tuple[str, ...] = ("pytest", *_PLUGINS),
     **variables: str,
@@ -48,7 +47,7 @@ def run_job(
     """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.
 
     Each rank begins with torch loaded and has the variables and the store that torchrun gives it. What torchrun does when a
-    rank fails, and how it looks as a whole, needs ``torchrun`` itself. ``before`` is called in each rank that begins with torch loaded.
+    rank fails, and how it looks as a whole, needs ``torchrun`` itself.
     """
     mark = uuid.uuid4().hex
     # Locks on devices of its own: other tests may be timing.
@@ -58,7 +57,7 @@ def run_job(
         if torchrun:
             status, output = _by_torchrun(folder, ranks, words, environment)
         else:
-            status, output = _side_by_side(folder, ranks, words, environment, before)
+            status, output = _side_by_side(folder, ranks, words, environment)
         return Job(status, output, processes_of(mark, folder))
 
 
@@ -77,9 +76,7 @@ def _by_torchrun(folder: Path, ranks: int, words: Sequence[str], environment: Ma
     return done.returncode, done.stdout
 
 
-def _side_by_side(
-    folder: Path, ranks: int, words: Sequence[str], environment: Mapping[str, str], before: Callable[[], None] | None
-) -> tuple[int, str]:
+def _side_by_side(folder: Path, ranks: int, words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(ranks),
@@ -91,7 +88,7 @@ def _side_by_side(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     each = [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [preloaded.start(*words, cwd=folder, env=one, before=before) for one in each]
+    started = [preloaded.start(*words, cwd=folder, env=one) for one in each]
     try:
         said = ["".join(one.communicate(MOST_SECONDS)) for one in started]
     finally:

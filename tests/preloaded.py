@@ -58,7 +58,8 @@ def load() -> list[str]:
     """Start the forkserver, once, and return the path of modules that an interpreter has here without ``PYTHONPATH``."""
     package = [module.name for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem.")]
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *package])
-    with mock.patch.dict(os.environ, _environment, clear=True):
+    with mock.patch.dict(os.environ, _environment, clear=True), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])  # where it stays, and not in a test's folder
         first = _CONTEXT.Process(target=int)
         first.start()
         first.join()

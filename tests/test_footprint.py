@@ -15,6 +15,11 @@ def test_nothing_heavy_was_loaded():
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def suites_objects_hidden() -> None:
+    """Hide none: these tests are about what a run keeps."""
+
+
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "worker"])
 def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measuring(project, workers):
     (project.path / "test_it.py").write_text(WATCH)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 SUITE = """
 import gc
 
@@ -83,6 +85,11 @@ REVERSED = """
 def pytest_collection_modifyitems(items):
     items.reverse()
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def suites_objects_hidden() -> None:
+    """Hide none: these tests collect as a user's do."""
 
 
 def test_every_order_gives_the_same_bytes(project):

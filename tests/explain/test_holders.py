@@ -13,6 +13,11 @@ from pytest_gpumem.explain.holders import MOST_PATHS, holders_of
 REGISTRY = {}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def suites_objects_hidden() -> None:
+    """Hide none: these tests look for holders among all objects."""
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -27,6 +27,11 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 FIGURES: pytest.StashKey[Figures] = pytest.StashKey()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def suites_objects_hidden() -> None:
+    """Hide none: here tests are measured as a user's are."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "hardware(reason): what an emulated GPU does not have, as a clause")
 

@@ -48,6 +48,11 @@ AFTERWARDS = 1
 """Steps after the measured one: it is counted."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def suites_objects_hidden() -> None:
+    """Hide none: these tests count what is frozen."""
+
+
 def tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 

@@ -19,10 +19,10 @@ TESTS = """
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory, warm_python):
+def package(tmp_path_factory):
     edits = recipe("Add a subcommand", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) == 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), edits)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 
 
 def gpumem(package, folder, *words):

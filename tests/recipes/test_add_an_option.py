@@ -19,10 +19,10 @@ SHOWN = "test_steps.py::test_ones"
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory, warm_python):
+def package(tmp_path_factory):
     edits = recipe("Add an option with its setting", ROOT / "CONTRIBUTING.md")
     assert len({edit.path for edit in edits}) == 4
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), warm_python(), edits)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 
 
 @pytest.mark.parametrize(

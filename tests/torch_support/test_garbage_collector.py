@@ -13,6 +13,11 @@ from pytest_gpumem.torch_support import garbage_collector
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, everything_in_sight, is_heap_frozen
 
 
+@pytest.fixture(autouse=True, scope="module")
+def suites_objects_hidden() -> None:
+    """Hide none: these tests freeze and thaw."""
+
+
 class Node:
     def __init__(self):
         self.itself = self
