@@ -30,6 +30,7 @@ class Logged(CpuDevice):
     is_open = False
 
     def open(self):
+        note("opens")
         super().open()
         self.is_open = True
         note("shares")
@@ -115,6 +116,15 @@ def test_outer(gpumem, logged, tmp_path):
 """
 
 
+HOLDER = """
+with lock.shared(), lock.exclusive():
+    note("alone")
+    while "opens" not in open("log").read():
+        time.sleep(0.05)
+    time.sleep(1)
+"""
+
+
 @pytest.fixture
 def logged(project):
     project.settings('[tool.gpumem]\ntime_budget = "0.1 s"\n')
@@ -159,15 +169,12 @@ def test_a_session_within_a_test_that_is_alone_waits_for_nobody(logged):
 
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
 def test_a_test_that_waits_for_its_device_says_so_at_once_past_the_capture(logged, workers):
-    preloaded.load()  # while nobody waits
     conftest = LOGGED.replace(
         "made = []", "from pytest_gpumem.devices import device_lock\n\ndevice_lock.SECONDS_UNTIL_TOLD = 0.1\nmade = []"
     )
     (logged.path / "conftest.py").write_text(conftest)
     logged.write("def test_it(gpumem):\n    gpumem.infer_step(lambda: torch.nn.Linear(4, 4), torch.ones(1, 4))\n")
-    holder = start(
-        "with lock.shared(), lock.exclusive():\n    note('alone')\n    time.sleep(5)\n", logged.path, "holder"
-    )
+    holder = start(HOLDER, logged.path, "holder")
     wait_for("alone holder", logged.path)
     result = logged.run(*workers, separate=True, timed=True)
     assert holder.wait(30) == 0

@@ -26,7 +26,7 @@ def _transformers_are_loaded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _what_earlier_tests_loaded_is_out_of_sight(_own_objects_out_of_sight: None) -> Iterator[None]:
+def _what_earlier_tests_loaded_is_out_of_sight(suites_objects_hidden: None) -> Iterator[None]:
     """As what was there before the module's tests: a compiler is as many objects again."""
     with own_objects_out_of_sight():
         yield
