@@ -7,7 +7,6 @@ import pytest
 RIGHT = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1_000_000).sum()\n"
 ALONE = pytest.param([], id="alone")
 WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
-THOROUGH_WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers", marks=pytest.mark.thorough)]
 
 
 def usage_error(result: pytest.RunResult) -> str:

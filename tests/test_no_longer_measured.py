@@ -8,7 +8,6 @@ import pytest
 
 ALONE = pytest.param([], id="alone")
 WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
-THOROUGH_WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers", marks=pytest.mark.thorough)]
 CONFTEST = """
 import os
 
