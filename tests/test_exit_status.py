@@ -87,8 +87,8 @@ def conftest(project, source):
     project.write(source, "conftest.py")
 
 
-def gated(project, *args, separate=False, new=False):
-    return project.run("--gpumem-baseline", "-q", "--gpumem-report=report.json", *args, separate=separate, new=new)
+def gated(project, *args, separate=False):
+    return project.run("--gpumem-baseline", "-q", "--gpumem-report=report.json", *args, separate=separate)
 
 
 def reported(project):
@@ -309,8 +309,7 @@ ENDS = {
 @pytest.mark.parametrize("leaves", ENDS.values(), ids=ENDS)
 def test_os_exit_after_the_tests_ends_red_as_the_report_says(grown, leaves):
     conftest(grown, f"import os\n\n\n{leaves}")
-    # A warm process tells its status by a function of its own in the place of that of `os`.
-    assert gated(grown, separate=True, new="posix" in leaves).ret == pytest.ExitCode.TESTS_FAILED
+    assert gated(grown, separate=True).ret == pytest.ExitCode.TESTS_FAILED
 
 
 def test_os_exit_after_the_tests_ends_green_where_the_report_passed(grown):
