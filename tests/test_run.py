@@ -34,7 +34,7 @@ def main():
         if "fails" in sys.argv and step == 5:
             raise KeyError("no such file")
         if "leaves" in sys.argv and step == 5:
-            sys.exit(3)
+            sys.exit(1)
         if "ends" in sys.argv and step == 5:
             sys.exit()
 
@@ -114,7 +114,7 @@ def test_a_script_is_gated_against_its_baseline(script, project):
     ("word", "said"),
     [
         ("fails", ["KeyError: 'no such file'", 'scripts/train.py", line {line}, in main']),
-        ("leaves", ["train.py left by sys.exit(3)"]),
+        ("leaves", ["train.py left by sys.exit(1)"]),
     ],
 )
 def test_a_script_that_fails_is_blamed_and_what_was_measured_is_shown(script, word, said):

@@ -158,8 +158,9 @@ def test_what_came_is_told_at_its_line():
 
 
 def test_an_operator_that_was_there_is_told_where_others_came_with_it():
-    came = (tally("add", 4, 16), tally("tanh", 4, 16))
-    assert changed_tallies(STEP, (*moved(3), *came)) == came
+    # Nearer to where it was than those that moved.
+    came = (tally("add", 4, 13), tally("tanh", 4, 13))
+    assert changed_tallies(STEP, (*moved(5), *came)) == came
 
 
 def test_or_else_where_it_is_furthest_from_where_it_was():
