@@ -81,6 +81,15 @@ class PrivateDict(Plain):
     __dict__ = property(_hostile("__dict__"))
 
 
+class NoPlainDict:
+    """Its ``__dict__`` is a property, and no base has another."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    __dict__ = property(_hostile("__dict__"))
+
+
 class Slots:
     """Slots of which Python changes the name, and one that is empty."""
 
@@ -322,6 +331,7 @@ HOLDING = {
     "an object that fails when asked": Hostile,
     "an object that intercepts every attribute": Intercepting,
     "an object whose __dict__ is a property": PrivateDict,
+    "an object whose only __dict__ is a property": NoPlainDict,
     "private slots": Slots,
     "slots from an iterator": SlotsGone,
     "an object of no module": OfAnyModule,

@@ -49,6 +49,7 @@ def test_a_device_has_its_number_among_all_whatever_a_process_may_see(device, vi
     [
         (["sm_75", "sm_80", "sm_86", "sm_90"], (8, 9), True),
         (["sm_75", "sm_80", "sm_86", "sm_90"], (7, 0), False),
+        (["sm_75", "sm_80", "sm_86", "sm_90"], (10, 0), False),
         (["sm_80", "compute_90"], (12, 0), True),
         (["compute_90"], (8, 0), False),
         (["sm_100", "sm_120a"], (12, 0), True),
