@@ -120,6 +120,8 @@ def test_where_there_is_no_default_the_highest_clock_is_it(nvml, gpu):
     [
         (0, set()),
         (0x4 | 0x2, {"SwPowerCap", "ApplicationsClocksSetting"}),
+        (0x1 | 0x8 | 0x40, {"GpuIdle", "HwSlowdown", "HwThermalSlowdown"}),
+        (0x20 | 0x80, {"SwThermalSlowdown", "HwPowerBrakeSlowdown"}),
         (0x10 | 0x100 | 0x8000, {"SyncBoost", "DisplayClockSetting"}),
     ],
 )
@@ -224,6 +226,7 @@ def test_who_works_is_asked_of_the_last_seconds(nvml, gpu, monkeypatch):
         ({901, 902}, None, 1, 1),
         ({901, 902}, None, 2, 0),
         ({901, 902, 903}, None, 2, 1),
+        ({901, 902}, {901}, 1, 0),
         ({901, 902}, {901, 902}, 1, 1),
         ({901, 902, 903}, {901, 902, 903}, 2, 1),
     ],

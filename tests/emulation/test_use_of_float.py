@@ -62,9 +62,13 @@ def test_a_comparison_is_a_branch_or_an_order(compare, use):
         (lambda: float(IT) > 0.1 and 1, "branch"),
         (lambda: float(IT), "branch"),  # a key to sort by, perhaps
         (lambda: [int(float(IT))], "integer"),
+        (lambda: [math.ceil(float(IT) / 2)], "integer"),
+        (lambda: [math.trunc(float(IT))], "integer"),
+        (lambda: [range(round(float(IT) / 2))], "integer"),
         (lambda: [sorted([IT], key=float)], "order"),
         (lambda: [0.5 + float(IT)], "kept"),
         (lambda: [str(float(IT)), USES == IT], "kept"),
+        (lambda: [math.sqrt(IT) > 1], "branch"),
         (lambda: [f"{float(IT):.2f}", 2 if IT is None else 3], "kept"),
         (lambda: [round(float(IT), 2), len([float(IT)]) > 3], "kept"),
         (lambda: ["%.3f of %d" % (float(IT), 3)], "kept"),  # noqa: UP031 -- programs do

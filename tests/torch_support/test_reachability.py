@@ -307,9 +307,11 @@ def test_fake_tensors_are_no_memory():
     [
         (lambda dense: dense.to_sparse_coo(), ("_indices", "_values")),
         (lambda dense: dense.to_sparse_csr(), ("crow_indices", "col_indices", "values")),
+        (lambda dense: dense.to_sparse_csc(), ("ccol_indices", "row_indices", "values")),
+        (lambda dense: dense.to_sparse_bsr((2, 2)), ("crow_indices", "col_indices", "values")),
         (lambda dense: dense.to_sparse_bsc((2, 2)), ("ccol_indices", "row_indices", "values")),
     ],
-    ids=["coo", "csr", "bsc"],
+    ids=["coo", "csr", "csc", "bsr", "bsc"],
 )
 def test_a_sparse_tensor_is_the_bytes_of_its_parts(make, parts):
     sparse = make(torch.eye(4))
