@@ -17,7 +17,7 @@ from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 

@@ -36,8 +36,8 @@ from pytest_gpumem.devices.contract import CannotRun, DeviceUnavailable
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
 from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.steps.config import StepConfig, combinations
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig, combinations
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
-    from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.errors import ConfigError
+    from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.step_config.errors import ConfigError
     from pytest_gpumem.values.composition import Composition, Explanation, MissingComposition, Row
 
 __all__ = [
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> object:
 
         return getattr(measurement, name)
     if name in ("ConfigError", "StepConfig"):
-        from pytest_gpumem.steps import config
+        from pytest_gpumem.step_config import config
 
         return getattr(config, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

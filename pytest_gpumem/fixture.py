@@ -14,8 +14,8 @@ from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.relations.state import state_of
 from pytest_gpumem.runtest.stepping import Steps
-from pytest_gpumem.steps.config import StepConfig, as_config
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig, as_config
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.function import prepared_function
 from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.train_step import prepared_train_step

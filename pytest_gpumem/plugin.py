@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.session.process import GpumemSession
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pytest_gpumem.advice import trial
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 
 MODELS = """
 import torch

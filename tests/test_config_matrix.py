@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.steps.config import AXES, PRECISIONS
+from pytest_gpumem.step_config.config import AXES, PRECISIONS
 
 MODEL = """
 class Model(torch.nn.Module):

@@ -32,7 +32,7 @@ from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.relations.estimate import Estimate
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.reports.explanation import growth_table, part_lines
-from pytest_gpumem.steps.config import (
+from pytest_gpumem.step_config.config import (
     _NOT_IN,
     AXES,
     CACHES,

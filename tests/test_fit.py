@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.emulated_process.before_torch import PEAKS, STEPS, USAGE
+from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut
 from pytest_gpumem.emulation import load
-from pytest_gpumem.emulation.before_torch import PEAKS, STEPS, USAGE
 from pytest_gpumem.emulation.gpus import known_gpus
-from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut
 from pytest_gpumem.fit import run
 from pytest_gpumem.fit.outcome import ProgramRun
 from pytest_gpumem.fit.run import run_on, with_expandable_segments

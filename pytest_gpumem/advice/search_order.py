@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.checkpoint_kinds import KINDS
-from pytest_gpumem.steps.config import StepConfig, combinations
+from pytest_gpumem.step_config.checkpoint_kinds import KINDS
+from pytest_gpumem.step_config.config import StepConfig, combinations
 from pytest_gpumem.values.rates import return_on
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pytest_gpumem.steps.precision import precision_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
 
     BlockContainer = str | tuple[str, ...]
     """The path of a list of blocks, or the paths of blocks that are not a whole list."""

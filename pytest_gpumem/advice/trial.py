@@ -13,9 +13,9 @@ from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.step_config.blocks import repeated_blocks
+from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import on_device, samples_in
-from pytest_gpumem.steps.blocks import repeated_blocks
-from pytest_gpumem.steps.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.model_step import built_on
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.steps.blocks import Block
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.blocks import Block
+    from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
 
 _NO_BLOCKS = (

@@ -17,11 +17,12 @@ from pytest_gpumem.cli.project import devices_of_plugins
 from pytest_gpumem.cli.streams import INTERRUPTED, parsed
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
-from pytest_gpumem.emulation.before_torch import install
+from pytest_gpumem.emulated_process.before_torch import install
+from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.load import current_emulation, emulate
+from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.reports.matrix import MatrixRow, matrix_table
-from pytest_gpumem.steps.errors import NotAStep
+from pytest_gpumem.step_config.errors import NotAStep
 from pytest_gpumem.units import counted, format_bytes, format_seconds, parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
 
 
 @click.command()

@@ -6,9 +6,10 @@ import os
 
 import click
 
-from pytest_gpumem.emulation.before_torch import PEAKS
+from pytest_gpumem.emulated_process.before_torch import PEAKS
+from pytest_gpumem.emulated_process.start import environment_for
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.load import environment_for, prepare
+from pytest_gpumem.emulation.load import prepare
 from pytest_gpumem.values.option_words import EMULATED
 
 

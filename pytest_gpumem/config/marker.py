@@ -135,8 +135,8 @@ def budget_of_marks(item: pytest.Item) -> Budget | None:
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Give the test a parameter for each combination. Raises ``pytest.UsageError`` for a marker that makes none."""
-    from pytest_gpumem.steps.config import combinations
-    from pytest_gpumem.steps.errors import ConfigError
+    from pytest_gpumem.step_config.config import combinations
+    from pytest_gpumem.step_config.errors import ConfigError
 
     mark = metafunc.definition.get_closest_marker(CONFIG_MARKER)
     wants = CONFIG_FIXTURE in metafunc.fixturenames

@@ -20,8 +20,8 @@ from pytest_gpumem.values.unknown_reads import NOTHING_READ
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pytest_gpumem.emulation.host_values import HostValues
     from pytest_gpumem.emulation.load import Emulation
+    from pytest_gpumem.host_values.mode import HostValues
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.values.unknown_reads import UnknownReads
 
@@ -105,7 +105,7 @@ class _EmulatedCuda(TorchCuda):
 
 
 def _values() -> HostValues | None:
-    from pytest_gpumem.emulation.values import current
+    from pytest_gpumem.host_values.scope import current
 
     return current()
 

@@ -1,4 +1,4 @@
-"""Loading of the stand-ins before torch, in this process and in those that it starts."""
+"""Loading of the stand-ins into this process, before torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.cudnn import Cudnn
@@ -16,15 +15,8 @@ from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu
 from pytest_gpumem.emulation.libraries import DRIVER
 from pytest_gpumem.emulation.torch_build import compiler_variables, installed_torch
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-VARIABLE = "GPUMEM_EMULATED"
-"""Variable that names the GPU to emulate for the processes that this one starts."""
 CARD = "GPUMEM_EMULATED_CARD"
 """Variable that names the file by which processes share one emulated card; without it each has a card of its own."""
-STARTUP = Path(__file__).with_name("startup")
-"""A folder for ``PYTHONPATH``, whose ``sitecustomize`` has torch preceded by the stand-ins."""
 CONTEXT_BYTES = 520 * 2**20
 """Bytes that a CUDA context takes from a GPU outside of any allocator: about what nvidia-smi shows for torch on an H100."""
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -88,31 +80,6 @@ _loaded: list[Emulation] = []
 def current_emulation() -> Emulation | None:
     """Return the GPU that is emulated in this process; ``None`` where none is."""
     return _loaded[0] if _loaded else None
-
-
-def emulate(word: str) -> Emulation:
-    """Set up an emulated GPU for this process, and those that it starts, before torch is imported.
-
-    Args:
-        word: ``"emulated:h100"``, say.
-
-    Raises:
-        EmulationError: It cannot be done here, or is too late.
-        ValueError: There is no such GPU.
-    """
-    emulation = load(word)
-    os.environ.update(environment_for(word, os.environ))
-    if str(STARTUP) not in sys.path:
-        # torch gives the processes in which it compiles this path, and not the variable.
-        sys.path.insert(0, str(STARTUP))
-    return emulation
-
-
-def environment_for(word: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for processes that are to find an emulated GPU, to be added to ``environment``."""
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in paths if path and path != str(STARTUP)]
-    return {VARIABLE: word, "PYTHONPATH": os.pathsep.join([str(STARTUP), *others])}
 
 
 def prepare(word: str) -> tuple[Path, ...]:

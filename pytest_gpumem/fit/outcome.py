@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulation.usage import DeviceUsage
+from pytest_gpumem.emulated_process.usage import DeviceUsage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_gpumem.emulated_process.usage import ProcessUsage, RanOut
     from pytest_gpumem.emulation.gpus import Gpu
-    from pytest_gpumem.emulation.usage import ProcessUsage, RanOut
 
 _RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
 _ADVICE = re.compile(r" If reserved but unallocated memory is large.*| See documentation for.*", re.DOTALL)

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulation.before_torch import PEAKS, STEPS, USAGE
-from pytest_gpumem.emulation.load import environment_for
-from pytest_gpumem.emulation.usage import read_usages
+from pytest_gpumem.emulated_process.before_torch import PEAKS, STEPS, USAGE
+from pytest_gpumem.emulated_process.start import environment_for
+from pytest_gpumem.emulated_process.usage import read_usages
 from pytest_gpumem.fit.outcome import ProgramRun
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import on_device
 from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
 from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
-from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.dry_run import CastTo
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, given_model, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings

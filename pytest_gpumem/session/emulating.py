@@ -10,9 +10,10 @@ import pytest
 
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import read_table
-from pytest_gpumem.emulation.before_torch import install
+from pytest_gpumem.emulated_process.before_torch import install
+from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.load import CARD, emulate
+from pytest_gpumem.emulation.load import CARD
 from pytest_gpumem.values.option_words import EMULATED
 
 

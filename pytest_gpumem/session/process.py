@@ -131,7 +131,7 @@ class GpumemSession:
         """Note with the tests in ``node`` which uncomputed values were read since the last call, while it was collected."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
-        from pytest_gpumem.emulation.values import current
+        from pytest_gpumem.host_values.scope import current
 
         values = current()
         if values is not None:

@@ -7,9 +7,10 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.blocks import Block, Segment, described, modules_matching, pattern_of_called, repeated_blocks
-from pytest_gpumem.steps.checkpoint_kinds import each_alone
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.blocks import Block, described, modules_matching, pattern_of_called, repeated_blocks
+from pytest_gpumem.step_config.checkpoint_kinds import each_alone
+from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.steps.segments import Segment
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.blocks import Forward
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.steps.segments import Forward
 
 
 class BlockRuns:

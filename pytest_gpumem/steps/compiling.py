@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.emulation.torch_build import what_compiling_lacks
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 from pytest_gpumem.torch_support.private_api import compiled_graphs, compiles_within_modes, load_compiler
 

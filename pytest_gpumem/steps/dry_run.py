@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.torch_support.reachability import tensors_in
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.measure.reading import Phase
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.training import Training
 
 MOST_OVERFLOWS = 18

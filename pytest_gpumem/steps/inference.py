@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.measure.prepared import PreparedStep
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measure.reading import Phase
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import describe, feed, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
-from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.dry_run import dry_run_inference
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of, workload_of
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings

@@ -6,7 +6,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, built_on, given_model
 from pytest_gpumem.steps.precision import in_precision
 from pytest_gpumem.steps.surroundings import is_uninitialised
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import ModelOrFactory
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measurement import Workload
+from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import describe
-from pytest_gpumem.steps.errors import ConfigError, NotAStep
 from pytest_gpumem.torch_support.private_api import load_compiler
 from pytest_gpumem.torch_support.static_access import (
     class_name,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
 
     ModelOrFactory = torch.nn.Module | Callable[[], torch.nn.Module]
     OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]

@@ -6,10 +6,10 @@ import warnings
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.step_config.blocks import repeated_blocks
+from pytest_gpumem.step_config.checkpoint_kinds import in_segments
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import mapped, micro_batches
-from pytest_gpumem.steps.blocks import repeated_blocks
-from pytest_gpumem.steps.checkpoint_kinds import in_segments
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import loss_of
 from pytest_gpumem.steps.surroundings import caching
 from pytest_gpumem.torch_support.static_access import is_a
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
 
 

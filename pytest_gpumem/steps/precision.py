@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, forget_operators_of_meshes, store_of_nobody
 from pytest_gpumem.torch_support.reachability import is_host
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.config import StepConfig
-    from pytest_gpumem.steps.shard_kinds import Layout
+    from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.step_config.shard_kinds import Layout
 
 
 @contextmanager

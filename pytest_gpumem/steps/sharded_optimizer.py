@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.model_step import import_quietly
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import OptimizerOrFactory
 
 

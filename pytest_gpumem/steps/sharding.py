@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.step_config.blocks import repeated_blocks
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import mapped
-from pytest_gpumem.steps.blocks import repeated_blocks
 from pytest_gpumem.steps.built import Built
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.meta_model import built, materialise
 from pytest_gpumem.steps.model_step import build_model
 from pytest_gpumem.steps.pipeline import Pipeline
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from pytest_gpumem.measure.context import MeasuringContext
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.step_config.shard_kinds import Layout
     from pytest_gpumem.steps.model_step import Loss, ModelOrFactory
-    from pytest_gpumem.steps.shard_kinds import Layout
 
 
 def build_sharded(

@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import feed, micro_batches
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.precision import autocasting, float32_precision
 from pytest_gpumem.torch_support.private_api import outside_autocast
 from pytest_gpumem.torch_support.static_access import attribute, is_a, named_modules
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.prepared import PreparedStep
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import on_device, work_in
 from pytest_gpumem.steps.built import Built
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.config import StepConfig
 from pytest_gpumem.steps.dry_run import DryRun, counted_again, dry_run
-from pytest_gpumem.steps.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, optimizer_named, workload_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.process_group import layout_in_process_group

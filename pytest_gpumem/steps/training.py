@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.reading import Phase
+from pytest_gpumem.step_config.checkpoint_kinds import KINDS
 from pytest_gpumem.steps.batches import feed, micro_batches
-from pytest_gpumem.steps.checkpoint_kinds import KINDS
 from pytest_gpumem.steps.model_step import loss_of
 from pytest_gpumem.steps.precision import autocasting, scaler_of
 from pytest_gpumem.steps.sharded_optimizer import clip_gradients
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
     from pytest_gpumem.steps.pipeline import Pipeline
 

@@ -13,7 +13,7 @@ from pytest_gpumem.advice.search_order import (
     recommended,
     shares,
 )
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 
 
 def climb(answers, samples=8, limit=None) -> list[str]:

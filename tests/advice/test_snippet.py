@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pytest_gpumem.advice.snippet import code_snippet
-from pytest_gpumem.steps.checkpoint_kinds import KINDS, Snippet
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.checkpoint_kinds import KINDS, Snippet
+from pytest_gpumem.step_config.config import StepConfig
 
 SAMPLES, WIDTH = 8, 32
 

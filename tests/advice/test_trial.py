@@ -11,8 +11,8 @@ import torch
 from pytest_gpumem.advice import trial
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START
 from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import NotAStep
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import NotAStep
 
 LATER = StepConfig(precision="amp-bf16")
 NO_MEMORY = (

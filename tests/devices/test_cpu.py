@@ -15,7 +15,7 @@ from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
+from pytest_gpumem.step_config.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.torch_support.reachability import storages_of
 from pytest_gpumem.values.events import AllocationEvent, Token
 from tests.locking import state_of

@@ -21,7 +21,7 @@ from pytest_gpumem.devices.cuda_runtime import GpuProperties, RecordedRegion
 from pytest_gpumem.devices.nvml import GpuNow, OtherProcesses
 from pytest_gpumem.measure.reading import Figures
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.config import CHECKPOINTS, PRECISIONS
+from pytest_gpumem.step_config.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.values.events import AllocationEvent, Close, Open
 from tests.silent_cuda import SilentCuda
 

@@ -263,7 +263,7 @@ def test_times_are_taken_when_the_device_is_done(fewest, monkeypatch):
 
 # Who may ask which device it is
 
-MAY_ASK = ("devices", "emulation", "torch_support")
+MAY_ASK = ("devices", "emulated_process", "emulation", "host_values", "torch_support")
 NAMES = {*BUILT_IN, AUTO, "xpu", "mps", "mtia", "hpu"} - {AUTO}
 ASKING_METHODS = {"startswith", "endswith"}
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.emulation.before_torch import PEAKS
-from pytest_gpumem.emulation.load import STARTUP, VARIABLE, current_emulation
+from pytest_gpumem.emulated_process.before_torch import PEAKS
+from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
+from pytest_gpumem.emulation.load import current_emulation
 from tests.emulated.processes import Processes
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ PLANTED_PROJECT = Path(__file__).parent / "planted_project"
 collect_ignore = [PLANTED_PROJECT.name]
 WITHOUT_VALUES = """
 import sys, types
-nothing = types.ModuleType("pytest_gpumem.emulation.values")
+nothing = types.ModuleType("pytest_gpumem.host_values.scope")
 nothing.begin = nothing.current = lambda: None
 import pytest_gpumem.emulation
-sys.modules[nothing.__name__] = pytest_gpumem.emulation.values = nothing
+sys.modules[nothing.__name__] = pytest_gpumem.host_values.scope = nothing
 """
 """Run before torch is imported: it is as if values of small tensors were not computed."""
 

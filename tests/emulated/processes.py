@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.emulation import before_torch, load
+from pytest_gpumem.emulated_process import before_torch
+from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
+from pytest_gpumem.emulation import load
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.load import STARTUP, VARIABLE, current_emulation
+from pytest_gpumem.emulation.load import current_emulation
 from tests import preloaded
 
 REPOSITORY = Path(__file__).parents[2]

@@ -193,7 +193,7 @@ def test_what_a_kernel_of_triton_writes_to_is_no_longer_known_and_what_it_reads_
     )
     source = """
 from kernels import gather
-from pytest_gpumem.emulation.values import current
+from pytest_gpumem.host_values.scope import current
 given, index = torch.arange(16, device="cuda"), torch.arange(16, device="cuda")
 out, counts = torch.zeros(32, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
 gather[(1,)](given, index, out[16:], counts)

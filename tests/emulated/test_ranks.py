@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.emulation.load import STARTUP, VARIABLE
+from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
 from tests.emulated.processes import REPOSITORY
 from tests.jobs import Job, run_job
 

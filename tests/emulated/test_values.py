@@ -7,7 +7,7 @@ import pytest
 from tests.emulated.conftest import WITHOUT_VALUES
 
 SEEN = """
-from pytest_gpumem.emulation.values import current
+from pytest_gpumem.host_values.scope import current
 seen = current().reads.take_trouble
 """
 

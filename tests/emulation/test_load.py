@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.emulated_process.before_torch import PEAKS
+from pytest_gpumem.emulated_process.start import STARTUP
 from pytest_gpumem.emulation import load
-from pytest_gpumem.emulation.before_torch import PEAKS
 from pytest_gpumem.emulation.errors import EmulationError
 
 
@@ -119,7 +120,7 @@ def test_the_command_takes_this_process_with_what_its_pythons_need(executed, mon
     assert (program, command) == ("python", ("python", "train.py", "--batch", "8"))
     assert environment["GPUMEM_EMULATED"] == "emulated:l4"
     assert environment[PEAKS]
-    assert environment["PYTHONPATH"] == f"{load.STARTUP}{os.pathsep}mine"
+    assert environment["PYTHONPATH"] == f"{STARTUP}{os.pathsep}mine"
 
 
 def test_it_can_be_quiet(executed, monkeypatch):
@@ -138,7 +139,7 @@ def test_a_command_that_there_is_not_is_named():
 def test_a_session_without_the_word_loads_nothing_of_it(project):
     project.write(
         "def test_it(gpumem):\n    import sys\n    gpumem.measure(lambda: torch.ones(10))\n"
-        "    assert 'pytest_gpumem.emulation.values' not in sys.modules\n"
+        "    assert 'pytest_gpumem.host_values.scope' not in sys.modules\n"
     )
     project.run(new=True).assert_outcomes(passed=1)
 
@@ -147,10 +148,10 @@ def test_the_sitecustomize_that_it_hides_is_run_as_well(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('theirs')\n", encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", "print('ours')"],
-        env={"PYTHONPATH": f"{load.STARTUP}:{tmp_path}", "PATH": "/usr/bin"},
+        env={"PYTHONPATH": f"{STARTUP}:{tmp_path}", "PATH": "/usr/bin"},
         capture_output=True,
         text=True,
         check=True,
     )
     assert done.stdout == "theirs\nours\n"
-    assert Path(load.STARTUP, "sitecustomize.py").exists()
+    assert Path(STARTUP, "sitecustomize.py").exists()

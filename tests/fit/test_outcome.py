@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut
 from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found, ProgramRun, ends_it, exit_status, found
 
 TOTAL, CONTEXT = 1000, 50

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from pytest_gpumem.emulated_process.usage import RanOut
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.usage import RanOut
 from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found
 from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
 from pytest_gpumem.reports.layout import plain_lines

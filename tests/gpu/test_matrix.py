@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.relations.estimate import Estimate
-    from pytest_gpumem.steps.config import StepConfig
+    from pytest_gpumem.step_config.config import StepConfig
 
     Plain = Callable[[str], Estimate]
 

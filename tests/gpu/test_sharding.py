@@ -10,7 +10,7 @@ import torch
 
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.relations.state import StateBytes, state_of
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.train_step import prepared_train_step
 from tests.steps.test_sharding import BLOCKS, F32, SHAPES, WIDTH, Net, shards
 

@@ -15,7 +15,7 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.counting import Counted, Counts, count_step, located
 from pytest_gpumem.measure.syncs import HostTensors
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.inference import quantized
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.values.layers import folded

@@ -11,8 +11,8 @@ import torch
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.prepared import MOST_SAMPLES, MeasuredStep
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.function import prepared_function
 from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.train_step import prepared_train_step

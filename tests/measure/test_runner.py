@@ -23,7 +23,7 @@ from pytest_gpumem.measure.runner import (
     measure_step,
     sample_again,
 )
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.timing.sampling import TimeBudget

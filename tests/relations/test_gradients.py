@@ -14,8 +14,8 @@ from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.relations.gradients import Gradients, assert_same_gradients, difference
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 
 RTOL = 1e-2
 

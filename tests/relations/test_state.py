@@ -10,7 +10,7 @@ import torch
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.relations.state import Share, StateBytes
 from pytest_gpumem.relations.state import state_of as state_of_step
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.steps.blocks import Segment, repeated_blocks
+from pytest_gpumem.step_config.blocks import Segment, repeated_blocks
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.checkpointing import checkpointed
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
 
 ADVICE = "use checkpoint=blocks or checkpoint=every:N"
 

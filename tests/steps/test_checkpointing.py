@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.steps.blocks import Block as Repeated
-from pytest_gpumem.steps.checkpoint_kinds import EXPENSIVE_OPS, KINDS, each_alone, in_segments
+from pytest_gpumem.step_config.blocks import Block as Repeated
+from pytest_gpumem.step_config.checkpoint_kinds import EXPENSIVE_OPS, KINDS, each_alone, in_segments
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
 
 if TYPE_CHECKING:
     from pytest_gpumem.devices.cpu import CpuDevice

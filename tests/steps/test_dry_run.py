@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.dry_run import MOST_OVERFLOWS, DryRun, dry_run, dry_run_inference
 from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.training import Training

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.inference import infer_phases, quantized
 from pytest_gpumem.steps.surroundings import caching
 

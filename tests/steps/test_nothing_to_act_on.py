@@ -9,8 +9,8 @@ import torch
 
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 8

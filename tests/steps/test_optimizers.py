@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pytest_gpumem.relations.state import state_bytes
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.model_step import eight_bit_module, optimizer_named
 from pytest_gpumem.steps.sharded_optimizer import adapted
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors

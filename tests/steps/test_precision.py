@@ -10,8 +10,8 @@ import torch
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.steps.config import PRECISIONS
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import PRECISIONS
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.precision import (
     autocasting,
     batch_in_precision,

@@ -21,8 +21,8 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.state import state_of
-from pytest_gpumem.steps.config import StepConfig
-from pytest_gpumem.steps.errors import ConfigError
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from pytest_gpumem.steps.config import StepConfig
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.training import Training
 
 CPU = torch.device("cpu")

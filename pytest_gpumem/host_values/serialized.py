@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing import reductions
 
-from pytest_gpumem.emulation.host_operators import has_storage, is_ordinary
+from pytest_gpumem.host_values.host_operators import has_storage, is_ordinary
 from pytest_gpumem.torch_support.private_api import never_compiled, outside_torch_function, reduced_with_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.emulation.host_values import HostValues
+    from pytest_gpumem.host_values.mode import HostValues
 
 MARK = "_gpumem_not_computed"
 """The attribute of a pickled tensor. Where nothing is emulated, what reads it has a tensor with an attribute more."""

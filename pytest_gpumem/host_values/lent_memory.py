@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pytest_gpumem.emulation.host_operators import has_storage
+from pytest_gpumem.host_values.host_operators import has_storage
 
 if TYPE_CHECKING:
     import torch

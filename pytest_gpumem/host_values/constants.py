@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pytest_gpumem.emulation.host_operators import has_storage, is_exact, is_small, on_host
+from pytest_gpumem.host_values.host_operators import has_storage, is_exact, is_small, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.emulation.host_operators import Operator
-    from pytest_gpumem.emulation.reads import Use
+    from pytest_gpumem.host_values.host_operators import Operator
+    from pytest_gpumem.host_values.reads import Use
 
 _OURS = str(Path(__file__).parents[1])
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)

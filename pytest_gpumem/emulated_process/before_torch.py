@@ -55,9 +55,9 @@ class _BeforeTorch(MetaPathFinder):
                 run(module)
                 # The first that is registered is the last that is called.
                 atexit.register(_wait_for_autograd)
-                from pytest_gpumem.emulation import values
+                from pytest_gpumem.host_values import scope
 
-                values.begin()
+                scope.begin()
                 record_if_told_to()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -74,11 +74,11 @@ def install(word: str) -> None:
 def record_if_told_to() -> None:
     """Record peaks or usage of this process where the environment says so. torch has been imported."""
     if os.environ.get(PEAKS):
-        from pytest_gpumem.emulation.peaks import print_at_exit
+        from pytest_gpumem.emulated_process.peaks import print_at_exit
 
         print_at_exit()
     if folder := os.environ.get(USAGE):
-        from pytest_gpumem.emulation.usage_recorder import record_usage
+        from pytest_gpumem.emulated_process.usage_recorder import record_usage
 
         steps = os.environ.get(STEPS)
         record_usage(Path(folder), int(steps) if steps else None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.emulation.host_operators import tensors_among
+from pytest_gpumem.host_values.host_operators import tensors_among
 from pytest_gpumem.torch_support.private_api import (
     current_dispatch_mode,
     engine_run_within,
@@ -24,7 +24,7 @@ from pytest_gpumem.torch_support.private_api import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_gpumem.emulation.host_values import HostValues
+    from pytest_gpumem.host_values.mode import HostValues
 
 
 def away_in_backward(mode: HostValues) -> None:

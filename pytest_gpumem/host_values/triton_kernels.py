@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.emulation.load import current_emulation
 
 if TYPE_CHECKING:
-    from pytest_gpumem.emulation.host_values import HostValues
+    from pytest_gpumem.host_values.mode import HostValues
 
 _NAME = re.compile(r"%[\w$.#-]+")
 _ARGUMENT = re.compile(r"(%[\w$.-]+): ([^\s,{)]+)")

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from pytest_gpumem.emulated_process.peaks import KeptPeaks, keeps_statistics
+from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut, among_all, no_kernels, write_usage
 from pytest_gpumem.emulation.load import current_emulation
-from pytest_gpumem.emulation.peaks import KeptPeaks, keeps_statistics
-from pytest_gpumem.emulation.usage import DeviceUsage, ProcessUsage, RanOut, among_all, no_kernels, write_usage
-from pytest_gpumem.emulation.values import current
+from pytest_gpumem.host_values.scope import current
 from pytest_gpumem.torch_support.private_api import (
     expandable_segments_are_on,
     observe_out_of_memory,

@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from pytest_gpumem.emulation.host_values import HostValues
+    from pytest_gpumem.host_values.mode import HostValues
 
 
 def follow_graphs(mode: HostValues) -> None:

@@ -10,12 +10,12 @@ import dis
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulation.operand_stack import LEAVES, StackCell, Step, steps
+from pytest_gpumem.host_values.operand_stack import LEAVES, StackCell, Step, steps
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
 
-    from pytest_gpumem.emulation.reads import Use
+    from pytest_gpumem.host_values.reads import Use
 
 _OF_CALLS: dict[str, Use] = {
     **dict.fromkeys(("int", "round", "floor", "ceil", "trunc", "range"), "integer"),

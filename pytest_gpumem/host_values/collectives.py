@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulation.host_operators import is_small, on_the_same_memory
+from pytest_gpumem.host_values.host_operators import is_small, on_the_same_memory
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from pytest_gpumem.steps.blocks import Block
+    from pytest_gpumem.step_config.blocks import Block
 
     Blocks = Sequence[Block]
 

@@ -1,21 +1,18 @@
-"""The repeated blocks of a model, found or named, and segments of them that are recomputed as one."""
+"""The repeated blocks of a model, found or named."""
 
 from __future__ import annotations
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.steps.errors import ConfigError
-from pytest_gpumem.torch_support.static_access import class_name, elements_of, is_a
+from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.torch_support.static_access import class_name, elements_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     import torch
-
-    Forward = Callable[..., Any]
-    Recompute = Callable[..., Any]
 
 
 class Block(NamedTuple):
@@ -145,123 +142,3 @@ def _parameters(module: torch.nn.Module) -> int:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-class Segment:
-    """Two or more consecutive blocks that are recomputed as one. ``forwards()`` are the replacements of their ``forward``.
-
-    The first block runs all of them; the others hand on what they get. That is right only where the model's loop runs each
-    block once and in order, does nothing between two and gives each the same arguments, so all of that is checked each time.
-    """
-
-    def __init__(self, blocks: Sequence[Block], recompute: Recompute) -> None:
-        """Make the segment of ``blocks``, in the order in which they run.
-
-        ``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward.
-        """
-        self._paths = [block.path for block in blocks]
-        self._own = [block.module.forward for block in blocks]
-        self._recompute = recompute
-        self._output: Any = None
-        self._ran = 0
-        """Number of blocks that the loop has run in a call that has not ended."""
-        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-
-    def forwards(self) -> list[Forward]:
-        """Return the replacement of each block's ``forward``, in their order."""
-        return [self._first(), *(self._follower(number) for number in range(1, len(self._own)))]
-
-    def check_ended(self) -> None:
-        """Raise `ConfigError` if the model's loop has run the first block and not all of them."""
-        if self._call is not None:
-            raise self._wrong(self._ran, f"it did not run after {self._paths[self._ran - 1]}")
-
-    def _first(self) -> Forward:
-        def run_all(*args: Any, **kwargs: Any) -> Any:
-            self.check_ended()
-            self._output, self._call, self._ran = self._recompute(self._run, *args, **kwargs), (args, kwargs), 1
-            return self._output
-
-        return run_all
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._own[0](*args, **kwargs)
-        for number, forward in enumerate(self._own[1:]):
-            args, kwargs = _with_hidden(args, kwargs, self._hidden_of(output, number))
-            output = forward(*args, **kwargs)
-        return output
-
-    def _follower(self, number: int) -> Forward:
-        last = number == len(self._own) - 1
-
-        def hand_on(*args: Any, **kwargs: Any) -> Any:
-            if self._call is None:
-                raise self._wrong(number, f"it ran before {self._paths[0]}")
-            self._check(number, args, kwargs)
-            output = self._output
-            self._ran += 1
-            if last:
-                self._output = self._call = None
-            return output
-
-        return hand_on
-
-    def _check(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self._call is not None, "the caller has looked"
-        if number < self._ran:
-            raise self._wrong(number, "it ran more than once")
-        if number > self._ran:
-            self.check_ended()
-        hidden, where = _hidden(args, kwargs)
-        if hidden is not self._hidden_of(self._output, number - 1):
-            raise self._wrong(number, "the model changes what it gets from the block before")
-        theirs, mine = _others(*self._call, where), _others(args, kwargs, where)
-        if theirs.keys() != mine.keys() or any(theirs[name] is not mine[name] for name in mine):
-            differing = [
-                str(name) for name in sorted({*theirs, *mine}, key=str) if theirs.get(name) is not mine.get(name)
-            ]
-            raise self._wrong(number, f"its argument {', '.join(differing)} is not that of {self._paths[0]}")
-
-    def _hidden_of(self, output: Any, number: int) -> Any:
-        """Return the next block's input from a block's output: the output, or the first of a tuple that has nothing else."""
-        import torch
-
-        if is_a(output, torch.Tensor):
-            return output
-        if is_a(output, tuple, list) and output and is_a(output[0], torch.Tensor):
-            if all(more is None for more in output[1:]):
-                return output[0]
-            raise self._wrong(number, "it returns more than one tensor")
-        raise self._wrong(number, f"it returns {class_name(type(output))}")
-
-    def _wrong(self, number: int, why: str) -> ConfigError:
-        return ConfigError(
-            f"{self._paths[number]} cannot be recomputed together with the blocks around it: {why}; "
-            "use checkpoint=blocks or checkpoint=every:N"
-        )
-
-
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | str | None]:
-    """Return the first tensor among a call's arguments, and its position or keyword."""
-    import torch
-
-    for where, value in _by_place(args, kwargs):
-        if is_a(value, torch.Tensor):
-            return value, where
-    return None, None
-
-
-def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    _, where = _hidden(args, kwargs)
-    if isinstance(where, int):
-        return (*args[:where], hidden, *args[where + 1 :]), kwargs
-    return args, kwargs if where is None else {**kwargs, where: hidden}
-
-
-def _others(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | str | None) -> dict[int | str, Any]:
-    return {where: value for where, value in _by_place(args, kwargs) if where != hidden}
-
-
-def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
-    yield from enumerate(args)
-    yield from kwargs.items()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.emulation.host_operators import tensors_among
+from pytest_gpumem.host_values.host_operators import tensors_among
 from pytest_gpumem.torch_support.private_api import around_scripts, lists_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_gpumem.emulation.host_values import HostValues
+    from pytest_gpumem.host_values.mode import HostValues
 
 
 def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pytest_gpumem.emulation.use_of_float import use_of_comparison, use_of_conversion
+from pytest_gpumem.host_values.use_of_float import use_of_comparison, use_of_conversion
 
 
 class Compared(float):

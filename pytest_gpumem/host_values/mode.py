@@ -15,9 +15,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.emulation.collectives import SENDS_ONLY, complete
-from pytest_gpumem.emulation.constants import Constant, Constants, comparison_of_floats
-from pytest_gpumem.emulation.host_operators import (
+from pytest_gpumem.emulation.libraries import BY_STEM
+from pytest_gpumem.host_values.collectives import SENDS_ONLY, complete
+from pytest_gpumem.host_values.constants import Constant, Constants, comparison_of_floats
+from pytest_gpumem.host_values.host_operators import (
     BIGGEST_COPY,
     Operator,
     compute,
@@ -33,10 +34,9 @@ from pytest_gpumem.emulation.host_operators import (
     parts_of,
     tensors_among,
 )
-from pytest_gpumem.emulation.lent_memory import LentMemory
-from pytest_gpumem.emulation.libraries import BY_STEM
-from pytest_gpumem.emulation.reads import Reads
-from pytest_gpumem.emulation.unknown_float import UNKNOWN, is_unknown_number
+from pytest_gpumem.host_values.lent_memory import LentMemory
+from pytest_gpumem.host_values.reads import Reads
+from pytest_gpumem.host_values.unknown_float import UNKNOWN, is_unknown_number
 from pytest_gpumem.torch_support.private_api import never_compiled, run_kernel
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _Unknown(NamedTuple):
 class HostValues(TorchDispatchMode):
     """Dispatch mode that computes known small tensors on the host, and notices reads of uncomputed values.
 
-    `pytest_gpumem.emulation.values` enters it.
+    `pytest_gpumem.host_values.scope` enters it.
     """
 
     def __init__(self) -> None:

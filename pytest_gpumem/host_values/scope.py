@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.emulation.backward import away_in_backward
-from pytest_gpumem.emulation.graphs import follow_graphs
-from pytest_gpumem.emulation.host_values import HostValues
-from pytest_gpumem.emulation.native_reads import answer_native_reads
-from pytest_gpumem.emulation.triton_kernels import forget_what_kernels_write
-from pytest_gpumem.emulation.unknown_float import UnknownFloat
-from pytest_gpumem.emulation.watched_methods import watch_methods
+from pytest_gpumem.host_values.backward import away_in_backward
+from pytest_gpumem.host_values.graphs import follow_graphs
+from pytest_gpumem.host_values.mode import HostValues
+from pytest_gpumem.host_values.native_reads import answer_native_reads
+from pytest_gpumem.host_values.triton_kernels import forget_what_kernels_write
+from pytest_gpumem.host_values.unknown_float import UnknownFloat
+from pytest_gpumem.host_values.watched_methods import watch_methods
 from pytest_gpumem.torch_support.private_api import print_by_way_of_the_host
 
 if TYPE_CHECKING:

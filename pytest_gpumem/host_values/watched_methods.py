@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.emulation.host_operators import is_exact, is_ordinary, on_host, tensors_among
-from pytest_gpumem.emulation.scripts import follow_scripts
-from pytest_gpumem.emulation.serialized import follow_serialized
-from pytest_gpumem.emulation.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
-from pytest_gpumem.emulation.use_of_float import TEXT, use_of_conversion
+from pytest_gpumem.host_values.host_operators import is_exact, is_ordinary, on_host, tensors_among
+from pytest_gpumem.host_values.scripts import follow_scripts
+from pytest_gpumem.host_values.serialized import follow_serialized
+from pytest_gpumem.host_values.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
+from pytest_gpumem.host_values.use_of_float import TEXT, use_of_conversion
 from pytest_gpumem.torch_support.private_api import (
     current_dispatch_mode,
     never_compiled,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
-    from pytest_gpumem.emulation.host_values import HostValues
+    from pytest_gpumem.host_values.mode import HostValues
 
 
 _OURS_AND_TORCHS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")

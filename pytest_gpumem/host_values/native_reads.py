@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_gpumem.emulation import host_values, watched_methods
-from pytest_gpumem.emulation.host_operators import on_host, on_the_same_memory
 from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.host_values import mode as values_mode
+from pytest_gpumem.host_values import watched_methods
+from pytest_gpumem.host_values.host_operators import on_host, on_the_same_memory
 from pytest_gpumem.torch_support.private_api import running_node_name
 
 if TYPE_CHECKING:
-    from pytest_gpumem.emulation.host_values import HostValues
+    from pytest_gpumem.host_values.mode import HostValues
 
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _OURS = str(Path(__file__).parents[1])
-_SEEING = (host_values.__file__, watched_methods.__file__)
+_SEEING = (values_mode.__file__, watched_methods.__file__)
 _PASSING = frozenset({"normal"})
 """Operators that read one truth: whether what they are given is valid."""
 _kept: list[object] = []

@@ -7,12 +7,12 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_gpumem.emulation.use_of_float import TEXT, use_of_comparison, use_of_conversion
+from pytest_gpumem.host_values.use_of_float import TEXT, use_of_comparison, use_of_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.emulation.reads import Reads
+    from pytest_gpumem.host_values.reads import Reads
 
 UNKNOWN = 2.0**-120
 """The value of each of them. Nobody else uses it, so one that comes back as a number is known again: float32 holds it, too."""

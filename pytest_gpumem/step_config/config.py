@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_gpumem.steps.checkpoint_kinds import KINDS, Checkpointing
-from pytest_gpumem.steps.errors import ConfigError
-from pytest_gpumem.steps.shard_kinds import NONE, Sharding, read_offload
+from pytest_gpumem.step_config.checkpoint_kinds import KINDS, Checkpointing
+from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.step_config.shard_kinds import NONE, Sharding, read_offload
 from pytest_gpumem.units import nearest, number, whole_number
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.steps.checkpoint_kinds import KINDS, CheckpointKind
-from pytest_gpumem.steps.config import (
+from pytest_gpumem.step_config.checkpoint_kinds import KINDS, CheckpointKind
+from pytest_gpumem.step_config.config import (
     AXES,
     CACHES,
     CHECKPOINTS,
@@ -25,8 +25,8 @@ from pytest_gpumem.steps.config import (
     as_config,
     combinations,
 )
-from pytest_gpumem.steps.errors import ConfigError
-from pytest_gpumem.steps.shard_kinds import OFFLOADS, Sharding
+from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.step_config.shard_kinds import OFFLOADS, Sharding
 
 unhurried = settings(deadline=None)
 

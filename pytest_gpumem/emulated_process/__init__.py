@@ -1,0 +1,1 @@
+"""A process on an emulated GPU: its start, and what it used when it ends."""
