@@ -14,20 +14,29 @@ TEST_READY := $(VENV)/.test-installed
 DEV_READY := $(VENV)/.dev-installed
 EMULATED_VENV ?= .venv-emulated$(OTHER)
 EMULATED_READY := $(EMULATED_VENV)/.installed
+EXAMPLE_VENV ?= .venv-example$(OTHER)
+EXAMPLE_READY := $(EXAMPLE_VENV)/.installed
+EXAMPLE_EMULATED_VENV ?= .venv-example-emulated$(OTHER)
+EXAMPLE_EMULATED_READY := $(EXAMPLE_EMULATED_VENV)/.installed
+# Of these releases pip need not try others. torch and what belongs to its release are chosen here.
+PINS := --constraint constraints.txt
 # The CUDA build of torch needs none of NVIDIA's libraries where these are stood in for. Three signs: no other build will do.
 EMULATED_TORCH := $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cu132,torch===$(TORCH))
-# pip takes what belongs to an extra for not required: the line of docs/guide.md.
+# pip takes what belongs to an extra for not required: the line of docs/guide.md. Triton is for torch.compile.
 WITHOUT_NVIDIA := sed -i -E 's/^(Requires-Dist: (cuda|nvidia)-[^;]*).*/\1; extra == "nvidia"/'
+WITHOUT_TRITON := sed -i -E 's/^(Requires-Dist: triton[^;]*).*/\1; extra == "triton"/'
 EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8'
 # Workers have a core each: more threads of one would wait for the others'. One that has no tests left takes of another's.
 SUITE = -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size lint browser compiler screenshots clean
+.PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size constraints lint browser \
+	compiler screenshots clean
 
 help:
-	@echo "make example   gate the example project against its committed baselines, on the CPU and, where it can be, on an emulated GPU"
-	@echo "make test      run the suite"
+	@echo "make example   gate the example project against its committed baselines: on an emulated GPU where there can be one, else on the CPU"
+	@echo "               (example-emulated and example-cpu choose); installs this plugin, torch and pytest"
+	@echo "make test      run the suite; installs what its tests use, too: transformers, Lightning, S3, a driver of browsers, ... (2 GB)"
 	@echo "make explore   run the suite for more models, with random examples, ten times as many, and in a random order"
 	@echo "make emulated  run the tests on an emulated GPU, and gate the example project there (Linux on x86-64, a C compiler)"
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
@@ -42,16 +51,18 @@ help:
 	@echo "TORCH=2.15.0 the release of torch, or nightly: test, emulated and example with another one than $(PINNED), in an environment of its own,"
 	@echo "ARGS='-m thorough' runs what test and emulated leave out: it shows in another way what another test shows"
 
-example: example-cpu
+# Where a GPU can be emulated, on it: its torch is loaded without NVIDIA's libraries, 0.5 GB in place of 3.
+example:
 	@if [ "$$(uname -sm)" = "Linux x86_64" ] && command -v cc >/dev/null && ! [ -e /dev/nvidiactl ]; then $(MAKE) example-emulated; \
-	else echo "no GPU is emulated here: that needs Linux on x86-64, a C compiler (make compiler), and no GPU of this machine"; fi
+	else echo "on the CPU: to emulate a GPU needs Linux on x86-64, a C compiler (make compiler), and no GPU in this machine"; \
+		$(MAKE) example-cpu; fi
 
-example-cpu: $(TEST_READY)
-	$(BIN)/python -m pytest example_project --gpumem-baseline --gpumem-device=cpu -v $(ARGS)
+example-cpu: $(EXAMPLE_READY)
+	cd example_project && ../$(EXAMPLE_VENV)/bin/python -m pytest --gpumem-baseline --gpumem-device=cpu $(ARGS)
 
 # The emulated GPU's baselines are those of this release of torch.
-example-emulated: $(EMULATED_READY)
-	cd example_project && ../$(EMULATED_VENV)/bin/python -m pytest --gpumem-baseline --gpumem-device=emulated:h100 -v $(ARGS)
+example-emulated: $(EXAMPLE_EMULATED_READY)
+	cd example_project && ../$(EXAMPLE_EMULATED_VENV)/bin/python -m pytest --gpumem-baseline --gpumem-device=emulated:h100 $(ARGS)
 
 # The suite gates a copy of the example project, too: tests/test_example_project.py. On every core; ARGS='-n 0' runs it in this
 # process.
@@ -67,7 +78,7 @@ explore: $(TEST_READY)
 emulated: $(EMULATED_READY)
 	OMP_NUM_THREADS=1 $(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- \
 		$(EMULATED_VENV)/bin/python $(SUITE) tests/emulated tests/gpu -m "not thorough" $(ARGS)
-	$(MAKE) example-emulated ARGS=
+	$(MAKE) example-emulated EXAMPLE_EMULATED_VENV=$(EMULATED_VENV) ARGS=
 
 # They install nothing. The table is made of what runs, also when a test has failed.
 gpu: cuda
@@ -90,6 +101,12 @@ cuda:
 # Of the tests what the latest `make test` left. THAN=folder adds the difference to another checkout.
 size:
 	$(PYTHON) .ci/size.py $(if $(THAN),--than $(THAN))
+
+# Needs uv. The pins of one release of torch would be wrong for another one.
+constraints:
+	{ sed -n '/^#/p' constraints.txt && uv pip compile --quiet --upgrade --universal --python-version 3.10 --extra test --no-header --no-annotate \
+		--no-emit-package torch pyproject.toml | grep -vE '^(cuda-|nvidia-[^m]|triton|torchao|mpmath|networkx|sympy|setuptools)'; } >constraints.new
+	mv constraints.new constraints.txt
 
 lint: $(DEV_READY)
 	$(BIN)/ruff format --check
@@ -123,28 +140,44 @@ screenshots: $(TEST_READY)
 	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py
 
 clean:
-	rm -rf .venv .venv-* $(VENV) $(EMULATED_VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* $(VENV) $(EMULATED_VENV) $(EXAMPLE_VENV) $(EXAMPLE_EMULATED_VENV) build dist .mypy_cache .ruff_cache .hypothesis
 	find . -type d \( -name __pycache__ -o -name .pytest_cache \) -prune -exec rm -rf {} +
 
 # Made anew whenever what it is made of changes. Where Python comes without ensurepip, as on Debian, its own pip fills the
 # environment; a pip older than 22.3 cannot, or cannot install a project in place, and is brought up to date.
-$(TEST_READY): pyproject.toml example_project/pyproject.toml
+$(TEST_READY): pyproject.toml example_project/pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV) || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -c "import pip, sys; sys.exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" || \
 		$(BIN)/python -m pip install --upgrade pip
 	$(if $(NIGHTLY),$(BIN)/python -m pip install --pre torch --index-url $(NIGHTLY)/cpu)
-	$(BIN)/python -m pip install $(if $(NIGHTLY),,torch==$(TORCH)) $(OLDER_TORCHAO) --editable '.[test]'
+	@echo "installing what the tests use, torch $(TORCH) among it, into $(VENV)/"
+	$(BIN)/python -m pip install $(PINS) $(if $(NIGHTLY),,torch==$(TORCH)) $(OLDER_TORCHAO) --editable '.[test]'
+	touch $@
+
+# What a user installs.
+$(EXAMPLE_READY): pyproject.toml example_project/pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(EXAMPLE_VENV)
+	$(EXAMPLE_VENV)/bin/python -m pip install $(PINS) $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cpu,torch==$(TORCH))
+	$(EXAMPLE_VENV)/bin/python -m pip install $(PINS) numpy --editable .
+	touch $@
+
+$(EXAMPLE_EMULATED_READY): pyproject.toml example_project/pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(EXAMPLE_EMULATED_VENV)
+	$(EXAMPLE_EMULATED_VENV)/bin/python -m pip install --no-deps $(EMULATED_TORCH)
+	$(WITHOUT_NVIDIA) $(EXAMPLE_EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
+	$(WITHOUT_TRITON) $(EXAMPLE_EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
+	$(EXAMPLE_EMULATED_VENV)/bin/python -m pip install $(PINS) numpy --editable .
 	touch $@
 
 # torch requires Triton, in its release, for torch.compile.
-$(EMULATED_READY): pyproject.toml example_project/pyproject.toml
+$(EMULATED_READY): pyproject.toml example_project/pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(EMULATED_VENV)
 	$(EMULATED_VENV)/bin/python -m pip install --no-deps $(EMULATED_TORCH)
 	$(WITHOUT_NVIDIA) $(EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
-	$(EMULATED_VENV)/bin/python -m pip install $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
+	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
 	touch $@
 
 $(DEV_READY): $(TEST_READY)
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(BIN)/python -m pip install $(PINS) --editable '.[dev]'
 	touch $@

@@ -1,1 +1,1 @@
-"""What the words of a step config mean."""
+"""Step configs: the meaning of each word, and the repeated blocks that it acts on."""
