@@ -49,6 +49,7 @@ FORMATS = (
     Format(".html", "to look at", "pytest_gpumem.reports.html.page:html", needs=("jinja2", "plotly")),
     Format(".md", "for a comment", "pytest_gpumem.reports.markdown:markdown"),
     Format(".json", "for programs and `gpumem merge`", "pytest_gpumem.reports.json_report:to_json"),
+    Format(".sarif", "for code scanning", "pytest_gpumem.reports.sarif:sarif"),
 )
 """All formats, in the order in which help lists them."""
 

@@ -1,0 +1,111 @@
+"""A session as SARIF 2.1.0, for code scanning: a result for each failing or uncertain test, at the line that grew."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.reports.escaping import visible
+from pytest_gpumem.reports.view import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reports.view import ReportRow
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+MOST_RELATED = 20
+"""Related lines of a result: a page of code scanning shows them one below the other."""
+ROOT = "%SRCROOT%"
+"""The root directory, from which all files are named; GitHub's ``checkout_path`` says where in the repository it is."""
+_SITE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
+
+
+def sarif(report: SessionReport) -> str:
+    """Return a run of one tool with its rules, results, and the reasons of a red session beside its tests."""
+    rows = [row for row in rows_of(report) if row.status.fails or row.status.words == Outcome.UNCERTAIN.words]
+    problems = [{"level": "error", "message": {"text": visible(one)}} for one in report.problems]
+    run = {
+        "tool": {
+            "driver": {
+                "name": "pytest-gpumem",
+                "semanticVersion": visible(report.version),
+                "rules": [_rule(words) for words in sorted({row.status.words for row in rows})],
+            }
+        },
+        "columnKind": "unicodeCodePoints",
+        "invocations": [
+            {"executionSuccessful": report.passed, "endTimeUtc": visible(report.ended)}
+            | ({"toolExecutionNotifications": problems} if problems else {})
+        ],
+        "results": [_result(row) for row in rows],
+    }
+    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, ensure_ascii=True) + "\n"
+
+
+def _rule(words: str) -> dict[str, Any]:
+    return {
+        "id": _rule_id(words),
+        "name": "".join(word.capitalize() for word in words.split()),
+        "shortDescription": {"text": f"GPU memory and throughput: {words}"},
+    }
+
+
+def _rule_id(words: str) -> str:
+    return f"gpumem/{words.replace(' ', '-')}"
+
+
+def _result(row: ReportRow) -> dict[str, Any]:
+    lines = _with_test_if_none(row, dict.fromkeys(_grown_lines(row)))
+    first, *others = lines
+    text = row.why or "; ".join(row.notes) or row.status.words
+    found: dict[str, Any] = {
+        "ruleId": _rule_id(row.status.words),
+        "level": "error" if row.status.fails else "warning",
+        "message": {"text": f"{visible(row.title)}: {visible(text, keep=chr(10))}"},
+        "locations": [_location(*first)],
+        # The same test and the same outcome stay one alert, although lines move.
+        "partialFingerprints": {"gpumemTest/v1": f"{visible(row.title)} {row.status.slug}"},
+    }
+    if others:
+        found["relatedLocations"] = [
+            {"id": number, **_location(*one)} for number, one in enumerate(others[:MOST_RELATED])
+        ]
+    return found
+
+
+def _with_test_if_none(row: ReportRow, grown: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the lines that grew, the most bytes first, and the test's own after them."""
+    place = row.result.verdict.location if row.result is not None else None
+    return [*grown, (place.file, place.line) if place is not None else (row.file, 1)]
+
+
+def _grown_lines(row: ReportRow) -> Iterator[tuple[str, int]]:
+    """Yield file and line of the project's own code that grew in bytes, then of that with more operators."""
+    for one in row.measured:
+        changes = one.verdict.growth.changes if one.verdict.growth is not None else ()
+        for change in sorted(changes, key=lambda change: -change.nbytes):
+            if change.nbytes > 0 and (line := _line_of(change.row.site)):
+                yield line
+    for one in row.measured:
+        for tallies in one.verdict.count_changes.values():
+            for tally in tallies:
+                if tally.amount > 0 and (line := _line_of(tally.place.site)):
+                    yield line
+
+
+def _line_of(site: str) -> tuple[str, int] | None:
+    """Return file and line; ``None`` for what lies outside of the root directory, which no repository has."""
+    match = _SITE.fullmatch(site)
+    if match is None or match["file"].startswith(("/", "..")) or re.match(r"[A-Za-z]:", site):
+        return None
+    return match["file"], int(match["line"])
+
+
+def _location(file: str, line: int) -> dict[str, Any]:
+    artifact = {"uri": quote(visible(file.replace("\\", "/"))), "uriBaseId": ROOT}
+    return {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
