@@ -18,6 +18,8 @@ EXAMPLE_VENV ?= .venv-example$(OTHER)
 EXAMPLE_READY := $(EXAMPLE_VENV)/.installed
 EXAMPLE_EMULATED_VENV ?= .venv-example-emulated$(OTHER)
 EXAMPLE_EMULATED_READY := $(EXAMPLE_EMULATED_VENV)/.installed
+DOCS_VENV ?= .venv-docs
+DOCS_READY := $(DOCS_VENV)/.installed
 # Of these releases pip need not try others. torch and what belongs to its release are chosen here.
 PINS := --constraint constraints.txt
 # The CUDA build of torch needs none of NVIDIA's libraries where these are stood in for. Three signs: no other build will do.
@@ -30,8 +32,8 @@ EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8'
 SUITE = -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size constraints lint browser \
-	compiler screenshots clean
+.PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size constraints lint docs \
+	release-check browser compiler screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines: on an emulated GPU where there can be one, else on the CPU"
@@ -41,9 +43,11 @@ help:
 	@echo "make emulated  run the tests on an emulated GPU, and gate the example project there (Linux on x86-64, a C compiler)"
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
-	@echo "make lint      check format, style, types, and which room imports which"
+	@echo "make lint      check format, style, types, which room imports which, and workflows"
 	@echo "make size      print lines by room, files of a training step, tests and seconds; THAN=folder: and the difference to another checkout"
 	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"
+	@echo "make docs      make the site of docs/ in build/site; a link that leads nowhere fails it"
+	@echo "make release-check  build sdist and wheel into dist/, check them, and gate the example with the wheel, in new environments"
 	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
 	@echo "make screenshots  take the pictures of the HTML report in the docs anew (needs Chromium)"
 	@echo "make clean     remove the virtual environments, caches and builds"
@@ -113,6 +117,7 @@ lint: $(DEV_READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/zizmor --offline --quiet --min-severity=medium .github
 
 # The tests look for `chromium`, and are skipped without it. apt-get waits for another one to end.
 browser:
@@ -135,6 +140,18 @@ define install_command
 			echo "$(1) could not be installed (see above); $(3)" >&2; exit 1; }; \
 	fi
 endef
+
+docs: $(DOCS_READY)
+	$(DOCS_VENV)/bin/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet -b html docs build/site
+
+$(DOCS_READY): docs/requirements.txt
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --requirement docs/requirements.txt
+	touch $@
+
+# One cell of the workflow's matrix: of Python by PYTHON, of torch by TORCH.
+release-check:
+	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/release-check $(ARGS)
 
 screenshots: $(TEST_READY)
 	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py
