@@ -385,7 +385,7 @@ def moving_state(stays_from: int):
 
 
 @pytest.mark.parametrize("warm_ups", [2, MOST_WARM_UPS + 4])
-def test_a_step_that_moves_its_state_is_warmed_up_until_the_state_stays_and_no_longer(device, warm_ups):
+def test_a_step_that_moves_its_state_is_warmed_up_until_it_stays_and_no_longer(device, warm_ups):
     run, state, ran = moving_state(stays_from=warm_ups - 1)
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert figures.settled

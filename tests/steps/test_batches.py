@@ -263,7 +263,7 @@ def test_a_tensor_is_the_only_argument():
         (None, ((None,), {})),
     ],
 )
-def test_a_sequence_is_positional_a_mapping_keyword_and_anything_else_the_only_argument(batch, arguments):
+def test_a_sequence_is_fed_by_position_a_mapping_by_keyword_and_all_else_as_it_is(batch, arguments):
     assert feed(model, batch) == arguments
 
 
