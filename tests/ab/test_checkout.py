@@ -36,11 +36,16 @@ def repository(tmp_path):
     return folder
 
 
+@pytest.fixture
+def checkout(repository):
+    return Checkout.around(repository)
+
+
 def both(checkout, base="HEAD", head="HEAD"):
     return {"base": checkout.revision(base), "head": checkout.revision(head)}
 
 
-def test_both_revisions_are_there_and_gone_afterwards_and_the_checkout_does_not_notice(repository, tmp_path):
+def test_both_revisions_are_there_and_gone_afterwards_and_the_checkout_does_not_notice(repository, checkout, tmp_path):
     commit(repository, model="second")
     hook = repository / ".git" / "hooks" / "post-checkout"
     hook.parent.mkdir(exist_ok=True)
@@ -48,7 +53,6 @@ def test_both_revisions_are_there_and_gone_afterwards_and_the_checkout_does_not_
     hook.chmod(0o755)
     (repository / "model").write_text("third")
     before = git(repository, "status"), git(repository, "branch", "--all"), (repository / ".git/index").read_bytes()
-    checkout = Checkout.around(repository)
     with temporary_folder() as folder:
         with worktrees(checkout, both(checkout, "HEAD~1"), folder, Stop()) as (made, notes):
             assert [(made[side] / "model").read_text() for side in ("base", "head")] == ["first", "second"]
@@ -69,8 +73,7 @@ def test_the_second_worktree_is_not_made_when_the_end_is_asked_for_and_the_first
     assert checkout.checkouts() == [repository]
 
 
-def test_a_worktree_that_is_damaged_meanwhile_is_removed_all_the_same(repository, tmp_path):
-    checkout = Checkout.around(repository)
+def test_a_worktree_that_is_damaged_meanwhile_is_removed_all_the_same(repository, checkout, tmp_path):
     with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, _):
         (made["base"] / ".git").unlink()
         (made["head"] / "new").write_text("untracked")
@@ -78,8 +81,7 @@ def test_a_worktree_that_is_damaged_meanwhile_is_removed_all_the_same(repository
     assert not any(path.exists() for path in made.values())
 
 
-def test_a_worktree_that_stayed_locked_when_git_was_killed_is_removed_all_the_same(repository, tmp_path):
-    checkout = Checkout.around(repository)
+def test_a_worktree_that_stayed_locked_when_git_was_killed_is_removed_all_the_same(repository, checkout, tmp_path):
     with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, _):
         for path in made.values():
             git(repository, "worktree", "lock", "--reason", "initializing", str(path))
@@ -88,36 +90,32 @@ def test_a_worktree_that_stayed_locked_when_git_was_killed_is_removed_all_the_sa
     assert not any(path.exists() for path in made.values())
 
 
-def test_another_worktree_that_is_not_there_at_the_moment_is_not_forgotten(repository, tmp_path):
+def test_another_worktree_that_is_not_there_at_the_moment_is_not_forgotten(repository, checkout, tmp_path):
     git(repository, "worktree", "add", "--quiet", "--detach", str(tmp_path / "on a disk"))
     (tmp_path / "on a disk").rename(tmp_path / "in a drawer")
-    checkout = Checkout.around(repository)
     with worktrees(checkout, both(checkout), tmp_path, Stop()) as (made, _):
         (made["base"] / ".git").unlink()
     assert checkout.checkouts() == [repository, tmp_path / "on a disk"]
 
 
-def test_worktrees_whose_temporary_folder_is_gone_are_forgotten(repository, tmp_path):
+def test_worktrees_whose_temporary_folder_is_gone_are_forgotten(repository, checkout, tmp_path):
     for side in ("base", "head"):
         git(repository, "worktree", "add", "--quiet", "--detach", str(tmp_path / "gpumem-ab-1" / side))
     git(repository, "worktree", "lock", str(tmp_path / "gpumem-ab-1" / "base"))
     shutil.rmtree(tmp_path / "gpumem-ab-1")
-    checkout = Checkout.around(repository)
     assert clear_leftovers(checkout) == 2
     assert checkout.checkouts() == [repository]
     assert clear_leftovers(checkout) == 0
 
 
-def test_a_worktree_of_ones_own_is_left_alone_whatever_its_folder_is_called(repository, tmp_path):
+def test_a_worktree_of_ones_own_is_left_alone_whatever_its_folder_is_called(repository, checkout, tmp_path):
     mine = tmp_path / "gpumem-ab-experiments" / "base"
     git(repository, "worktree", "add", "--quiet", "--detach", str(mine))
-    checkout = Checkout.around(repository)
     assert clear_leftovers(checkout) == 0
     assert checkout.checkouts() == [repository, mine]
 
 
-def test_where_git_cannot_check_out_it_says_why(repository, tmp_path):
-    checkout = Checkout.around(repository)
+def test_where_git_cannot_check_out_it_says_why(checkout, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "occupied").touch()
     with (
@@ -135,8 +133,7 @@ def test_it_is_entered_from_a_sub_folder_whatever_a_git_hook_has_set(repository,
     assert (checkout.top, checkout.folder.as_posix()) == (repository, "sub")
 
 
-def test_every_file_that_is_not_committed_counts(repository):
-    checkout = Checkout.around(repository)
+def test_every_file_that_is_not_committed_counts(repository, checkout):
     assert checkout.uncommitted() == 0
     (repository / "model").write_text("changed")
     (repository / "new").mkdir()
@@ -182,12 +179,11 @@ def test_submodules_that_cannot_be_had_are_told(with_submodule, tmp_path, monkey
         assert "its submodules could not be checked out: " in notes[0]
 
 
-def test_files_of_git_lfs_without_git_lfs_are_told(repository, tmp_path, monkeypatch):
+def test_files_of_git_lfs_without_git_lfs_are_told(repository, checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     (repository / ".gitattributes").write_text("*.bin filter=lfs diff=lfs merge=lfs\n")
     commit(repository)
-    checkout = Checkout.around(repository)
     with worktrees(checkout, both(checkout, "HEAD~1"), tmp_path, Stop()) as (_, notes):
         assert [note.partition(": ")[2] for note in notes] == [
             "files of Git LFS are pointers only, since git-lfs is not set up here"

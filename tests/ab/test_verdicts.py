@@ -45,12 +45,6 @@ def test_a_step_that_takes_five_percent_longer_is_slower_though_the_machine_drif
     assert report.exit_status == 1
 
 
-def test_the_same_code_twice_is_not_slower():
-    report = compared(timed(0.1, 0.1))
-    assert only_figure(report, "step_time").word == "not slower"
-    assert report.exit_status == 0
-
-
 def test_samples_that_something_disturbed_leave_it_uncertain_with_the_reason():
     report = compared(timed(0.1, 0.105, invalid="another process used the CPU"))
     figure = only_figure(report, "step_time")

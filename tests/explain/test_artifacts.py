@@ -162,13 +162,6 @@ def test_an_absolute_folder_is_that_folder(tmp_path):
     assert len(list((tmp_path / "there").iterdir())) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_its_path_and_the_option(tmp_path):
-    (tmp_path / "recordings").write_text("a file", encoding="utf-8")
-    trouble = artifacts(tmp_path).keep(step())
-    assert trouble is not None
-    assert trouble.startswith(f"{tmp_path / 'recordings'}: cannot write what was recorded (--gpumem-artifacts): ")
-
-
 def test_a_snapshot_that_cannot_be_written_is_told_as_well(tmp_path):
     class FullDevice(CpuDevice):
         def keep_snapshot(self, path: Path) -> None:

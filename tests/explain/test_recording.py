@@ -318,42 +318,6 @@ def test_a_name_that_the_user_gives_to_a_stretch_is_no_operator(recorder):
         assert peak.of("activation") >= 4000, level
 
 
-# What is left behind
-
-
-def test_what_a_step_keeps_is_told_with_its_line(recorder):
-    kept: list[torch.Tensor] = []
-    model, x = mlp(), torch.randn(16, 64)
-
-    def step() -> None:
-        kept.append(model(x).detach())
-
-    step()
-    subject = recorder.subject({"step": step}, (model, x))
-    explanation, _ = explain(recorder.device, recorder.sites, subject, recorder.measured({"step": step}, (model, x)))
-    assert explanation.retained.total == 16 * 10 * 4
-    (row,) = explanation.retained.rows
-    assert (row.tensor, row.module) == ("float32[16, 10]", "*")
-    assert row.site.startswith("test_recording.py:")
-    assert explanation.garbage.total == 0
-
-
-def test_what_only_the_collector_frees_is_told_with_the_cycle_that_held_it(recorder):
-    class Trainer:
-        def __init__(self) -> None:
-            self.losses = [torch.ones(1000)]
-
-    def step() -> None:
-        trainer = Trainer()
-        trainer.losses.append(trainer)  # type: ignore[arg-type]
-
-    explanation, _ = recorder.explain({"step": step})
-    assert explanation.garbage.total == 4000
-    assert explanation.retained.total == 0
-    (cycle,) = explanation.cycles
-    assert cycle == "Trainer -> list -> Trainer"
-
-
 # A step that fails
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import pytest_gpumem
 from pytest_gpumem.explain.sites import Site, Sites
@@ -19,24 +18,20 @@ if TYPE_CHECKING:
 
 
 class Code:
-    """Functions that are written into files under a folder: the first line of each file is its line 1."""
+    """Functions that are written into files under a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.sites = Sites(root)
 
-    def function(self, path: str | Path, source: str, name: str = "call") -> Callable[..., Any]:
-        """The function called ``name`` in a file at ``path`` (from the root, unless it is absolute)."""
+    def calling(self, path: str | Path, line: str = "return next()") -> Callable[..., Any]:
+        """``call(next)`` in a file at ``path`` (from the root, unless it is absolute), which does so in its line 2."""
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(textwrap.dedent(source).lstrip("\n"), encoding="utf-8")
-        scope: dict[str, Any] = {"torch": torch}
+        file.write_text(f"def call(next):\n    {line}\n", encoding="utf-8")
+        scope: dict[str, Any] = {}
         exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), scope)
-        return scope[name]
-
-    def calling(self, path: str | Path) -> Callable[..., Any]:
-        """``call(next)`` in a file at ``path``, which calls ``next`` in its line 2."""
-        return self.function(path, "def call(next):\n    return next()\n")
+        return scope["call"]
 
     def here(self) -> Site:
         """The site of whoever calls this."""
@@ -114,19 +109,6 @@ def test_a_root_whose_name_another_folder_begins_with_is_not_that_folder(code, t
     assert other(code.here).user == "project-2/layers.py:2"
 
 
-def test_the_line_is_that_of_the_call_and_not_of_the_function(code):
-    function = code.function(
-        "model.py",
-        """
-        def call(next):
-            first = next
-            second = first
-            return second()
-        """,
-    )
-    assert function(code.here).user == "model.py:4"
-
-
 def test_a_root_that_is_reached_through_a_link_is_the_folder_behind_it(code, tmp_path):
     function = code.calling("model.py")
     link = tmp_path / "link"
@@ -135,7 +117,7 @@ def test_a_root_that_is_reached_through_a_link_is_the_folder_behind_it(code, tmp
 
 
 def test_who_called_backward_did_not_call_what_runs_in_it(code):
-    backward = code.function("train.py", "def call(loss):\n    loss.backward()\n")
+    backward = code.calling("train.py", "next.backward()")
     # Code that is nobody's, as of torch's own functions.
     scope: dict[str, Any] = {"seen": [], "here": code.here}
     exec(compile("def hook(grad):\n    seen.append(here())\n", "<generated>", "exec"), scope)
@@ -143,53 +125,3 @@ def test_who_called_backward_did_not_call_what_runs_in_it(code):
     weight.register_hook(scope["hook"])
     backward((weight * 2).sum())
     assert scope["seen"] == [Site("", "")]
-
-
-def test_what_the_users_code_in_backward_calls_is_its_own(code):
-    function = code.function(
-        "model.py",
-        """
-        def call(here, weight):
-            class Double(torch.autograd.Function):
-                @staticmethod
-                def forward(ctx, x):
-                    return x * 2
-
-                @staticmethod
-                def backward(ctx, grad):
-                    here()
-                    return grad * 2
-
-            return Double.apply(weight)
-        """,
-    )
-    seen: list[Site] = []
-    function(lambda: seen.append(code.sites.here(2)), torch.ones(2, requires_grad=True)).sum().backward()
-    assert seen == [Site("model.py:9", "")]
-
-
-def test_a_call_of_a_module_is_of_the_line_that_calls_it(code):
-    forward = code.function(
-        "model.py",
-        """
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.fc = torch.nn.Linear(2, 2)
-
-            def forward(self, x):
-                return self.fc(x)
-        """,
-        "Model",
-    )
-    seen: list[Site] = []
-
-    class Calls(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(code.sites.here(2))
-            return func(*args, **(kwargs or {}))
-
-    model, x = forward(), torch.ones(1, 2)
-    with Calls():
-        model(x)
-    assert set(seen) == {Site("model.py:7", "")}

@@ -73,19 +73,7 @@ def test_the_table_has_a_row_for_each_gpu_the_smallest_first_with_what_is_left_b
     assert "25.10 GB" not in lines[1]
     a100 = next(line for line in lines if line.startswith("A100"))
     left = emulated_gpu("emulated:a100-40gb").total_bytes - GB - 25_100_000_000
-    assert a100.split() == [
-        "A100",
-        "40GB",
-        "42.30",
-        "GB",
-        "25.10",
-        "GB",
-        "24.10",
-        "GB",
-        f"{left / GB:.2f}",
-        "GB",
-        "fits",
-    ]
+    assert " ".join(a100.split()) == f"A100 40GB 42.30 GB 25.10 GB 24.10 GB {left / GB:.2f} GB fits"
 
 
 def test_what_is_left_is_beside_a_context_of_each_process():
@@ -125,18 +113,15 @@ def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
     }
     lines = details([fit("h100", FitOutcome.FITS, GB, **more), fit("l4", FitOutcome.FITS, GB, **more)], CWD)
     assert [line.split(": ")[1] for line in lines] == ["L4, H100 80GB"] * 6
-    for text, said in zip(
-        (
-            "only just",
-            "nonzero reads values",
-            "may take more: workspaces",
-            "2 processes",
-            "8 devices",
-            "a process that used CUDA was killed",
-        ),
-        lines,
-        strict=True,
-    ):
+    texts = (
+        "only just",
+        "nonzero reads values",
+        "may take more: workspaces",
+        "2 processes",
+        "8 devices",
+        "CUDA was killed",
+    )
+    for text, said in zip(texts, lines, strict=True):
         assert text in said
 
 

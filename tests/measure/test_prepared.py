@@ -87,11 +87,6 @@ def test_the_workload_says_the_config_with_the_precision_that_the_model_has(benc
     assert step.workload.batch == f"float32[{SAMPLES}, {WIDTH}]"
 
 
-@pytest.mark.parametrize("config", ["checkpoint=sequential:2", "bf16"])
-def test_what_saves_memory_is_seen_to(bench, config):
-    assert peak(train(bench, f"{config},optimizer=sgd")) < peak(train(bench, "fp32,optimizer=sgd"))
-
-
 def test_what_micro_batches_save_is_the_activations_of_the_others(bench):
     whole, parts = (train(bench, f"optimizer=sgd,accumulate={number}").metrics() for number in (1, 4))
     # A tanh's output of each block and the batch; the gradients of the first parts are beside the later ones.

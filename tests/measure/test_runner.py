@@ -159,30 +159,20 @@ def test_taking_times_does_not_change_the_memory(device, optimizer):
     assert timed.times.median > 0
 
 
-def test_a_second_measurement_of_the_same_step_is_the_same_also_after_times_were_taken(device):
-    held: list = []
-
-    def replace():
-        held[:] = [tensor(100 * KB)]
-
-    first, second = (metrics_of(device, replace, [held], timed=True) for _ in range(2))
-    assert first["peak_allocated"] == 200 * KB
-    assert second == first
-
-
-def test_buffers_that_take_several_steps_to_be_replaced_are_the_same_also_after_times_were_taken(device):
-    ring: deque[torch.Tensor] = deque(maxlen=3)
+@pytest.mark.parametrize("kept", [1, 3])
+def test_a_step_that_replaces_what_it_keeps_measures_the_same_after_times_were_taken(device, kept):
+    ring: deque[torch.Tensor] = deque(maxlen=kept)
 
     def push():
         ring.append(tensor(100 * KB))
 
     first, second = (metrics_of(device, push, [ring], timed=True) for _ in range(2))
-    assert first["peak_allocated"] == 400 * KB
+    assert (first["peak_allocated"], first["retained"]) == ((kept + 1) * 100 * KB, 0)
     assert second == first
 
 
 def test_a_tensor_that_nobody_counted_and_that_the_step_replaces_counts_once():
-    held = [tensor(100 * KB)]
+    held = [tensor(100 * KB)]  # before the device is opened
 
     def replace():
         held[0] = tensor(100 * KB)
@@ -193,21 +183,6 @@ def test_a_tensor_that_nobody_counted_and_that_the_step_replaces_counts_once():
         assert metrics_of(device, replace, [held])["peak_allocated"] == 200 * KB
     finally:
         device.close()
-
-
-def test_a_batch_that_was_made_before_the_device_was_opened_counts_alike():
-    def figures(make_first: bool) -> dict[str, int]:
-        device = CpuDevice()
-        batch = torch.ones(SAMPLES, INPUTS) if make_first else None
-        device.open()
-        try:
-            if batch is None:
-                batch = torch.ones(SAMPLES, INPUTS)
-            return metrics_of(device, batch.square, [batch])
-        finally:
-            device.close()
-
-    assert figures(make_first=True) == figures(make_first=False)
 
 
 def test_foreign_bytes_are_in_no_figure(device):
@@ -409,18 +384,13 @@ def moving_state(stays_from: int):
     return lambda: ran.append(0), lambda: min(len(ran), stays_from), ran
 
 
-def test_a_step_that_moves_its_state_keeps_warming_up_until_the_state_stays(device):
-    run, state, ran = moving_state(stays_from=9)
+@pytest.mark.parametrize("warm_ups", [2, MOST_WARM_UPS + 4])
+def test_a_step_that_moves_its_state_is_warmed_up_until_it_stays_and_no_longer(device, warm_ups):
+    run, state, ran = moving_state(stays_from=warm_ups - 1)
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert figures.settled
-    assert len(figures.seen) - FURTHER_STEPS == 10 > MOST_WARM_UPS
-    assert len(ran) == 10 + FURTHER_STEPS + AFTERWARDS
-
-
-def test_a_state_that_stays_costs_no_more_warm_ups(device):
-    run, state, ran = moving_state(stays_from=1)
-    assert measured(device, [Phase("step", run)], [], state=state).settled
-    assert len(ran) == 2 + FURTHER_STEPS + AFTERWARDS
+    assert len(figures.seen) == warm_ups + FURTHER_STEPS
+    assert len(ran) == warm_ups + FURTHER_STEPS + AFTERWARDS
 
 
 def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device):
@@ -442,16 +412,6 @@ def test_a_step_that_keeps_a_tensor_each_time_retains_it_and_does_not_settle(dev
     assert metrics["retained"] == 10 * KB
     assert metrics["cyclic_garbage"] == 0
     assert not figures.settled
-
-
-def test_a_step_that_replaces_what_it_keeps_retains_nothing(device):
-    kept = [tensor(10 * KB)]
-
-    def run():
-        kept[0] = tensor(10 * KB)
-
-    metrics = metrics_of(device, run, [kept])
-    assert (metrics["peak_allocated"], metrics["retained"]) == (20 * KB, 0)
 
 
 def make_cycle(nbytes: int) -> None:

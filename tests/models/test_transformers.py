@@ -1,4 +1,4 @@
-"""Models that nobody here wrote (GPT-2, Llama, BERT and ViT of transformers), measured on the CPU with the plugin itself.
+"""Models that nobody here wrote (GPT-2 and ViT of transformers), measured on the CPU with the plugin itself.
 
 They are built from small configurations with random weights: nothing is downloaded.
 """
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.models.architectures import (
-    BERT,
     GPT2,
     NEEDS_TRANSFORMERS,
     ON_THE_CPU,
@@ -63,20 +62,6 @@ def adamw_temporaries(sizes: list[int]) -> int:
 
 @ON_THE_CPU
 @UNTIMED
-def test_a_training_step_gives_the_same_bytes_again_with_other_weights_and_data(
-    gpumem: Gpumem, architecture: Architecture
-) -> None:
-    seen = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        seen.append(gpumem.train_step(architecture.build(), architecture.batch()))
-    assert seen[0].settled
-    assert seen[0].peak_allocated > 0
-    assert bytes_of(seen[0]) == bytes_of(seen[1])
-
-
-@ON_THE_CPU
-@UNTIMED
 def test_an_inference_step_gives_the_same_bytes_again_with_other_weights_and_data(
     gpumem: Gpumem, architecture: Architecture
 ) -> None:
@@ -107,52 +92,6 @@ def test_gradients_and_optimizer_state_add_up_to_the_byte(gpumem: Gpumem, archit
     adamw = gpumem.train_step(model, batch, optimizer=torch.optim.AdamW)
     expected = without_state + adamw_state(sizes) + adamw_temporaries(sizes)
     assert 0 <= adamw.peak_optimizer - expected < SCALARS
-
-
-@ON_THE_CPU
-@UNTIMED
-def test_frozen_parameters_have_no_gradient_and_no_state(gpumem: Gpumem) -> None:
-    model, batch = BERT.build(), BERT.batch()
-    model.requires_grad_(False)
-    model.cls.predictions.transform.dense.requires_grad_(True)
-    sizes = sizes_of(model)
-    assert len(sizes) == 2
-    measured = gpumem.train_step(model, batch, optimizer=torch.optim.SGD)
-    assert measured.peak_optimizer == resident(model, batch) + sum(sizes) + FLOAT
-
-
-@ON_THE_CPU
-@UNTIMED
-def test_a_tokenizers_encoding_is_a_batch_like_a_dict(gpumem: Gpumem) -> None:
-    from transformers import BatchEncoding
-
-    model, batch = BERT.build(), BERT.batch()
-    plain = gpumem.train_step(model, batch)
-    encoded = gpumem.train_step(model, BatchEncoding(dict(batch)))
-    assert encoded.workload == plain.workload
-    assert bytes_of(encoded) == bytes_of(plain)
-
-
-@ON_THE_CPU
-@UNTIMED
-def test_a_model_and_a_function_that_builds_it_give_the_same_bytes(gpumem: Gpumem, architecture: Architecture) -> None:
-    batch = architecture.batch()
-    built = gpumem.train_step(architecture.build, batch)
-    given = gpumem.train_step(architecture.build(), batch)
-    assert bytes_of(built) == bytes_of(given)
-
-
-@ON_THE_CPU
-@UNTIMED
-def test_gradient_checkpointing_of_the_library_shows_in_the_peak(gpumem: Gpumem) -> None:
-    model, batch = GPT2.build(), GPT2.batch()
-    plain = gpumem.train_step(model, batch)
-    # The old name warns since transformers 5, and the new one is not in 4.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    checkpointed = gpumem.train_step(model, batch)
-    assert checkpointed.peak_forward < plain.peak_forward
-    assert checkpointed.peak_optimizer == plain.peak_optimizer
 
 
 @ON_THE_CPU
@@ -210,27 +149,9 @@ def test_train_step(gpumem, model, tokens):
 TESTS = ["test_trains", "test_infers", "test_train_step"]
 
 
-@pytest.fixture
-def shared(project: Any) -> Any:
+def test_tests_that_share_a_model_measure_the_same_alone_and_in_every_order(project: Any) -> None:
     project.write(SHARED)
-    return project
-
-
-def figures(project: Any, *arguments: str, separate: bool = False) -> dict[str, dict[str, int]]:
-    return project.figures("--gpumem-no-time", *arguments, separate=separate)
-
-
-def test_tests_that_share_a_model_measure_the_same_alone_and_in_every_order(shared: Any) -> None:
-    expected = {test: figures(shared, f"test_it.py::{test}")[test] for test in TESTS}
+    expected = {test: project.figures(f"test_it.py::{test}")[test] for test in TESTS}
     assert all(expected.values())
     for order in (TESTS, TESTS[::-1], ["test_infers", "test_trains", "test_train_step"]):
-        assert figures(shared, *(f"test_it.py::{test}" for test in order)) == expected, order
-
-
-@pytest.mark.thorough
-@pytest.mark.thorough
-def test_tests_that_share_a_model_measure_the_same_on_two_workers(shared: Any) -> None:
-    pytest.importorskip("xdist", reason="needs pytest-xdist: this is a test of several workers")
-    together = figures(shared)
-    assert sorted(together) == sorted(TESTS)
-    assert figures(shared, "-p", "xdist", "-n", "2", separate=True) == together
+        assert project.figures(*(f"test_it.py::{test}" for test in order)) == expected, order

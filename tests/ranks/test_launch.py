@@ -81,16 +81,6 @@ def test_a_mistake_in_the_environment_is_told(changes, said):
     assert said in str(error.value)
 
 
-def test_a_session_with_a_mistake_in_the_environment_is_a_usage_error(run):
-    said = "WORLD_SIZE is 2, and RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set*"
-    run(MEASURES, {"WORLD_SIZE": "2"}, said=said)
-
-
-def test_pytest_xdist_within_a_rank_is_refused(run):
-    said = "this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"
-    run(MEASURES, TORCHRUN, "-n", "2", said=said)
-
-
 @pytest.mark.parametrize(
     ("launched", "arguments"),
     [({"WORLD_SIZE": "2"}, ["-n", "1"]), ({**TORCHRUN, "MASTER_PORT": "9"}, [])],
@@ -104,26 +94,32 @@ def test_a_session_that_measures_nothing_is_no_rank(project, run, launched, argu
 
 
 @pytest.mark.parametrize(
+    ("test", "gate"), [(MEASURES, []), (MEASURES_NOTHING, ["--gpumem-baseline"])], ids=["measured", "typed"]
+)
+@pytest.mark.parametrize(
     ("launched", "arguments", "said"),
     [
-        ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE is 2, and RANK and *"),
-        (TORCHRUN, ["-n", "1"], "this is rank 5 of 8, started by torchrun, and pytest-xdist*"),
-        ({**TORCHRUN, "MASTER_PORT": "9"}, ["--gpumem-rank-timeout=1"], "rank 5 of 8 found no store at 127.0.0.1:9 *"),
+        (
+            {"WORLD_SIZE": "2"},
+            [],
+            "WORLD_SIZE is 2, and RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set*",
+        ),
+        (TORCHRUN, ["-n", "2"], "this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"),
+        (
+            {**TORCHRUN, "MASTER_PORT": "9"},
+            ["--gpumem-rank-timeout=1"],
+            "rank 5 of 8 found no store at 127.0.0.1:9 (MASTER_ADDR, MASTER_PORT) within 1 s*",
+        ),
     ],
     ids=["launch", "xdist", "store"],
 )
-def test_a_gate_that_is_typed_needs_its_ranks_also_without_a_measured_test(run, launched, arguments, said):
-    run(MEASURES_NOTHING, launched, "--gpumem-baseline", *arguments, said=said)
+def test_a_measured_test_and_a_gate_that_is_typed_need_their_ranks(run, test, gate, launched, arguments, said):
+    run(test, launched, *gate, *arguments, said=said)
 
 
 def test_packing_is_refused_within_a_rank(run):
     said = "--gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank its own; *"
     run(MEASURES, TORCHRUN, "--gpumem-pack", said=said, device="cuda")
-
-
-def test_a_rank_without_a_store_says_so(run):
-    said = "rank 5 of 8 found no store at 127.0.0.1:9 (MASTER_ADDR, MASTER_PORT) within 1 s*"
-    run(MEASURES, {**TORCHRUN, "MASTER_PORT": "9"}, "--gpumem-rank-timeout=1", said=said)
 
 
 @pytest.mark.parametrize("text", ["0", "soon"])

@@ -242,27 +242,6 @@ def test_ranks_do_not_pack_where_the_settings_ask_for_it(project, run_ranks):
     assert "packing: ranks share no GPU, as torchrun gives each its own" in result.output
 
 
-def test_ranks_that_select_other_tests_are_told_and_do_not_hang(project, run_ranks):
-    project.write(
-        """
-import os
-
-def test_a(gpumem):
-    gpumem.measure(lambda: torch.ones(1000))
-
-if os.environ["RANK"] == "1":
-    def test_b(gpumem):
-        gpumem.measure(lambda: torch.ones(1000))
-"""
-    )
-    job = run_ranks(project.path, 2, "--gpumem-baseline", "--gpumem-report=report.json")
-    assert job.status != 0
-    said = "rank 1 of 2 selected other tests than rank 0: it has test_it.py::test_b as well"
-    assert job.output.count(f"ERROR: {said}") == 2, job.output
-    assert not json.loads((project.path / "report.json").read_text())["passed"]
-    assert job.left == ()
-
-
 def test_a_test_that_one_rank_measures_and_another_does_not_is_told(project, run_ranks):
     project.write(
         """
@@ -306,7 +285,7 @@ if os.environ["RANK"] == "{where}":
     assert job.left == ()
 
 
-def test_a_file_that_another_rank_cannot_collect_is_named(project, run_ranks):
+def test_ranks_that_select_other_tests_are_told_also_what_one_cannot_collect(project, run_ranks):
     project.write("def test_a(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n")
     project.write(
         """
@@ -320,10 +299,12 @@ def test_b(gpumem):
 """,
         "test_other.py",
     )
-    job = run_ranks(project.path, 2)
+    job = run_ranks(project.path, 2, "--gpumem-baseline", "--gpumem-report=report.json")
     assert job.status != 0
     said = "rank 1 of 2 selected other tests than rank 0: it lacks test_other.py::test_b; it could not collect test_other.py."
     assert job.output.count(f"ERROR: {said}") == 2, job.output
+    assert not json.loads((project.path / "report.json").read_text())["passed"]
+    assert job.left == ()
 
 
 def test_a_rank_that_breaks_before_its_first_test_does_not_keep_the_others_waiting(project, run_ranks):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from pytest_gpumem.devices.contract import CannotRun
@@ -89,7 +88,8 @@ def test_a_missing_gradient_is_told_with_the_config_that_lacks_it():
         "between it and the loss is detached (2 of 3 parameters)"
     )
     theirs = gradients("fp32", first=[1.0], second=[1.0], third=[1.0])
-    assert told(gradients("ops", first=None, second=None, third=[1.0]), theirs) == message
+    mine = gradients("ops", first=None, second=None, third=[1.0])
+    assert told(mine, theirs) == told(theirs, mine) == message
     assert told(gradients("ops", first=[1.0], second=None, third=[1.0]), theirs) is not None
 
 
@@ -107,19 +107,6 @@ def test_without_any_gradient_nothing_is_the_same(nothing):
 def test_empty_parameters_have_equal_gradients():
     one = gradients(weight=[1.0], empty=[])
     assert told(one, one) is None
-
-
-@given(
-    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8).filter(any),
-    st.floats(0, 1),
-)
-def test_gradients_that_are_scaled_differ_when_they_are_scaled_by_more_than_is_allowed(values, factor):
-    theirs = gradients(weight=values)
-    mine = gradients(weight=[value * (1 + factor) for value in values])
-    if factor < RTOL * 0.99:
-        assert told(mine, theirs, atol=1e-6) is None
-    elif factor > RTOL * 1.01 and max(map(abs, values)) > 1:
-        assert told(mine, theirs, atol=0.0) is not None
 
 
 # Two steps of a model
@@ -144,45 +131,31 @@ class WithoutDropout(Model):
             block[2].p = 0.0
 
 
-@pytest.fixture
-def compare():
-    device = CpuDevice()
-
-    def run(model, config_a, config_b, **more):
-        batch = torch.linspace(-1, 1, 64).view(8, 8)
-        configs = (StepConfig.parse(config_a), StepConfig.parse(config_b))
-        return assert_same_gradients(device, model, batch, configs, **more)
-
-    return run
+def compare(model, config_a, config_b, **more):
+    batch = torch.linspace(-1, 1, 64).view(8, 8)
+    configs = (StepConfig.parse(config_a), StepConfig.parse(config_b))
+    return assert_same_gradients(CpuDevice(), model, batch, configs, **more)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        "checkpoint=blocks",
-        "checkpoint=every:2",
-        "checkpoint=ops",
-        "checkpoint=modules:h.0",
-        "optimizer=sgd,clip=1,zero_grad=zero",
-    ],
-)
-def test_what_saves_memory_gives_the_same_gradients_with_dropout(compare, config):
+@pytest.mark.parametrize("config", ["checkpoint=blocks", "optimizer=sgd,clip=1,zero_grad=zero"])
+def test_what_saves_memory_gives_the_same_gradients_with_dropout(config):
     assert compare(Model, config, "fp32", rtol=0, atol=0) is None
 
 
 @pytest.mark.parametrize(
-    "config", ["amp-bf16", "amp-fp16", "bf16", "accumulate=4", "amp-fp16,accumulate=2,checkpoint=blocks"]
+    "config",
+    ["amp-bf16", "amp-fp16", "bf16", "accumulate=4", "amp-fp16,accumulate=2,checkpoint=blocks", "compile=aot_eager"],
 )
-def test_what_rounds_gives_the_same_gradients_within_what_that_explains(compare, config):
+def test_what_rounds_gives_the_same_gradients_within_what_that_explains(config):
     assert compare(WithoutDropout, config, "fp32") is None
 
 
-def test_half_precision_is_not_the_same_within_a_float32_tolerance(compare):
+def test_half_precision_is_not_the_same_within_a_float32_tolerance():
     with pytest.raises(AssertionError, match=r"^gradients differ: h\.0\.0\.weight: error .* amp-bf16 against fp32, "):
         compare(WithoutDropout, "amp-bf16", "fp32", rtol=1e-6)
 
 
-def test_a_model_that_detaches_under_one_config_names_the_first_parameter(compare):
+def test_a_model_that_detaches_under_one_config_names_the_first_parameter():
     class Detaching(Model):
         def forward(self, hidden):
             for number, block in enumerate(self.h):
@@ -199,7 +172,7 @@ def test_a_model_that_detaches_under_one_config_names_the_first_parameter(compar
         compare(Detaching, "amp-bf16", "fp32")
 
 
-def test_a_block_that_is_not_the_same_when_it_runs_again_is_told(compare):
+def test_a_block_that_is_not_the_same_when_it_runs_again_is_told():
     class Moody(nn.Linear):
         ran = 0
 
@@ -216,7 +189,7 @@ def test_a_block_that_is_not_the_same_when_it_runs_again_is_told(compare):
         compare(WithMoody, "checkpoint=blocks", "fp32")
 
 
-def test_micro_batches_draw_their_own_dropout_which_is_hinted_at(compare):
+def test_micro_batches_draw_their_own_dropout_which_is_hinted_at():
     hint = (
         "; each micro-batch draws its own dropout, and a mean over unequal numbers of tokens is not that of its parts"
     )
@@ -224,7 +197,7 @@ def test_micro_batches_draw_their_own_dropout_which_is_hinted_at(compare):
         compare(Model, "accumulate=4", "fp32")
 
 
-def test_both_steps_begin_with_the_weights_and_buffers_of_the_first_model(compare):
+def test_both_steps_begin_with_the_weights_and_buffers_of_the_first_model():
     built = []
 
     class Drifting(WithoutDropout):
@@ -241,34 +214,25 @@ def test_both_steps_begin_with_the_weights_and_buffers_of_the_first_model(compar
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_comparison_changes_nothing_that_is_drawn_afterwards(compare):
+def test_a_comparison_changes_nothing_that_is_drawn_afterwards():
     torch.manual_seed(5)
     model = Model()
     before = torch.random.get_rng_state()
-    compare(lambda: copy_of(model), "checkpoint=blocks", "fp32")
+    compare(lambda: copy.deepcopy(model), "checkpoint=blocks", "fp32")
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(model)
-
-
-def test_gradients_that_overflow_at_a_large_scale_are_taken_at_a_smaller_one(compare):
+def test_gradients_that_overflow_at_a_large_scale_are_taken_at_a_smaller_one():
     assert compare(WithoutDropout, "amp-fp16", "fp32", loss=lambda output, _batch: output * 1e4) is None
 
 
-def test_a_gradient_that_is_not_finite_is_no_relation(compare):
-    with pytest.raises(MeasuringError, match=r"^the gradient of h\.0\.0\.weight is not finite under fp32$"):
-        compare(WithoutDropout, "fp32", "checkpoint=blocks", loss=lambda output, _batch: output * float("nan"))
+@pytest.mark.parametrize(("precision", "factor"), [("fp32", float("nan")), ("amp-fp16", float("inf"))])
+def test_a_gradient_that_is_not_finite_is_no_relation(precision, factor):
+    with pytest.raises(MeasuringError, match=rf"^the gradient of h\.0\.0\.weight is not finite under {precision}$"):
+        compare(WithoutDropout, precision, "checkpoint=blocks", loss=lambda output, _batch: output * factor)
 
 
-def test_a_compiled_step_gives_the_same_gradients(compare):
-    assert compare(WithoutDropout, "compile=aot_eager", "fp32") is None
-
-
-def test_compiled_dropout_is_hinted_at(compare):
+def test_compiled_dropout_is_hinted_at():
     hint = "; compiled code draws random numbers of its own: compare with dropout switched off"
     with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
         compare(Model, "compile=eager,amp-bf16", "fp32", rtol=0, atol=0)
@@ -281,12 +245,12 @@ def test_compiled_dropout_is_hinted_at(compare):
         (("fp32", "tf32"), CannotRun, "TF32 is a format of NVIDIA GPUs, and this is a CPU"),
     ],
 )
-def test_a_config_that_makes_no_training_step_here_is_told(compare, configs, error, message):
+def test_a_config_that_makes_no_training_step_here_is_told(configs, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         compare(Model, *configs)
 
 
-def test_a_model_that_was_built_already_is_refused(compare):
+def test_a_model_that_was_built_already_is_refused():
     message = "assert_same_gradients builds the model twice: pass a class or function, not a model"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         compare(Model(), "fp32", "checkpoint=blocks")

@@ -55,31 +55,12 @@ def test_a_cache_that_fills_in_the_first_half_is_fine(device):
     assert len(cache) == 5
 
 
-def test_a_tensor_that_is_replaced_is_no_growth(device):
-    kept = [tensor(KB)]
-
-    def step():
-        kept[0] = tensor(KB)
-
-    assert assert_no_growth(device, step) is None
-
-
 def test_garbage_that_the_collector_frees_is_no_growth(device):
     def step():
         cycle: list = [tensor(KB)]
         cycle.append(cycle)
 
     assert assert_no_growth(device, step) is None
-
-
-def test_a_step_that_frees_more_than_it_keeps_is_no_growth(device):
-    kept = [tensor(10 * KB) for _ in range(20)]
-
-    def step():
-        kept.pop()
-
-    assert assert_no_growth(device, step) is None
-    assert kept == []
 
 
 @pytest.mark.parametrize("steps", [2, 20])
@@ -104,6 +85,7 @@ def test_steps_that_hold_nothing_on_the_device_prove_nothing(device):
     ("live", "is_growth"),
     [
         ([5, 5, 5, 5, 5], False),
+        ([9, 8, 7, 6, 5], False),
         ([5, 6, 7, 8, 9], True),
         ([5, 5, 5, 5, 6], True),
         # Something large was freed meanwhile.
@@ -134,8 +116,8 @@ def test_a_leak_is_not_hidden_by_something_large_that_is_freed(device):
 # What is growth
 
 
-def test_a_list_that_keeps_tensors_grows(device):
-    kept: list[torch.Tensor] = []
+def test_a_list_that_keeps_tensors_grows_by_those_of_the_second_half(device):
+    kept = [tensor(7 * KB)]
     assert grows(device, lambda: kept.append(tensor(KB)), 10) == (
         "memory grows: 1.00 kB a step, 5.00 kB in 5 steps\n  kept: 5 x uint8[1000], 5.00 kB"
     )
@@ -167,13 +149,6 @@ def test_a_cache_that_goes_on_filling_in_the_second_half_grows(device):
         cache.setdefault(min(next(numbers), 6), tensor(KB))
 
     assert grows(device, step, 10).startswith("memory grows: 400 B a step, 2.00 kB in 5 steps")
-
-
-def test_what_was_there_before_the_second_half_is_not_listed(device):
-    kept = [tensor(7 * KB)]
-    told = grows(device, lambda: kept.append(tensor(KB)), 10)
-    assert "uint8[7000]" not in told
-    assert told.count("kept:") == 1
 
 
 def test_views_of_one_storage_count_once(device):

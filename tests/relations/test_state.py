@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -12,9 +10,6 @@ from pytest_gpumem.relations.state import Share, StateBytes
 from pytest_gpumem.relations.state import state_of as state_of_step
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.train_step import prepared_train_step
-
-if TYPE_CHECKING:
-    from pytest_gpumem.measure.prepared import MeasuredStep
 
 INPUTS, OUTPUTS, SAMPLES = 64, 64, 8
 F32, COUNT = 4, 4
@@ -28,10 +23,6 @@ def bench(device):
 
 
 def state_of(bench, config="fp32", model=None, optimizer=None) -> StateBytes:
-    return measured(bench, config, model, optimizer)[1]
-
-
-def measured(bench, config="fp32", model=None, optimizer=None) -> tuple[MeasuredStep, StateBytes]:
     with prepared_train_step(
         bench,
         model or (lambda: torch.nn.Linear(INPUTS, OUTPUTS)),
@@ -43,7 +34,7 @@ def measured(bench, config="fp32", model=None, optimizer=None) -> tuple[Measured
         step = prepared.measure()
         state = state_of_step(prepared, step.figures)
     assert state.peak == step.figures.memory.memory_metrics()["peak_allocated"]
-    return step, state
+    return state
 
 
 def exactly(nbytes: int) -> Share:
@@ -153,9 +144,3 @@ def test_what_nobody_accounts_for_is_told_as_other(bench):
             return output
 
     assert state_of(bench, model=Hoarding).other == 4000
-
-
-def test_without_an_optimizer_a_step_has_no_optimizer_phase_and_no_state(bench):
-    step, state = measured(bench, "fp32,optimizer=none")
-    assert state.optimizer_state == exactly(0)
-    assert "peak_optimizer" not in step.metrics()

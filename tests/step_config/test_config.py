@@ -55,15 +55,11 @@ def test_a_text_names_a_precision_and_settings():
     [
         " accumulate=4 ,bf16, checkpoint=ops",
         "plain,precision=bf16,checkpoint=ops,accumulate=4,",
-        "bf16,checkpoint=ops,accumulate=04,optimizer=adamw",
+        "bf16,checkpoint=ops,accumulate=04,optimizer=adamw,compile=none",
     ],
 )
 def test_order_blanks_and_defaults_do_not_matter(text):
     assert str(StepConfig.parse(text)) == "bf16,checkpoint=ops,accumulate=4"
-
-
-def test_what_is_as_by_default_is_not_in_the_text():
-    assert str(StepConfig.parse("checkpoint=none,optimizer=adamw,accumulate=1,compile=none")) == "plain"
 
 
 def test_the_own_precision_stands_where_none_is_given():
@@ -303,16 +299,12 @@ def test_a_text_that_cannot_be_read_is_told_what_would_be_right(text, message):
         ("clip=one", "clip=one: expected a number"),
         ("blocks=h,checkpoint=offload", "blocks=h does nothing with checkpoint=offload: it takes no blocks"),
         ("amp-bf16,weights=int8", "weights=int8 goes with fp32, bf16 or fp16, not with amp-bf16"),
+        ("bf16,fp16", "precision is given twice"),
     ],
 )
 def test_a_value_that_is_wrong_or_contradicts_another_is_told(text, message):
     with raises(f"step config {text!r}: {message}"):
         StepConfig.parse(text)
-
-
-def test_a_setting_is_said_once():
-    with raises("step config 'bf16,fp16': precision is given twice"):
-        StepConfig.parse("bf16,fp16")
 
 
 def test_what_is_no_text_is_no_config():

@@ -38,12 +38,6 @@ def gradient(word: str) -> torch.Tensor:
     return model.linear.weight.grad
 
 
-def test_a_compiled_step_gives_the_gradients_of_the_plain_one():
-    model = Model()
-    step_of(model)[0].run()
-    torch.testing.assert_close(gradient("aot_eager"), model.linear.weight.grad)
-
-
 @NEEDS_COMPILER
 def test_the_default_mode_compiles_for_the_cpu_and_gives_the_same_gradients():
     model = Model()

@@ -61,6 +61,8 @@ def rehearsed(model, config, loss=None) -> DryRun:
         ("blocks", 3 * 4),
         # The mlp, which is run again without being called, and its two modules.
         ("modules:h.*.mlp", 3 * 3),
+        # A module without modules in it.
+        ("modules:head", 1),
     ],
 )
 def test_the_calls_that_are_repeated_in_backward_are_counted(checkpoint, recomputed):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.state import state_of
@@ -46,11 +45,8 @@ class PartlyUsed(Lazy):
 
 
 @pytest.fixture
-def bench():
-    device = CpuDevice()
-    device.open()
-    yield MeasuringContext(device, time_budget=None)
-    device.close()
+def bench(device):
+    return MeasuringContext(device, time_budget=None)
 
 
 def train(bench, model, config="fp32", **more):

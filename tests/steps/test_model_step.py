@@ -235,20 +235,17 @@ def test_a_loss_without_a_gradient_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "word"),
-    [(torch.float16, "fp16"), (torch.float64, "fp64")],
+    ("model", "word"),
+    [
+        (Tiny().half(), "fp16"),
+        (Tiny().double(), "fp64"),
+        (torch.nn.Sequential(Tiny(), Tiny().bfloat16()), "bf16+fp32"),
+        (torch.nn.ReLU(), "fp32"),
+    ],
+    ids=["fp16", "fp64", "of several dtypes", "without parameters"],
 )
-def test_the_precision_of_a_plain_step_is_that_of_the_parameters(dtype, word):
-    assert precision_of(Tiny().to(dtype)) == word
-
-
-def test_parameters_of_several_dtypes_are_all_named():
-    model = torch.nn.Sequential(Tiny(), Tiny().bfloat16())
-    assert precision_of(model) == "bf16+fp32"
-
-
-def test_a_model_without_parameters_runs_in_fp32():
-    assert precision_of(torch.nn.ReLU()) == "fp32"
+def test_the_precision_of_a_plain_step_is_that_of_the_parameters(model, word):
+    assert precision_of(model) == word
 
 
 # Modes

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
@@ -56,11 +55,8 @@ class NotCompiled(Model):
 
 
 @pytest.fixture
-def bench():
-    device = CpuDevice()
-    device.open()
-    yield MeasuringContext(device, time_budget=None)
-    device.close()
+def bench(device):
+    return MeasuringContext(device, time_budget=None)
 
 
 def train(bench, model, config):

@@ -164,13 +164,9 @@ def test_matrix_products_are_as_before_after_an_error(outside):
     assert settings() == outside
 
 
-def test_settings_of_a_gpu_are_left_alone_on_another_device(outside):
-    with float32_precision("fp32", CpuDevice()):
-        assert settings() == outside
-
-
-def test_without_a_precision_matrix_products_are_left_alone(outside):
-    with float32_precision(None, GPU):
+@pytest.mark.parametrize(("word", "device"), [("fp32", CpuDevice()), (None, GPU)])
+def test_without_a_precision_and_on_another_device_matrix_products_are_left_alone(outside, word, device):
+    with float32_precision(word, device):
         assert settings() == outside
 
 

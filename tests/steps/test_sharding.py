@@ -389,14 +389,6 @@ def test_compiled_ddp_has_its_buckets(bench):
     assert state(bench, "fp32,compile=eager,shard=ddp,world=2").gradient_buckets.measured == PARAMETERS
 
 
-def test_a_plan_that_names_no_module_is_refused(bench):
-    class Misspelt(Net):
-        tp_plan: ClassVar = {"blocks.*.up": "colwise"}
-
-    with pytest.raises(ConfigError, match=r"tp_plan\['blocks\.\*\.up'\] matches no module of Misspelt"):
-        peaks(bench, "fp32,shard=tp:2", model=Misspelt)
-
-
 def test_a_model_that_reads_its_parameters_when_it_is_built_is_built_for_real(bench):
     class Reading(Net):
         def __init__(self):
@@ -526,33 +518,39 @@ def test_an_optimizer_of_ones_own_is_sharded(bench):
     assert momentum.optimizer_state.measured == momentum.optimizer_state.formula == shards(8)
 
 
-def test_layers_are_split_by_the_models_plan_only(bench):
-    class Without(Net):
-        tp_plan = None
-
-    class Unknown(Net):
-        tp_plan: ClassVar = {"layers.*.up": "columns"}
-
-    class OfStyles(Net):
-        tp_plan: ClassVar = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
-
-    with pytest.raises(ConfigError, match="Without has no tp_plan"):
-        peaks(bench, "shard=tp:2", model=Without)
-    with pytest.raises(ConfigError, match=r"tp_plan\['layers.\*.up'\] is 'columns'; known are colwise, rowwise"):
-        peaks(bench, "shard=tp:2", model=Unknown)
-    assert peaks(bench, "fp32,shard=tp:2", model=OfStyles) == peaks(bench, "fp32,shard=tp:2")
+def planned(plan) -> type[Net]:
+    return type("Planned", (Net,), {"tp_plan": plan})
 
 
-def test_a_stage_needs_as_many_micro_batches_as_there_are_stages(bench):
-    with pytest.raises(ConfigError, match="add accumulate=4 or more"):
-        peaks(bench, "shard=pp:4,accumulate=2")
-    with pytest.raises(ConfigError, match="8 segments cannot be made of 4 blocks"):
-        peaks(bench, "shard=pp:8,accumulate=8")
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (None, "Planned has no tp_plan"),
+        ({"layers.*.up": "columns"}, r"tp_plan\['layers.\*.up'\] is 'columns'; known are colwise, rowwise"),
+        ({"blocks.*.up": "colwise"}, r"tp_plan\['blocks\.\*\.up'\] matches no module of Planned"),
+    ],
+)
+def test_layers_are_split_by_the_models_plan_only(bench, plan, said):
+    with pytest.raises(ConfigError, match=said):
+        peaks(bench, "fp32,shard=tp:2", model=planned(plan))
 
 
-def test_alone_the_number_of_ranks_is_asked_for(bench):
-    with pytest.raises(ConfigError, match=r"shard=ddp needs the number of ranks; add world=N"):
-        peaks(bench, "shard=ddp")
+def test_a_plan_may_be_of_torchs_own_styles(bench):
+    styles = planned({"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+    assert peaks(bench, "fp32,shard=tp:2", model=styles) == peaks(bench, "fp32,shard=tp:2")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("shard=pp:4,accumulate=2", "add accumulate=4 or more"),
+        ("shard=pp:8,accumulate=8", "8 segments cannot be made of 4 blocks"),
+        ("shard=ddp", r"shard=ddp needs the number of ranks; add world=N"),
+    ],
+)
+def test_a_sharding_that_lacks_micro_batches_blocks_or_the_number_of_ranks_says_so(bench, config, said):
+    with pytest.raises(ConfigError, match=said):
+        peaks(bench, config)
 
 
 def test_gradients_of_a_rank_alone_are_not_compared(device):

@@ -85,11 +85,11 @@ class Silent(Model):
         return super().forward(x) * 0
 
 
-def train(device, model, config, batch=None):
+def train(device, model, config):
     step = measure_train_step(
         MeasuringContext(device, time_budget=None),
         model,
-        torch.ones(16, WIDTH) if batch is None else batch,
+        torch.ones(16, WIDTH),
         config=None if config is None else StepConfig.parse(config),
     )
     return step.figures.memory.memory_metrics()
@@ -131,20 +131,16 @@ def test_blocks_that_run_twice_are_recomputed_selectively(device, precision):
     assert selective["peak_forward"] < train(device, Shared, precision)["peak_forward"]
 
 
-@pytest.mark.parametrize("config", [None, "amp-fp16,checkpoint=blocks"])
-def test_what_is_drawn_after_a_step_does_not_depend_on_it(device, config):
+def infer(device, model, config):
+    measure_infer_step(MeasuringContext(device, time_budget=None), model, torch.ones(16, WIDTH), config=config)
+
+
+@pytest.mark.parametrize(("run", "config"), [(train, None), (train, "amp-fp16,checkpoint=blocks"), (infer, None)])
+def test_what_is_drawn_after_a_step_does_not_depend_on_it(device, run, config):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    train(device, Model, config, batch=torch.ones(16, WIDTH))
-    assert torch.equal(torch.rand(1), expected)
-
-
-def test_what_is_drawn_after_inference_does_not_depend_on_it(device):
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    measure_infer_step(MeasuringContext(device, time_budget=None), Model, torch.ones(16, WIDTH))
+    run(device, Model, config)
     assert torch.equal(torch.rand(1), expected)
 
 

@@ -76,7 +76,8 @@ def test_a_training_step_can_be_repeated_and_trains_each_time():
     assert torch.equal(model.linear.weight, torch.full((2, 4), -1.0))
 
 
-def test_the_loss_lives_until_the_optimizer_has_stepped():
+def losses_alive(config: str) -> list[int]:
+    """How many losses are alive after each phase."""
     made = []
 
     def loss(output, _batch):
@@ -84,10 +85,14 @@ def test_the_loss_lives_until_the_optimizer_has_stepped():
         return value
 
     alive = []
-    for phase in training_of(Tiny(), loss=loss).phases():
+    for phase in training_of(Tiny(), config, loss=loss).phases():
         phase.run()
-        alive.append(made[0]() is not None)
-    assert alive == [True, True, False]
+        alive.append(sum(one() is not None for one in made))
+    return alive
+
+
+def test_the_loss_lives_until_the_optimizer_has_stepped():
+    assert losses_alive("plain") == [1, 1, 0]
 
 
 @pytest.mark.parametrize("config", ["plain", "accumulate=2"])
@@ -131,18 +136,8 @@ def test_each_micro_batch_has_its_forward_and_backward_and_all_of_them_one_optim
 
 
 def test_of_several_losses_one_is_alive():
-    made = []
-
-    def loss(output, _batch):
-        made.append(weakref.ref(value := output * 1))
-        return value
-
-    alive = []
-    for phase in training_of(Tiny(), "accumulate=2", loss=loss).phases():
-        phase.run()
-        alive.append([one() is not None for one in made])
     # What is divided by the number of parts is another tensor than what the loss gave; its graph keeps none of them.
-    assert max(sum(states) for states in alive) <= 1
+    assert max(losses_alive("accumulate=2")) <= 1
 
 
 def test_a_loss_gets_the_part_of_the_batch_that_its_output_belongs_to():

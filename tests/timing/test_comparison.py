@@ -205,21 +205,20 @@ def test_the_more_a_disturbance_can_explain_the_less_is_slower(sample, baseline,
     assert as_it_is.outcome == "slower" or few.outcome != "slower"
 
 
-@pytest.mark.parametrize(("pace", "factor", "outcome"), [(0.87, 1.5, "slower"), (0.87, 1.3, "uncertain")])
+@pytest.mark.parametrize(
+    ("pace", "factor", "outcome"), [(0.87, 1.5, "slower"), (0.87, 1.3, "uncertain"), (0.125, 8.0, "uncertain")]
+)
 def test_a_slower_clock_explains_what_it_lost_twice_and_no_more(pace, factor, outcome):
     found = compare([noisy(factor, pace=pace)], stable(cycles=1.0), TOLERANCE)
     assert found.outcome == outcome
-    assert found.reason.startswith("the machine runs 13 % slower than it did")
+    assert found.reason.startswith(f"the machine runs {100 * (1 - pace):.0f} % slower than it did")
 
 
 def test_of_load_and_a_slower_clock_the_one_that_explains_more_counts():
     # Both show the same neighbour, once from the outside and once in the pace.
-    busy = noisy(1.6, pace=0.87, invalid=BUSY, slowed=1.3)
-    assert compare([busy], stable(cycles=1.0), TOLERANCE).outcome == "slower"
-    assert (
-        compare([noisy(1.34, pace=0.87, invalid=BUSY, slowed=1.3)], stable(cycles=1.0), TOLERANCE).outcome
-        == "uncertain"
-    )
+    for factor, outcome in ((1.6, "slower"), (1.34, "uncertain")):
+        busy = noisy(factor, pace=0.87, invalid=BUSY, slowed=1.3)
+        assert compare([busy], stable(cycles=1.0), TOLERANCE).outcome == outcome
 
 
 def test_cold_caches_explain_something_on_top_of_what_the_pace_lost():
@@ -232,10 +231,6 @@ def test_where_no_pace_can_be_compared_what_slowed_a_sample_counts_more():
     enough, too_little = (1.1 * (1 + TOLERANCE) * 1.2**UNREAD_PACE, 0.95 * 1.2**UNREAD_PACE)
     for factor, outcome in ((enough, "slower"), (too_little, "uncertain")):
         assert compare([noisy(factor, invalid=BUSY, slowed=1.2)], stable(), TOLERANCE).outcome == outcome
-
-
-def test_what_a_clock_at_an_eighth_of_its_pace_accounts_for_is_no_slowdown():
-    assert compare([noisy(8.0, pace=0.125)], stable(cycles=1.0), TOLERANCE).outcome == "uncertain"
 
 
 # A third sample
@@ -314,12 +309,6 @@ def test_seconds_alone_show_no_slowdown_where_cycles_may_be_the_same():
     assert found.outcome == "uncertain"
 
 
-def test_a_step_that_is_slower_by_both_is_slower():
-    found = compare([noisy(1.25, pace=1.0)], stable(cycles=1.0), TOLERANCE)
-    assert found.outcome == "slower"
-    assert found.cycles.ratio == pytest.approx(1.25, rel=1e-3)
-
-
 def test_the_one_that_is_known_better_shows_a_slowdown_and_the_other_has_to_look_like_it():
     drifting = Runs((0.9, 1.1, 1.0, 0.95, 1.05, 1.0), (1.0,) * 6)
     found = compare([noisy(1.10, pace=1.0)], drifting, TOLERANCE)
@@ -337,12 +326,9 @@ def test_a_power_of_what_the_clock_lost_is_taken_off():
     assert compare([noisy(1.12, pace=0.975)], stable(cycles=1.0), TOLERANCE).outcome == "slower"
 
 
-def test_more_cycles_in_no_more_time_are_not_slower():
-    assert compare([noisy(1.0, pace=1.25)], stable(cycles=1.0), TOLERANCE).outcome == "not slower"
-
-
-def test_fewer_seconds_by_a_faster_clock_are_not_faster():
-    assert compare([noisy(0.8, pace=1.25)], stable(cycles=1.0), TOLERANCE).outcome == "not slower"
+@pytest.mark.parametrize("factor", [1.0, 0.8], ids=["more cycles in the same time", "as many cycles in less time"])
+def test_what_a_faster_clock_did_is_neither_slower_nor_faster(factor):
+    assert compare([noisy(factor, pace=1.25)], stable(cycles=1.0), TOLERANCE).outcome == "not slower"
 
 
 @pytest.mark.parametrize(
@@ -472,12 +458,10 @@ def test_runs_with_cycles_of_some_are_refused():
 # How often the interval is wrong
 
 
-TWICE_WHAT_IT_SAYS = 2 * (1 - LEVEL)
-
-
-def missed(comparisons: list[Comparison]) -> int:
-    """How many intervals do not hold the ratio, which is 1."""
-    return sum(not one.low <= 1 <= one.high for one in comparisons)
+def assert_missed_as_often_as_it_says(found: list[Comparison]) -> None:
+    """At most twice as many intervals as they say do not hold the ratio, which is 1."""
+    assert sum(not one.low <= 1 <= one.high for one in found) <= 2 * (1 - LEVEL) * len(found)
+    assert not any(one.outcome == "slower" for one in found)
 
 
 def simulated(chance: random.Random, runs: int, between: float, within: float) -> tuple[Sample, Runs]:
@@ -503,11 +487,8 @@ def simulated(chance: random.Random, runs: int, between: float, within: float) -
 )
 def test_the_interval_holds_the_ratio_as_often_as_it_says(runs, between, within):
     chance = random.Random(7)
-    found = [
-        compare([now], then, TOLERANCE) for now, then in (simulated(chance, runs, between, within) for _ in range(200))
-    ]
-    assert missed(found) <= TWICE_WHAT_IT_SAYS * len(found)
-    assert not any(one.outcome == "slower" for one in found)
+    drawn = [simulated(chance, runs, between, within) for _ in range(200)]
+    assert_missed_as_often_as_it_says([compare([now], then, TOLERANCE) for now, then in drawn])
 
 
 # Pairs
@@ -580,11 +561,9 @@ def test_where_the_slower_moments_of_the_machine_fell_to_one_side_nothing_is_slo
     by_chance = [(noisy(1.0, pace=1.0), noisy(1.2, pace=0.9)) for _ in range(5)]
     found = compare_pairs(by_chance, TOLERANCE)
     assert (found.outcome, found.reason) == ("uncertain", "the machine ran 10 % slower in the runs of the head")
-    more = [(noisy(1.0, pace=1.0), noisy(1.5, pace=0.9)) for _ in range(5)]
-    assert compare_pairs(more, TOLERANCE).outcome == "slower"
-    assert (
-        compare_pairs([(noisy(1.0, pace=1.0), noisy(1.25, pace=1.0)) for _ in range(5)], TOLERANCE).outcome == "slower"
-    )
+    for factor, pace in ((1.5, 0.9), (1.25, 1.0)):
+        more = [(noisy(1.0, pace=1.0), noisy(factor, pace=pace)) for _ in range(5)]
+        assert compare_pairs(more, TOLERANCE).outcome == "slower"
 
 
 @pytest.mark.parametrize("number", [4, 10])
@@ -595,9 +574,9 @@ def test_the_interval_of_pairs_holds_the_ratio_as_often_as_it_says(number):
         middle = machine + chance.gauss(0, 0.02)
         return sample_of(*(math.exp(chance.gauss(middle, 0.01)) for _ in range(8)))
 
-    found = [
-        compare_pairs([(run(machine), run(machine)) for machine in (chance.gauss(0, 0.3) for _ in range(number))], 0.05)
-        for _ in range(120)
-    ]
-    assert missed(found) <= TWICE_WHAT_IT_SAYS * len(found)
-    assert not any(one.outcome == "slower" for one in found)
+    def pair() -> tuple[Sample, Sample]:
+        machine = chance.gauss(0, 0.3)
+        return run(machine), run(machine)
+
+    found = [compare_pairs([pair() for _ in range(number)], TOLERANCE) for _ in range(120)]
+    assert_missed_as_often_as_it_says(found)

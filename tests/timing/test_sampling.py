@@ -105,16 +105,11 @@ def test_short_steps_fill_a_round_and_the_first_one_does_not_count():
     assert sample.steps == 5
 
 
-def test_a_step_that_just_fills_a_round_is_not_repeated_in_it():
-    clock = Clock(SECONDS_A_ROUND)
+@pytest.mark.parametrize(("filled", "steps"), [(1, 1), (0.99, 2)])
+def test_a_round_has_as_few_steps_as_fill_it(filled, steps):
+    clock = Clock(filled * SECONDS_A_ROUND)
     sampled(clock)
-    assert set(clock.rounds) == {1}
-
-
-def test_a_step_a_little_too_short_is_run_twice_a_round():
-    clock = Clock(0.99 * SECONDS_A_ROUND)
-    sampled(clock)
-    assert clock.rounds[:3] == [1, 2, 2]
+    assert (clock.rounds[0], set(clock.rounds[1:])) == (1, {steps})
 
 
 @pytest.mark.parametrize("cold", [0.015, 0.05, 0.9])
@@ -154,22 +149,24 @@ def test_sampling_stops_when_the_time_is_spent():
     assert seconds_of(sampled(clock, 1.0)) == [0.1, 0.2] * 3 + [0.1]
 
 
-def test_a_very_long_step_is_timed_once():
+@pytest.mark.parametrize(
+    ("taken", "limit", "fewest", "rounds"),
+    [
+        ([3.0], 1.0, 1, [3.0]),
+        ([3.0], 1.0, 3, [3.0] * 3),
+        ([0.001], 0.0, 1, [0.001] * FEWEST_ROUNDS),
+        ([0.001, 2.0], 1.0, 1, [2.0]),
+    ],
+    ids=["very long", "very long, a verdict hangs on it", "short, no time left", "turns out long"],
+)
+def test_without_time_for_more_there_are_as_few_rounds_as_say_something(taken, limit, fewest, rounds):
+    assert seconds_of(sampled(Clock(*taken), limit, fewest)) == pytest.approx(rounds)
+
+
+def test_a_very_long_step_is_run_once():
     clock = Clock(3.0)
-    assert seconds_of(sampled(clock, 1.0)) == [3.0]
+    sampled(clock)
     assert clock.steps_run == 1
-
-
-def test_where_a_verdict_hangs_on_it_a_very_long_step_is_timed_more_often():
-    assert seconds_of(sampled(Clock(3.0), 1.0, fewest=3)) == [3.0] * 3
-
-
-def test_short_rounds_are_enough_to_say_something_when_there_is_no_time_left():
-    assert seconds_of(sampled(Clock(0.001), 0.0)) == pytest.approx([0.001] * FEWEST_ROUNDS)
-
-
-def test_rounds_that_turn_out_long_are_not_taken_as_often_as_short_ones():
-    assert seconds_of(sampled(Clock(0.001, 2.0))) == pytest.approx([2.0])
 
 
 def test_a_step_that_takes_no_time_on_the_clock_ends_and_has_a_ratio_to_others():

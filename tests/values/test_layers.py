@@ -21,6 +21,7 @@ FOUND = st.sets(st.sampled_from(sorted(EXPERTS)), min_size=1)
         ("h.{0-2,7}", "h.*", ((0, 1, 2, 7),)),
         ("layers.*.experts.3", "layers.*.experts.*", ((), (3,))),
         ("h.*.attn", "h.*.attn", ()),
+        ("0.1.2", "*.*.*", ((0,), (1,), (2,))),
         ("conv1.2d", "conv1.2d", ()),
         ("h.{2-1}", "h.{2-1}", ()),
         ("h.007", "h.*", ()),
