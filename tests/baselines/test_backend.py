@@ -274,24 +274,6 @@ def test_a_folder_that_cannot_be_made_is_named_when_it_is_locked(tmp_path):
         pytest.fail("a file cannot be locked as a folder")
 
 
-def test_the_lock_of_a_folder_excludes_others(tmp_path):
-    from filelock import FileLock, Timeout
-
-    with Folder(tmp_path).locked(), pytest.raises(Timeout):
-        FileLock(tmp_path / ".lock").acquire(timeout=0)
-    with FileLock(tmp_path / ".lock").acquire(timeout=0) as lock:
-        assert lock.lock_counter == 1
-
-
-def test_the_lock_of_a_folder_is_given_back_after_an_error(tmp_path):
-    from filelock import FileLock
-
-    with pytest.raises(ZeroDivisionError), Folder(tmp_path).locked():
-        raise ZeroDivisionError
-    with FileLock(tmp_path / ".lock").acquire(timeout=0) as lock:
-        assert lock.lock_counter == 1
-
-
 IGNORED = {"/.lock", "/.gitignore", ".*.draft"}
 
 
