@@ -12,7 +12,6 @@ from pytest_gpumem.reports.escaping import one_line, visible
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_COMMENT, markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Stored, Terms
-from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 from tests.reports.sessions import GB, H100, OK, REGRESSED, everything, explained, measured, peak, result, session
@@ -253,8 +252,3 @@ def test_a_verdict_has_room_even_where_reasons_do_not():
     assert len(text.encode()) <= FEWEST
     with pytest.raises(ValueError, match="a verdict needs 300 bytes"):
         markdown(session(OK), most=FEWEST - 1)
-
-
-def test_ended_sessions_of_one_selection_give_the_same_text():
-    selection = Selection(frozenset({("a.py", f"test_{number}") for number in range(9)}))
-    assert markdown(session(OK, selection=selection)) == markdown(session(OK, selection=selection))

@@ -276,13 +276,6 @@ EXPLANATIONS = st.builds(
 
 
 @unhurried
-@given(COMPOSITIONS)
-def test_a_composition_travels_whole(composition):
-    assert from_plain(Composition, json.loads(json.dumps(to_plain(composition)))) == composition
-    assert pickle.loads(pickle.dumps(composition)) == composition
-
-
-@unhurried
 @given(EXPLANATIONS)
 def test_an_explanation_travels_whole(explanation):
     assert from_plain(Explanation, json.loads(json.dumps(to_plain(explanation)))) == explanation
