@@ -378,7 +378,7 @@ operators_at = [
 """
 
 
-def test_what_counts_are_made_of_is_a_line_for_each_place_and_nothing_for_a_count_of_0():
+def test_what_counts_are_made_of_is_a_line_a_place_and_nothing_for_a_count_of_0():
     text = render(MADE_ENTRIES)
     assert MADE_OF in text
     assert "syncs_at" not in text
@@ -618,7 +618,7 @@ def test_a_composition_is_a_line_for_each_row_the_largest_first():
     assert parse(COMPOSED_TEXT, FILE) == COMPOSED_ENTRIES
 
 
-def test_what_was_live_at_the_peaks_of_other_phases_is_a_line_for_each_row_with_its_phase():
+def test_what_was_live_at_peaks_of_other_phases_is_a_line_a_row_with_its_phase():
     peak = replace(COMPOSED.composition, phase="backward")
     forward = replace(peak, total=498, rows=(Row("parameter", 498, "wte"),), phase="forward")
     entries = {

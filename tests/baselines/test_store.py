@@ -126,11 +126,8 @@ def test_a_change_leaves_other_entries_as_they_were(root):
     Store(Folder(root)).change({key("test_a"): entry(5), key("test_b"): entry(6)})
     Store(Folder(root)).change({key("test_b"): entry(7), key("test_c"): entry(8)})
     store = Store(Folder(root))
-    assert [store.find(key(test), CPU.slug) for test in ("test_a", "test_b", "test_c")] == [
-        entry(5),
-        entry(7),
-        entry(8),
-    ]
+    found = [store.find(key(test), CPU.slug) for test in ("test_a", "test_b", "test_c")]
+    assert found == [entry(5), entry(7), entry(8)]
 
 
 def test_a_change_for_one_device_leaves_the_files_of_others_as_they_were(root):

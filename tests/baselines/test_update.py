@@ -183,7 +183,7 @@ def test_counts_of_another_release_of_torch_are_not_added_to_an_entry_of_this_on
     assert (entry.metrics["syncs"], entry.environment) == (2, CPU)
 
 
-def test_counts_that_are_no_longer_taken_are_not_kept_when_everything_is_accepted_and_times_are():
+def test_of_what_is_no_longer_taken_accepting_everything_keeps_times_and_no_counts():
     stored = stored_entry(peak_allocated=GB, syncs=2, throughput=3.5)
     assert written("all", stored, peak_allocated=GB).metrics == {"peak_allocated": GB, "throughput": 3.5}
 
@@ -202,7 +202,7 @@ def test_each_measurement_is_decided_by_itself():
 # Compositions
 
 
-def test_a_composition_that_the_store_lacks_is_added_with_everything_and_otherwise_not():
+def test_only_accepting_everything_adds_a_composition_that_the_store_lacks():
     stored = stored_entry(peak_allocated=GB)
     assert written("all", stored, peak=of(GB), peak_allocated=GB).composition == of(GB)
     for mode in ("new", "improved"):
@@ -281,7 +281,7 @@ def test_each_accepted_run_is_the_latest_and_the_oldest_of_too_many_is_forgotten
         assert entry.runs.seconds == tuple(seconds[-MOST_RUNS:])
 
 
-def test_the_time_of_an_entry_is_the_median_of_its_runs_in_four_digits_and_its_throughput_is_of_that():
+def test_the_time_and_throughput_of_an_entry_are_those_of_the_median_of_its_runs():
     stored = timed_entry(1.2341, 1.2341, 1.2368)
     entry = written_times("all", stored, 1.2357, throughput=8 / 1.2357, forward_time=0.4)
     assert entry.runs.median == (1.2341 + 1.2357) / 2
@@ -310,7 +310,7 @@ def test_a_run_that_only_lies_apart_from_the_others_is_one_of_them():
     assert entry.runs.seconds == (1.0, UNCERTAIN)
 
 
-def test_a_run_on_a_slower_machine_is_none_of_the_runs_and_what_else_is_news_is_written():
+def test_a_run_on_a_slower_machine_is_none_of_the_runs_and_other_news_is_written():
     stored = replace(timed_entry(1.0, forward_time=0.4), runs=Runs((1.0,), (1e9,)))
     entry = written_times("all", stored, 1.25, pace=0.8e9, forward_time=0.5, peak_allocated=2 * GB)
     assert entry.runs == stored.runs
@@ -382,7 +382,7 @@ def test_a_step_that_is_not_faster_is_left_alone_where_improvements_are_wanted(s
     assert (entry.runs, entry.metrics) == (stored.runs, {"peak_allocated": GB // 2, "step_time": 1.0})
 
 
-def test_an_improvement_seen_on_another_machine_does_not_make_its_times_those_of_this_one():
+def test_an_improvement_on_another_machine_does_not_take_its_times_along():
     entry = written_times("improved", timed_entry(1.0), 1.0, machine=EPYC, peak_allocated=GB // 2)
     assert (entry.environment, entry.runs, entry.metrics) == (EPYC, None, {"peak_allocated": GB // 2})
 
@@ -394,7 +394,7 @@ def test_stored_times_stay_where_only_the_new_is_wanted(seconds):
 
 
 @pytest.mark.parametrize("environment", [XEON, CPU], ids=["same machine", "no machine was told"])
-def test_times_that_an_entry_lacks_are_added_with_their_machine_and_all_else_of_it_stays(environment):
+def test_times_that_an_entry_lacks_are_added_with_their_machine_and_all_else_stays(environment):
     stored = timed_entry(machine=environment, retained=7, forward_time=0.7, backward_time=0.3)
     entry = written_times("new", stored, 0.9, peak_allocated=2 * GB, forward_time=0.4)
     metrics = {"peak_allocated": GB, "retained": 7, "forward_time": 0.4, "step_time": 0.9}

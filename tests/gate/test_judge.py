@@ -63,7 +63,7 @@ def test_a_metric_without_a_tolerance_is_recorded_beside_its_baseline():
     assert not verdict.gated
 
 
-def test_every_metric_of_a_measurement_gets_a_verdict_in_the_order_of_the_table_of_metrics():
+def test_every_metric_gets_a_verdict_in_the_order_of_the_table_of_metrics():
     values = dict.fromkeys(reversed(METRICS), 1)
     now = replace(measured(**values), times=Times((Sample((Round(1.0),)),)), work={"samples": 1})
     verdict = judged(now, stored(**values))
@@ -181,7 +181,7 @@ def test_a_metric_that_the_baseline_lacks_is_new_and_the_rest_is_compared():
     assert verdict.of("retained") == MetricVerdict("retained", Outcome.NEW, 0, reason=reason)
 
 
-def test_a_metric_that_the_baseline_lacks_and_that_may_not_stand_beside_its_others_says_what_replaces_it():
+def test_a_metric_that_may_not_be_added_to_the_baseline_says_what_replaces_that():
     earlier = stored(on(torch="2.10.0"), peak_allocated=GB)
     verdict = judged(measured(peak_allocated=GB, syncs=1), earlier)
     assert verdict.of("syncs").reason == (
@@ -273,7 +273,7 @@ def test_another_workload_that_did_not_grow_is_stale_with_a_sentence(earlier, se
 LARGER = Workload("train_step", "fp32", 4000, "int64[4, 256]")
 
 
-def test_another_workload_that_grew_has_regressed_and_what_changed_in_it_is_the_reason():
+def test_another_workload_that_grew_has_regressed_for_what_changed_in_it():
     now = measured(workload=LARGER, peak_allocated=1.006 * GB, retained=0, operators=9)
     earlier = stored(peak_allocated=GB, retained=0, operators=5)
     verdict = judged(now, earlier)
@@ -343,7 +343,7 @@ def on(**details) -> Environment:
     return Environment(H100.slug, H100.device, details)
 
 
-def test_a_peak_that_grew_on_another_kind_of_cpu_is_uncertain_up_to_what_that_explains():
+def test_a_peak_that_grew_on_another_cpu_is_uncertain_up_to_what_that_explains():
     here, earlier = on(cpu_capability="AVX512"), stored(on(cpu_capability="AVX2"), peak_allocated=GB)
     assert outcome_of(measured(here, peak_allocated=1.41 * GB), baseline=earlier) is Outcome.REGRESSED
     metric = judged(measured(here, peak_allocated=1.3 * GB), earlier).of("peak_allocated")
@@ -352,7 +352,7 @@ def test_a_peak_that_grew_on_another_kind_of_cpu_is_uncertain_up_to_what_that_ex
     assert metric.gated
 
 
-def test_reserved_memory_that_grew_under_another_allocator_is_uncertain_and_the_peak_is_not():
+def test_under_another_allocator_growth_of_reserved_memory_alone_is_uncertain():
     now = measured(on(allocator="expandable_segments:True"), peak_allocated=2 * GB, peak_reserved=1.3 * GB)
     verdict = judged(now, stored(on(allocator="default"), peak_allocated=GB, peak_reserved=GB))
     assert verdict.of("peak_allocated").outcome is Outcome.REGRESSED
@@ -368,7 +368,7 @@ def test_reserved_memory_that_grew_under_another_allocator_is_uncertain_and_the_
         ("peak_reserved", 9 * GB, "9.21.0", "9.20.0"),
     ],
 )
-def test_no_change_of_a_peak_means_anything_where_another_cudnn_planned_its_convolutions(metric, now, here, there):
+def test_no_change_of_a_peak_means_anything_where_another_cudnn_planned(metric, now, here, there):
     earlier = stored(on(emulated_cudnn=there), **{metric: GB})
     found = judged(measured(on(emulated_cudnn=here), **{metric: now}), earlier).of(metric)
     assert found.outcome is Outcome.UNCERTAIN
@@ -519,7 +519,7 @@ def test_the_first_sync_is_one_too_many():
 
 
 @pytest.mark.parametrize("count", ["flops", "launches"])
-def test_a_count_that_grew_under_another_release_of_torch_is_uncertain_by_however_much(count):
+def test_a_count_that_grew_by_however_much_under_another_torch_is_uncertain(count):
     here, there = on(torch="2.14.0"), on(torch="2.13.0")
     measurement = measured(here, peak_allocated=GB, **{count: 5})
     verdict = judged(measurement, stored(there, peak_allocated=GB, **{count: 0}))
@@ -630,7 +630,7 @@ def test_a_test_fails_that_does_not_take_a_measurement_any_more(unmeasured):
     assert failing(verdict, compares=False) == NOTHING
 
 
-def test_an_update_that_takes_a_baseline_out_mends_what_is_missing_and_not_that_nothing_was_measured():
+def test_an_update_mends_what_is_missing_unless_nothing_was_measured():
     accepts = ACCEPTS["all"]
     renamed = replace(verdict_with(Outcome.OK), missing=("eval",))
     assert failing(renamed, accepts=accepts) == NOTHING
@@ -757,7 +757,7 @@ def test_what_grew_on_any_gpu_is_never_green(now, then):
     assert found.outcome is not Outcome.REGRESSED or found.gpu in grew
 
 
-def test_a_baseline_of_an_older_version_is_that_of_the_largest_gpu_and_has_no_bytes_of_the_others():
+def test_a_baseline_of_an_older_version_is_that_of_the_largest_gpu_alone():
     grown = on_gpus_verdict(on_gpus(g0=2 * GB, g1=4 * GB), stored(peak_allocated=4 * GB))
     assert (grown.outcome, grown.gpu, grown.baseline) == (Outcome.REGRESSED, "cuda:0", 0)
     assert grown.reason == "the baseline has no bytes of cuda:0"

@@ -104,7 +104,7 @@ def test_a_test_that_only_asserted_relations_is_ok_and_gated():
     assert (verdict.outcome, verdict.gated, verdict.compared) == (Outcome.OK, True, False)
 
 
-def test_relations_make_a_measured_test_gated_and_its_outcome_that_of_what_was_measured():
+def test_relations_make_a_measured_test_gated_and_leave_its_outcome():
     new = verdict_of(MetricVerdict("peak_allocated", Outcome.NEW, 1))
     verdict = TestVerdict("a.py", "test_a", (new,), relations=1)
     assert (verdict.outcome, verdict.gated) == (Outcome.NEW, True)

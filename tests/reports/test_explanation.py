@@ -88,7 +88,7 @@ def test_a_row_that_grew_is_told_with_its_line_operator_and_why():
     )
 
 
-def test_a_row_that_was_not_there_has_no_baseline_and_columns_that_nobody_needs_are_left_out():
+def test_a_new_row_has_no_baseline_and_columns_that_nobody_needs_are_left_out():
     more = row("temporary", GB, site="train.py:3", tensor="float32[8]")
     told = growth_lines(difference(composition(WEIGHTS), composition(WEIGHTS, more)), "si")
     assert told == literal_lines(
@@ -99,7 +99,7 @@ def test_a_row_that_was_not_there_has_no_baseline_and_columns_that_nobody_needs_
     )
 
 
-def test_calls_that_may_be_at_any_of_the_places_that_a_baseline_did_not_keep_are_of_other_lines():
+def test_calls_at_places_that_a_baseline_did_not_keep_are_of_other_lines():
     kept = Tally("mm", 8, OperatorSite("head", "model.py:10"))
     now = (
         kept,
@@ -159,7 +159,7 @@ CHANGES = re.compile(r"(\d+) other changes?: ([+-][\d.]+ \w+) together")
 
 @unhurried
 @given(COMPOSITIONS, COMPOSITIONS)
-def test_the_rows_that_are_told_explain_most_of_the_growth_and_the_others_make_up_the_rest(before, after):
+def test_rows_that_are_told_explain_most_of_the_growth_and_the_others_the_rest(before, after):
     found = difference(before, after)
     assume(found.growth > 0)
     told = found.explaining()

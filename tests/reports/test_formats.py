@@ -21,7 +21,7 @@ def test_every_format_renders_a_session(form):
     assert "tests/test_gpt.py" in form.render(REPORT)
 
 
-def test_suffixes_and_options_are_told_apart_without_loading_a_renderer_or_what_it_needs():
+def test_suffixes_and_options_are_known_without_loading_a_renderer_or_its_needs():
     heavy = [*(form.renderer.partition(":")[0] for form in FORMATS), "plotly", "jinja2", "torch"]
     imports = "import sys, pytest_gpumem.config.options, pytest_gpumem.reports.formats"
     asks = f"{imports}; print([one for one in {heavy} if one in sys.modules])"
@@ -45,7 +45,7 @@ def test_a_folder_in_the_way_stays_and_nothing_is_left_beside_it(tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_file_where_the_folder_should_be_and_a_name_that_no_file_can_have_are_errors_of_the_system(tmp_path):
+def test_a_path_that_no_file_can_have_is_an_error_of_the_system(tmp_path):
     (tmp_path / "a").write_text("x", encoding="utf-8")
     with pytest.raises(OSError):
         write_report(tmp_path / "a" / "b.json", REPORT)
@@ -53,7 +53,7 @@ def test_a_file_where_the_folder_should_be_and_a_name_that_no_file_can_have_are_
         write_report(tmp_path / "a\0.json", REPORT)
 
 
-def test_line_ends_are_as_they_are_and_a_lone_surrogate_is_written_as_python_writes_it(tmp_path):
+def test_line_ends_stay_and_a_lone_surrogate_is_written_as_python_writes_it(tmp_path):
     write_whole(tmp_path / "a.txt", "a\r\nb\nc\ud800")
     assert (tmp_path / "a.txt").read_bytes() == b"a\r\nb\nc\\ud800"
     with pytest.raises(UnicodeEncodeError):

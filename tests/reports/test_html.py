@@ -326,7 +326,7 @@ def test_the_page_is_the_same_each_time_and_can_be_written(page):
     assert page.encode("utf-8").decode("utf-8") == page
 
 
-def test_the_policy_names_every_script_of_the_page_and_no_other_and_nothing_may_be_fetched(page):
+def test_the_policy_allows_the_scripts_of_the_page_alone_and_to_fetch_nothing(page):
     policy = entities.unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1))
     scripts = re.findall(r'<script(?: type="text/plain" id="plotly")?>(.*?)</script>', page, flags=re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]

@@ -122,7 +122,7 @@ def test_a_whole_number_is_one_however_it_is_written():
     assert to_json(report) == FULL
 
 
-def test_bytes_and_counts_are_ints_again_where_another_program_wrote_them_with_a_point():
+def test_bytes_and_counts_are_ints_again_where_others_wrote_them_with_a_point():
     changed = json.loads(FULL)
     for verdict in (one for each in changed["results"] for one in each["verdict"]["verdicts"]):
         for holds, keys in [
@@ -289,7 +289,7 @@ WRONG = (None, True, "wrong", 12, 12.5, [], {}, -1, [[]], {"a": 1}, 2**80)
 
 @given(path=st.sampled_from(PATHS), value=st.sampled_from(WRONG))
 @settings(max_examples=60, deadline=None)
-def test_what_is_of_a_wrong_type_is_told_and_the_schema_says_the_same_as_a_whole_validator(path, value):
+def test_what_is_of_a_wrong_type_is_told_as_by_a_whole_validator_of_the_schema(path, value):
     changed = copy.deepcopy(SMALL)
     holder(changed, path)[path[-1]] = value
     valid = VALIDATOR.is_valid(changed)

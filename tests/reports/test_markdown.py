@@ -80,7 +80,7 @@ def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accep
     assert 'To accept it:\n\n```text\npytest "tests/test_gpt.py::test_b" --gpumem-update=all\n```' in text
 
 
-def test_a_test_that_is_over_budget_shows_what_is_there_at_its_peak_and_has_nothing_to_accept():
+def test_a_test_over_budget_shows_what_is_at_its_peak_and_has_nothing_to_accept():
     verdict = measured(
         replace(peak(Outcome.OVER_BUDGET, then=None), budget=GB), measurement={"explanation": explained("x")}
     )

@@ -86,7 +86,7 @@ def test_a_test_that_failed_as_expected_did_not_pass_and_did_not_fail_by_itself(
     assert result.verdict == unmeasured("it failed as expected")
 
 
-def test_a_test_that_was_expected_to_fail_and_did_not_is_not_taken_for_one_that_passed():
+def test_a_test_that_was_expected_to_fail_and_did_not_is_none_that_passed():
     (result,) = collected(*whole(OK, wasxfail="reason"))
     assert not result.passed
     assert result.verdict == OK
@@ -161,7 +161,7 @@ def test_a_rerun_that_passes_does_not_count():
     assert others_failed(*first, *elsewhere) == 1
 
 
-def test_a_measured_test_that_failed_is_not_among_the_others_whether_it_has_a_result_or_not():
+def test_a_measured_test_that_failed_is_none_of_the_others_even_without_a_result():
     assert others_failed(report(OK, "setup"), report(OK, "call", "failed")) == 0
     crashed = report(None, "???", "failed", "a.py::test_a@group")
     assert others_failed(crashed, measured=[("a.py", "test_a")]) == 0
@@ -231,7 +231,7 @@ def test_nothing_is_accounted_for_as_nothing():
     assert accounting([]) == "gpumem: 0 gated"
 
 
-def test_several_tests_that_failed_by_themselves_are_counted_and_their_reason_is_not_told_twice():
+def test_tests_that_failed_by_themselves_are_counted_without_their_reasons():
     assert accounting(results(FAILED, FAILED)) == "gpumem: 0 gated, 2 failed by themselves"
 
 
