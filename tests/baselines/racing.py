@@ -1,18 +1,45 @@
-"""Processes that begin to write at once."""
+"""Processes that write into one store at once."""
 
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.store import Store
+
+WRITER = """
+import sys
+from pathlib import Path
+
+from pytest_gpumem.gate.baseline import Baseline, Key
+from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.measurement import Environment, Workload
+
+location, mine, entries = sys.argv[1], sys.argv[2], int(sys.argv[3])
+environment = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
+store = Store(backend_of(location, Path()))
+store.check()
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(entries):
+    entry = Baseline(Workload("call"), environment, {"peak_allocated": number}, "2026-11-02")
+    assert store.change({Key("tests/test_gpt.py", f"test_{mine}_{number}", "call"): entry}) is None
+"""
 
 
-def all_at_once(commands: Iterable[Sequence[str]]) -> None:
-    """Start them, wait until each has said ``ready``, let all go, and wait for their ends, which have to be good ones."""
+def check_that_nothing_is_lost(location: str, *, processes: int, entries: int) -> None:
+    """Have ``processes`` write ``entries`` baselines each, all at once, and look for every one of them."""
     started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for command in commands
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, location, str(number), str(entries)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
     ]
     for process in started:
         assert process.stdout.readline() == "ready\n"
@@ -22,3 +49,6 @@ def all_at_once(commands: Iterable[Sequence[str]]) -> None:
     for process in started:
         process.communicate()
         assert process.returncode == 0
+    stored = Store(backend_of(location, Path())).keys()
+    written = [f"test_{mine}_{number}" for mine in range(processes) for number in range(entries)]
+    assert [key.test for _, key in stored] == written

@@ -23,13 +23,21 @@ KEY = Key("tests/test_gpt.py", "test_a", "call")
 GB = 10**9
 
 
-def written(mode, stored, workload=None, peak=None, environment=CPU, **metrics) -> Baseline | None:
+def judged(measurement, stored, reason=None) -> tuple[Verdict, Baseline]:
+    entry = baseline_of(measurement, "2026-12-24", "new1234", reason)
+    return judge(measurement, Budget(), stored, DEFAULT_TOLERANCES), entry
+
+
+def update(mode, stored, measurement, reason=None) -> Baseline | None:
+    """What an update writes of a measurement, when it is told why."""
+    return entries_to_write(mode, {KEY: judged(measurement, stored, reason)}, {KEY: stored}).get(KEY)
+
+
+def written(mode, stored, workload=None, peak=None, environment=CPU, reason=None, **metrics) -> Baseline | None:
     """What an update writes for a test that now measures ``metrics``; ``peak`` is its composition."""
     explanation = None if peak is None else Explanation(peak)
     measurement = Measurement("call", workload or Workload("call"), environment, metrics, explanation=explanation)
-    verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
-    entry = baseline_of(measurement, "2026-12-24", "new1234")
-    return entries_to_write(mode, {KEY: (verdict, entry)}, {KEY: stored}).get(KEY)
+    return update(mode, stored, measurement, reason)
 
 
 def planned_by(cudnn: str) -> Environment:
@@ -40,17 +48,20 @@ def stored_entry(**metrics) -> Baseline:
     return Baseline(Workload("call"), CPU, metrics, "2026-11-02", "old1234")
 
 
-@pytest.mark.parametrize(
-    ("mode", "absent"),
-    [("new", NoBaseline()), ("all", NoBaseline()), ("new", NoBaseline(("NVIDIA A100",)))],
-    ids=["new", "all", "elsewhere"],
-)
-def test_what_is_missing_is_added(mode, absent):
-    assert written(mode, absent, peak_allocated=GB).metrics == {"peak_allocated": GB}
+def of(total: int, site: str = "model.py:1") -> Composition:
+    return Composition(total, (Row("activation", total, site=site),))
 
 
-def test_what_is_missing_is_not_added_when_only_improvements_are_wanted():
-    assert written("improved", NoBaseline(), peak_allocated=GB) is None
+def composed(total: int, **metrics) -> Baseline:
+    return replace(stored_entry(peak_allocated=total, **metrics), composition=of(total))
+
+
+@pytest.mark.parametrize("absent", [NoBaseline(), NoBaseline(("NVIDIA A100",))], ids=["nowhere", "elsewhere"])
+def test_what_is_missing_is_added_unless_only_improvements_are_wanted(absent):
+    for mode in ("new", "all"):
+        entry = written(mode, absent, peak=of(GB), peak_allocated=GB)
+        assert (entry.metrics, entry.composition) == ({"peak_allocated": GB}, of(GB))
+    assert written("improved", absent, peak_allocated=GB) is None
 
 
 @pytest.mark.parametrize("now", [GB // 2, 2 * GB])
@@ -71,11 +82,7 @@ def of_gpus(*peaks: int) -> Measurement:
 
 
 def written_of_gpus(mode, then, now) -> Baseline | None:
-    stored, measurement = baseline_of(of_gpus(*then), "2026-11-02", "old1234"), of_gpus(*now)
-    verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
-    return entries_to_write(
-        mode, {KEY: (verdict, baseline_of(measurement, "2026-12-24", "new1234"))}, {KEY: stored}
-    ).get(KEY)
+    return update(mode, baseline_of(of_gpus(*then), "2026-11-02", "old1234"), of_gpus(*now))
 
 
 def test_the_bytes_of_a_smaller_gpu_are_accepted_too():
@@ -107,15 +114,11 @@ def test_what_says_the_same_is_not_written_again():
     assert written("all", stored, peak_allocated=GB, step_time=0.6) is None
 
 
-def test_another_workload_is_accepted_with_everything():
-    workload = Workload("call", batch="int64[8]")
-    assert written("all", stored_entry(peak_allocated=GB), workload, peak_allocated=GB).workload == workload
-
-
-@pytest.mark.parametrize("mode", ["new", "improved"])
-def test_another_workload_is_otherwise_left_alone(mode):
-    workload = Workload("call", batch="int64[8]")
-    assert written(mode, stored_entry(peak_allocated=GB), workload, peak_allocated=GB // 2) is None
+def test_another_workload_is_accepted_with_everything_and_otherwise_left_alone():
+    stored, other = stored_entry(peak_allocated=GB), Workload("call", batch="int64[8]")
+    assert written("all", stored, other, peak_allocated=GB).workload == other
+    assert written("improved", stored, other, peak_allocated=GB // 2) is None
+    assert written("new", stored, other, peak_allocated=GB // 2, syncs=2) is None
 
 
 def test_what_got_better_is_lowered():
@@ -180,14 +183,7 @@ def test_counts_of_another_release_of_torch_are_not_added_to_an_entry_of_this_on
     assert (entry.metrics["syncs"], entry.environment) == (2, CPU)
 
 
-def test_nothing_is_added_to_an_entry_of_another_workload():
-    assert (
-        written("new", stored_entry(peak_allocated=GB), Workload("call", batch="int64[8]"), syncs=2, peak_allocated=1)
-        is None
-    )
-
-
-def test_counts_that_are_no_longer_taken_are_not_kept_when_everything_is_accepted_and_times_are():
+def test_of_what_is_no_longer_taken_accepting_everything_keeps_times_and_no_counts():
     stored = stored_entry(peak_allocated=GB, syncs=2, throughput=3.5)
     assert written("all", stored, peak_allocated=GB).metrics == {"peak_allocated": GB, "throughput": 3.5}
 
@@ -197,10 +193,7 @@ def test_each_measurement_is_decided_by_itself():
     better = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB // 2})
     same = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB})
     stored = {KEY: stored_entry(peak_allocated=GB), other: stored_entry(peak_allocated=GB)}
-    measured = {
-        key: (judge(one, Budget(), stored[key], DEFAULT_TOLERANCES), baseline_of(one, "2026-12-24", None))
-        for key, one in ((KEY, better), (other, same))
-    }
+    measured = {key: judged(one, stored[key]) for key, one in ((KEY, better), (other, same))}
     assert list(entries_to_write("improved", measured, stored)) == [KEY]
     assert list(entries_to_write("all", measured, stored)) == [KEY]
     assert list(entries_to_write("new", measured, stored)) == []
@@ -209,26 +202,11 @@ def test_each_measurement_is_decided_by_itself():
 # Compositions
 
 
-def of(total: int, site: str = "model.py:1") -> Composition:
-    return Composition(total, (Row("activation", total, site=site),))
-
-
-def composed(total: int, **metrics) -> Baseline:
-    return replace(stored_entry(peak_allocated=total, **metrics), composition=of(total))
-
-
-@pytest.mark.parametrize("mode", ["new", "all"])
-def test_what_is_added_has_its_composition(mode):
-    assert written(mode, NoBaseline(), peak=of(GB), peak_allocated=GB).composition == of(GB)
-
-
-def test_a_composition_that_the_store_lacks_is_added_with_everything():
-    assert written("all", stored_entry(peak_allocated=GB), peak=of(GB), peak_allocated=GB).composition == of(GB)
-
-
-@pytest.mark.parametrize("mode", ["new", "improved"])
-def test_a_composition_that_the_store_lacks_is_otherwise_not_added(mode):
-    assert written(mode, stored_entry(peak_allocated=GB), peak=of(GB), peak_allocated=GB) is None
+def test_only_accepting_everything_adds_a_composition_that_the_store_lacks():
+    stored = stored_entry(peak_allocated=GB)
+    assert written("all", stored, peak=of(GB), peak_allocated=GB).composition == of(GB)
+    for mode in ("new", "improved"):
+        assert written(mode, stored, peak=of(GB), peak_allocated=GB) is None
 
 
 @pytest.mark.parametrize("peak", [None, of(GB, "model.py:2")], ids=["none now", "another line"])
@@ -236,16 +214,11 @@ def test_where_no_byte_changed_the_composition_stays(peak):
     assert written("all", composed(GB), peak=peak, peak_allocated=GB) is None
 
 
-@pytest.mark.parametrize("peak", [None, of(2 * GB)], ids=["none now", "one now"])
-def test_another_peak_takes_its_own_composition_with_it_or_none(peak):
-    entry = written("all", composed(GB), peak=peak, peak_allocated=2 * GB)
-    assert (entry.metrics["peak_allocated"], entry.composition) == (2 * GB, peak)
-
-
-@pytest.mark.parametrize("peak", [None, of(GB // 2)], ids=["none now", "one now"])
-def test_a_lowered_peak_takes_its_own_composition_with_it_or_none(peak):
-    entry = written("improved", composed(GB), peak=peak, peak_allocated=GB // 2)
-    assert (entry.metrics["peak_allocated"], entry.composition) == (GB // 2, peak)
+@pytest.mark.parametrize(("mode", "now"), [("all", 2 * GB), ("improved", GB // 2)])
+def test_another_peak_takes_its_own_composition_with_it_or_none(mode, now):
+    for peak in (None, of(now)):
+        entry = written(mode, composed(GB), peak=peak, peak_allocated=now)
+        assert (entry.metrics["peak_allocated"], entry.composition) == (now, peak)
 
 
 def test_a_peak_that_is_not_lowered_keeps_its_composition():
@@ -277,31 +250,26 @@ def timed_entry(*seconds: float, machine=XEON, **metrics) -> Baseline:
     return Baseline(TRAIN, machine, {"peak_allocated": GB, "step_time": 1.0, **metrics}, "2026-11-02", runs=runs)
 
 
-def judged_times(
-    stored, *seconds: float, machine=XEON, workload=TRAIN, invalid=None, pace=None, peak_allocated=GB, **times_of
-) -> tuple[Verdict, Baseline]:
-    """A step with a steady sample of each of ``seconds``; of none, it was not timed."""
-    times = (
-        Times(tuple(Sample((Round(one, pace),) * 12, 1, invalid, invalid and Slowed(4.0)) for one in seconds))
-        if seconds
-        else None
-    )
-    metrics = {"peak_allocated": peak_allocated, **times_of}
-    measurement = Measurement(
-        "train_step", workload, machine, metrics | ({} if times is None else {"step_time": times.median}), times=times
-    )
-    verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
-    return verdict, baseline_of(measurement, "2026-12-24", "new1234")
+def steady(seconds: float, pace=None, invalid=None) -> Sample:
+    return Sample((Round(seconds, pace),) * 12, 1, invalid, invalid and Slowed(4.0))
 
 
-def written_times(mode, stored, *seconds: float, **more) -> Baseline | None:
-    """What an update writes for the step that `judged_times` describes."""
-    return entries_to_write(mode, {KEY: judged_times(stored, *seconds, **more)}, {KEY: stored}).get(KEY)
+def step(*samples: float | Sample, machine=XEON, workload=TRAIN, invalid=None, pace=None, **metrics) -> Measurement:
+    """A step with these samples, a number for a steady one; of none, it was not timed."""
+    taken = tuple(one if isinstance(one, Sample) else steady(one, pace, invalid) for one in samples)
+    times = Times(taken) if taken else None
+    timed = {} if times is None else {"step_time": times.median}
+    return Measurement("train_step", workload, machine, {"peak_allocated": GB, **metrics, **timed}, times=times)
 
 
-def left_out(mode, stored, *seconds: float, **more) -> list[str]:
-    """Why an update writes no times of the step that `judged_times` describes."""
-    return times_left_out(mode, {KEY: judged_times(stored, *seconds, **more)}, {KEY: stored})
+def written_times(mode, stored, *samples: float | Sample, reason=None, **more) -> Baseline | None:
+    """What an update writes for such a `step`."""
+    return update(mode, stored, step(*samples, **more), reason)
+
+
+def left_out(mode, stored, *samples: float, **more) -> list[str]:
+    """Why an update writes no times of such a `step`."""
+    return times_left_out(mode, {KEY: judged(step(*samples, **more), stored)}, {KEY: stored})
 
 
 def test_each_accepted_run_is_the_latest_and_the_oldest_of_too_many_is_forgotten():
@@ -313,7 +281,7 @@ def test_each_accepted_run_is_the_latest_and_the_oldest_of_too_many_is_forgotten
         assert entry.runs.seconds == tuple(seconds[-MOST_RUNS:])
 
 
-def test_the_time_of_an_entry_is_the_median_of_its_runs_in_four_digits_and_its_throughput_is_of_that():
+def test_the_time_and_throughput_of_an_entry_are_those_of_the_median_of_its_runs():
     stored = timed_entry(1.2341, 1.2341, 1.2368)
     entry = written_times("all", stored, 1.2357, throughput=8 / 1.2357, forward_time=0.4)
     assert entry.runs.median == (1.2341 + 1.2357) / 2
@@ -330,6 +298,7 @@ def test_runs_of_another_speed_that_is_accepted_begin_anew(seconds):
     assert entry.metrics["step_time"] == seconds
 
 
+THROTTLED = "the GPU was throttled"
 UNCERTAIN = 1.09
 """Beyond the tolerance, and within what the times of a single run vary by."""
 
@@ -341,7 +310,7 @@ def test_a_run_that_only_lies_apart_from_the_others_is_one_of_them():
     assert entry.runs.seconds == (1.0, UNCERTAIN)
 
 
-def test_a_run_on_a_slower_machine_is_none_of_the_runs_and_what_else_is_news_is_written():
+def test_a_run_on_a_slower_machine_is_none_of_the_runs_and_other_news_is_written():
     stored = replace(timed_entry(1.0, forward_time=0.4), runs=Runs((1.0,), (1e9,)))
     entry = written_times("all", stored, 1.25, pace=0.8e9, forward_time=0.5, peak_allocated=2 * GB)
     assert entry.runs == stored.runs
@@ -362,12 +331,9 @@ def test_a_run_without_cycles_takes_none_from_the_others():
 
 def test_a_slower_sample_that_the_gate_did_not_believe_is_none_of_the_runs():
     stored = timed_entry(*[1.0] * 5)
-    times = Times((Sample((Round(1.2),) * 12), Sample((Round(1.0),) * 12, 1, "the GPU was throttled", Slowed(4.0))))
-    metrics = {"peak_allocated": GB, "step_time": times.median}
-    measurement = Measurement("train_step", TRAIN, XEON, metrics, times=times)
-    verdict = judge(measurement, Budget(), stored, DEFAULT_TOLERANCES)
-    assert verdict.outcome is Outcome.OK
-    assert entries_to_write("all", {KEY: (verdict, baseline_of(measurement, "2026-12-24", None))}, {KEY: stored}) == {}
+    samples = (1.2, steady(1.0, invalid=THROTTLED))
+    assert judge(step(*samples), Budget(), stored, DEFAULT_TOLERANCES).outcome is Outcome.OK
+    assert written_times("all", stored, *samples) is None
 
 
 def test_runs_of_another_machine_begin_anew():
@@ -388,10 +354,10 @@ def test_times_that_the_store_lacks_are_added_with_everything():
 
 def test_a_disturbed_sample_is_none_of_the_runs():
     stored = timed_entry(1.0, 1.0)
-    assert written_times("all", stored, 1.0, invalid="the GPU was throttled") is None
-    entry = written_times("all", stored, 1.0, invalid="the GPU was throttled", peak_allocated=2 * GB)
+    assert written_times("all", stored, 1.0, invalid=THROTTLED) is None
+    entry = written_times("all", stored, 1.0, invalid=THROTTLED, peak_allocated=2 * GB)
     assert entry.runs == Runs((1.0, 1.0))
-    assert written_times("new", NoBaseline(), 1.0, invalid="the GPU was throttled").runs is None
+    assert written_times("new", NoBaseline(), 1.0, invalid=THROTTLED).runs is None
 
 
 def test_a_session_that_takes_no_time_keeps_the_runs_of_this_machine_only():
@@ -416,7 +382,7 @@ def test_a_step_that_is_not_faster_is_left_alone_where_improvements_are_wanted(s
     assert (entry.runs, entry.metrics) == (stored.runs, {"peak_allocated": GB // 2, "step_time": 1.0})
 
 
-def test_an_improvement_seen_on_another_machine_does_not_make_its_times_those_of_this_one():
+def test_an_improvement_on_another_machine_does_not_take_its_times_along():
     entry = written_times("improved", timed_entry(1.0), 1.0, machine=EPYC, peak_allocated=GB // 2)
     assert (entry.environment, entry.runs, entry.metrics) == (EPYC, None, {"peak_allocated": GB // 2})
 
@@ -428,7 +394,7 @@ def test_stored_times_stay_where_only_the_new_is_wanted(seconds):
 
 
 @pytest.mark.parametrize("environment", [XEON, CPU], ids=["same machine", "no machine was told"])
-def test_times_that_an_entry_lacks_are_added_with_their_machine_and_all_else_of_it_stays(environment):
+def test_times_that_an_entry_lacks_are_added_with_their_machine_and_all_else_stays(environment):
     stored = timed_entry(machine=environment, retained=7, forward_time=0.7, backward_time=0.3)
     entry = written_times("new", stored, 0.9, peak_allocated=2 * GB, forward_time=0.4)
     metrics = {"peak_allocated": GB, "retained": 7, "forward_time": 0.4, "step_time": 0.9}
@@ -441,9 +407,6 @@ def test_times_are_not_added_to_an_entry_of_another_machine_or_work():
     assert written_times("new", timed_entry(), 1.0, machine=EPYC) is None
     assert written_times("new", timed_entry(), 1.0, workload=replace(TRAIN, batch="int64[16]")) is None
     assert written_times("new", timed_entry(machine=CPU), 1.0, machine=CPU) is None
-
-
-THROTTLED = "the GPU was throttled"
 
 
 @pytest.mark.parametrize(
@@ -480,24 +443,7 @@ def test_disturbed_times_are_told_where_they_are_wanted(mode, stored, told):
 # Reasons
 
 
-def reasoned(mode, stored, judged, reason) -> Baseline | None:
-    """What an update writes when it is told why."""
-    verdict, entry = judged
-    return entries_to_write(mode, {KEY: (verdict, replace(entry, reason=reason))}, {KEY: stored}).get(KEY)
-
-
-def judged_call(stored, **metrics) -> tuple[Verdict, Baseline]:
-    measurement = Measurement("call", Workload("call"), CPU, metrics)
-    return judge(measurement, Budget(), stored, DEFAULT_TOLERANCES), baseline_of(measurement, "2026-12-24", "new1234")
-
-
 OLD = replace(stored_entry(peak_allocated=GB), reason="the old reason")
-
-
-def test_an_entry_has_the_reason_that_it_is_made_with():
-    measurement = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB})
-    assert baseline_of(measurement, "2026-12-24", None, "why").reason == "why"
-    assert baseline_of(measurement, "2026-12-24", None).reason is None
 
 
 @pytest.mark.parametrize(
@@ -510,29 +456,24 @@ def test_an_entry_has_the_reason_that_it_is_made_with():
     ],
 )
 def test_a_change_that_is_accepted_has_its_own_reason_or_none(mode, stored, peak, reason):
-    assert reasoned(mode, stored, judged_call(stored, peak_allocated=peak), reason).reason == reason
+    assert written(mode, stored, reason=reason, peak_allocated=peak).reason == reason
 
 
 def test_a_reason_alone_changes_nothing():
-    assert reasoned("all", OLD, judged_call(OLD, peak_allocated=GB), "a new reason") is None
-    assert reasoned("new", OLD, judged_call(OLD, peak_allocated=2 * GB), "a new reason") is None
+    assert written("all", OLD, reason="a new reason", peak_allocated=GB) is None
+    assert written("new", OLD, reason="a new reason", peak_allocated=2 * GB) is None
 
 
 @pytest.mark.parametrize(("reason", "kept"), [("why counts", "why counts"), (None, "the old reason")])
 def test_what_is_only_added_to_keeps_its_reason_unless_there_is_a_new_one(reason, kept):
-    entry = reasoned("new", OLD, judged_call(OLD, peak_allocated=GB, retained=0), reason)
+    entry = written("new", OLD, reason=reason, peak_allocated=GB, retained=0)
     assert (entry.metrics, entry.reason) == ({"peak_allocated": GB, "retained": 0}, kept)
 
 
 @pytest.mark.parametrize("reason", ["a new reason", None])
-def test_one_more_run_of_a_step_keeps_the_reason_of_its_figures(reason):
+def test_one_more_run_keeps_the_reason_of_its_figures_and_another_speed_has_its_own(reason):
     stored = replace(timed_entry(1.0), reason="the old reason")
-    entry = reasoned("all", stored, judged_times(stored, 1.001), reason)
-    assert (entry.runs.seconds, entry.reason) == ((1.0, 1.001), "the old reason")
-
-
-@pytest.mark.parametrize("reason", ["a new reason", None])
-def test_another_speed_is_a_change_like_others(reason):
-    stored = replace(timed_entry(1.0), reason="the old reason")
-    entry = reasoned("all", stored, judged_times(stored, 2.0, 2.0), reason)
-    assert (entry.runs.seconds, entry.reason) == ((2.0,), reason)
+    one_more = written_times("all", stored, 1.001, reason=reason)
+    assert (one_more.runs.seconds, one_more.reason) == ((1.0, 1.001), "the old reason")
+    slower = written_times("all", stored, 2.0, 2.0, reason=reason)
+    assert (slower.runs.seconds, slower.reason) == ((2.0,), reason)

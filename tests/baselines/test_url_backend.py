@@ -8,7 +8,6 @@ import http.server
 import json
 import os
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.url_backend import Url
-from tests.baselines.racing import all_at_once
+from tests.baselines.racing import check_that_nothing_is_lost
 
 PATH = "cpu-x86_64/tests/test_gpt.py.toml"
 
@@ -81,7 +80,6 @@ def test_what_cannot_be_read_behind_a_url_is_named(memory_url, monkeypatch):
 
 
 def test_a_file_that_is_no_text_is_named_and_left(memory_url):
-
     Url(memory_url).write(PATH, "old\n")
     files = fsspec.filesystem("memory")
     files.pipe_file(f"{memory_url}/{PATH}", b"\xff\xfe")
@@ -95,7 +93,6 @@ def test_a_file_that_is_no_text_is_named_and_left(memory_url):
 
 def lock_of(url: str) -> dict[str, object]:
     """What the one object of a store's lock says."""
-
     files, root = fsspec.core.url_to_fs(url)
     files.invalidate_cache()
     (name,) = files.find(f"{root}/.lock")
@@ -110,7 +107,6 @@ def test_a_lock_says_who_holds_it_and_that_it_was_released(url):
 
 
 def test_the_lock_of_a_holder_that_died_is_taken_over(url, monkeypatch):
-
     backend = Url(url)
     backend.write(PATH, "old\n")
     files, root = fsspec.core.url_to_fs(url)
@@ -151,34 +147,9 @@ def test_a_place_that_cannot_be_locked_says_so_and_is_written(memory_url, monkey
 
 # S3
 
-WRITER = """
-import sys
-from pathlib import Path
-
-from pytest_gpumem.gate.baseline import Baseline, Key
-from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.measurement import Environment, Workload
-
-url, mine, entries = sys.argv[1], sys.argv[2], int(sys.argv[3])
-environment = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
-store = Store(backend_of(url, Path()))
-store.check()
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(entries):
-    entry = Baseline(Workload("call"), environment, {"peak_allocated": number}, "2026-11-02")
-    assert store.change({Key("tests/test_gpt.py", f"test_{mine}_{number}", "call"): entry}) is None
-"""
-
 
 def test_processes_that_write_one_bucket_at_the_same_time_lose_nothing(s3_url):
-    from pytest_gpumem.baselines.store import Store
-
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), s3_url]
-    all_at_once([*command, str(number), "5"] for number in range(2))
-    stored = Store(Url(s3_url)).keys()
-    assert [key.test for _, key in stored] == [f"test_{mine}_{number}" for mine in range(2) for number in range(5)]
+    check_that_nothing_is_lost(s3_url, processes=2, entries=5)
 
 
 def test_a_bucket_that_does_not_exist_is_named_and_not_made(s3):

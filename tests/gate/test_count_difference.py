@@ -83,7 +83,7 @@ def test_a_baseline_from_before_layers_were_named_is_equal():
     assert changed_tallies([tally("mm", 70, 10)], [tally("mm", 30, 10, "h.{0-2}"), tally("mm", 40, 10, "h.3")]) == ()
 
 
-def test_layers_are_joined_where_they_are_alike_and_told_apart_where_they_are_of_few_kinds():
+def test_layers_are_joined_where_alike_and_told_apart_where_of_few_kinds():
     there = {"h.*": frozenset((n,) for n in range(4))}
     alike = [tally("mm", 5, 10, f"h.{n}") for n in range(4)]
     assert of_layers(alike, there) == (tally("mm", 20, 10),)

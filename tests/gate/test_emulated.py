@@ -7,7 +7,7 @@ from pytest_gpumem.gate.judge import tolerances_of_emulated
 from pytest_gpumem.metrics import Tolerance
 
 
-def test_the_default_tolerances_are_as_wide_as_the_benchmark_asks_for_but_for_launches():
+def test_default_tolerances_are_as_wide_as_the_benchmark_asks_for_but_for_launches():
     assert tolerances_of_emulated(DEFAULT_TOLERANCES) == {
         name: tolerance for name, tolerance in DEFAULT_TOLERANCES.items() if name != "launches"
     }

@@ -13,7 +13,7 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.values.composition import CATEGORIES, Composition, Explanation, Row
+from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.plain import from_plain, to_plain
 from pytest_gpumem.values.step_peaks import StepPeaks
@@ -104,7 +104,7 @@ def test_a_test_that_only_asserted_relations_is_ok_and_gated():
     assert (verdict.outcome, verdict.gated, verdict.compared) == (Outcome.OK, True, False)
 
 
-def test_relations_make_a_measured_test_gated_and_its_outcome_that_of_what_was_measured():
+def test_relations_make_a_measured_test_gated_and_leave_its_outcome():
     new = verdict_of(MetricVerdict("peak_allocated", Outcome.NEW, 1))
     verdict = TestVerdict("a.py", "test_a", (new,), relations=1)
     assert (verdict.outcome, verdict.gated) == (Outcome.NEW, True)
@@ -125,35 +125,13 @@ def test_the_verdict_on_a_metric_is_found_by_name():
 # Through JSON, and between processes
 
 TEXTS = st.text(max_size=10)
-# A name in a row never has an upright stroke, which its text would show as a slash.
-NAMES = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="|"), max_size=6)
-ROWS = st.builds(
-    Row, st.sampled_from(CATEGORIES), st.integers(0, 10**9), NAMES, NAMES, NAMES, NAMES, st.just("float32[8]")
-)
-COMPOSITIONS = st.lists(ROWS, max_size=3).map(lambda rows: Composition(sum(row.nbytes for row in rows), tuple(rows)))
-# The largest rows go with a verdict.
-EXPLANATIONS = st.builds(
-    Explanation,
-    COMPOSITIONS,
-    COMPOSITIONS,
-    COMPOSITIONS,
-    st.lists(NAMES, max_size=2).map(tuple),
-    st.none() | st.integers(0, 2**60),
-).map(Explanation.kept)
-CHANGES = st.builds(Change, ROWS, st.none() | ROWS, NAMES) | st.builds(Change, st.none(), ROWS, NAMES)
-DIFFERENCES = st.builds(
-    Difference, st.integers(0, 2**53), st.integers(0, 2**53), st.lists(CHANGES, max_size=3).map(tuple)
-)
+ROW = Row("activation", 10**9, "h.*", "model.py:88", "lib.py:3", "mul", "float32[8]")
+# Each of these has a property of its own: in tests/values, and in test_difference.py.
+EXPLANATION = Explanation(Composition(2 * 10**9, (ROW,)), Composition(5, ()), Composition(7, ()), ("a -> a",), 2**60)
+DIFFERENCE = Difference(3, 2**53, (Change(ROW, ROW, "4 -> 8 tensors"), Change(None, ROW, "")))
+TIMES = Times((Sample((Round(0.1, 1e9, "hot"), Round(0.2)), 3, "it was hot", Slowed(1.2, 1.1)),), {"forward": 0.1})
 NUMBERS = st.integers(0, 2**53) | st.floats(0, allow_nan=False, allow_infinity=False)
 SECONDS = st.floats(1e-9, 1e6)
-ROUNDS = st.builds(Round, SECONDS, st.none() | SECONDS, st.none() | st.text(min_size=1, max_size=4))
-OF_ROUNDS = (st.lists(ROUNDS, min_size=1, max_size=3).map(tuple), st.integers(1, 99))
-FACTORS = st.builds(Slowed, st.floats(1, 1e6), st.floats(1, 1e6))
-# Of an invalid sample it is known how much that explains.
-SAMPLES = st.builds(Sample, *OF_ROUNDS) | st.builds(Sample, *OF_ROUNDS, invalid=TEXTS, slowed=FACTORS)
-TIMES = st.builds(
-    Times, st.lists(SAMPLES, min_size=1, max_size=2).map(tuple), st.dictionaries(TEXTS, SECONDS, max_size=2)
-)
 PEAKS = st.lists(st.integers(0, 2**60), max_size=3).map(tuple)
 MEASUREMENTS = st.builds(
     Measurement,
@@ -166,8 +144,8 @@ MEASUREMENTS = st.builds(
     step_peaks_by_device=st.dictionaries(TEXTS, st.builds(StepPeaks, PEAKS), max_size=2),
     notes=st.lists(TEXTS, max_size=2).map(tuple),
     recomputed=st.none() | st.integers(0),
-    explanation=st.none() | EXPLANATIONS,
-    times=st.none() | TIMES,
+    explanation=st.sampled_from([None, EXPLANATION]),
+    times=st.sampled_from([None, TIMES]),
     work=st.dictionaries(st.sampled_from(["samples", "tokens", "items"]), st.floats(0, 1e9), max_size=3),
 )
 METRIC_VERDICTS = st.builds(
@@ -186,10 +164,10 @@ VERDICTS = st.builds(
     Verdict,
     measurement=MEASUREMENTS,
     metrics=st.lists(METRIC_VERDICTS, max_size=3).map(tuple),
-    origin=st.none() | st.builds(Origin, TEXTS, TEXTS, TEXTS, st.none() | TEXTS),
+    origin=st.none() | st.builds(Origin, TEXTS, TEXTS, TEXTS, st.none() | TEXTS, st.none() | TEXTS),
     reason=st.none() | TEXTS,
     elsewhere=st.lists(TEXTS, max_size=2).map(tuple),
-    growth=st.none() | DIFFERENCES,
+    growth=st.sampled_from([None, DIFFERENCE]),
 )
 TEST_VERDICTS = st.builds(
     TestVerdict,
@@ -209,19 +187,13 @@ def test_a_verdict_comes_back_from_json_as_it_was(verdict):
     back = from_plain(TestVerdict, json.loads(json.dumps(to_plain(verdict))))
     assert back == verdict
     assert (back.outcome, back.gated) == (verdict.outcome, verdict.gated)
+    assert json.dumps(to_plain(back)) == json.dumps(to_plain(verdict))
 
 
 @settings(unhurried, max_examples=60)
 @given(MEASUREMENTS)
 def test_a_measurement_comes_back_from_another_process_as_it_was(measurement):
     assert pickle.loads(pickle.dumps(measurement)) == measurement
-
-
-@settings(unhurried, max_examples=60)
-@given(TEST_VERDICTS)
-def test_the_plain_form_of_a_verdict_is_the_same_for_the_same_verdict(verdict):
-    again = from_plain(TestVerdict, to_plain(verdict))
-    assert json.dumps(to_plain(again), sort_keys=True) == json.dumps(to_plain(verdict), sort_keys=True)
 
 
 def test_the_largest_rows_of_an_explanation_go_with_a_measurement():

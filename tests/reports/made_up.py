@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
@@ -15,6 +16,10 @@ from pytest_gpumem.values.composition import Composition, Explanation, Row
 MB, GB = 10**6, 10**9
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
 CALL = Workload("call")
+
+
+def literal_lines(text: str) -> list[str]:
+    return textwrap.dedent(text).strip("\n").splitlines()
 
 
 def verdict_on(

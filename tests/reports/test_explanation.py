@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 
 import pytest
 from hypothesis import assume, given, settings
@@ -25,14 +24,11 @@ from pytest_gpumem.reports.explanation import (
 from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+from tests.reports.made_up import literal_lines
 
 unhurried = settings(deadline=None)
 MB, GB = 10**6, 10**9
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
-
-
-def literal(text: str) -> list[str]:
-    return textwrap.dedent(text).strip("\n").split("\n")
 
 
 def growth_lines(growth: Difference, units: str) -> list[str]:
@@ -84,7 +80,7 @@ def test_a_row_that_grew_is_told_with_its_line_operator_and_why():
         count=24,
     )
     told = growth_lines(difference(composition(ATTENTION, WEIGHTS), composition(wider, WEIGHTS)), "si")
-    assert told == literal(
+    assert told == literal_lines(
         """
         what grew    baseline       now    change  module         line         operator  tensors
         activations   5.00 GB  10.00 GB  +5.00 GB  blocks.*.attn  model.py:90  _softmax  24 x float32[8, 12, 64, 64]  was bfloat16, now float32
@@ -92,10 +88,10 @@ def test_a_row_that_grew_is_told_with_its_line_operator_and_why():
     )
 
 
-def test_a_row_that_was_not_there_has_no_baseline_and_columns_that_nobody_needs_are_left_out():
+def test_a_new_row_has_no_baseline_and_columns_that_nobody_needs_are_left_out():
     more = row("temporary", GB, site="train.py:3", tensor="float32[8]")
     told = growth_lines(difference(composition(WEIGHTS), composition(WEIGHTS, more)), "si")
-    assert told == literal(
+    assert told == literal_lines(
         """
         what grew    baseline      now    change  module       line        operator  tensors
         temporaries         -  1.00 GB  +1.00 GB  (no module)  train.py:3  mul       1 x float32[8]
@@ -103,7 +99,7 @@ def test_a_row_that_was_not_there_has_no_baseline_and_columns_that_nobody_needs_
     )
 
 
-def test_calls_that_may_be_at_any_of_the_places_that_a_baseline_did_not_keep_are_of_other_lines():
+def test_calls_at_places_that_a_baseline_did_not_keep_are_of_other_lines():
     kept = Tally("mm", 8, OperatorSite("head", "model.py:10"))
     now = (
         kept,
@@ -114,7 +110,7 @@ def test_calls_that_may_be_at_any_of_the_places_that_a_baseline_did_not_keep_are
     entry = Baseline(workload, CPU, {"operators": 14}, "2026-11-02", by_operator={"operators": (kept, Tally("mm", 6))})
     measurement = Measurement("call", workload, CPU, {"operators": 21}, by_operator={"operators": now})
     (told,) = explanation_blocks(judge(measurement, Budget(), entry, DEFAULT_TOLERANCES), ["operators"], "si")
-    assert told == literal(
+    assert told == literal_lines(
         """
         more operators  change  module       line
         mm                  +6  h.*          (other lines)
@@ -163,7 +159,7 @@ CHANGES = re.compile(r"(\d+) other changes?: ([+-][\d.]+ \w+) together")
 
 @unhurried
 @given(COMPOSITIONS, COMPOSITIONS)
-def test_the_rows_that_are_told_explain_most_of_the_growth_and_the_others_make_up_the_rest(before, after):
+def test_rows_that_are_told_explain_most_of_the_growth_and_the_others_the_rest(before, after):
     found = difference(before, after)
     assume(found.growth > 0)
     told = found.explaining()
@@ -198,7 +194,7 @@ def test_bytes_are_shown_in_the_units_of_the_settings():
 
 def test_a_composition_is_its_largest_rows_and_the_rest():
     shown = composition_lines("what is there", composition(ATTENTION, WEIGHTS, rest=3 * MB), "si")
-    assert shown == literal(
+    assert shown == literal_lines(
         """
         what is there    bytes  module         line         operator  tensors
         activations    5.00 GB  blocks.*.attn  model.py:88  _softmax  24 x bfloat16[8, 12, 64, 64]

@@ -344,7 +344,7 @@ def test_more_work_is_told_by_how_much_there_is_of_it(metric, then, now, headlin
         (("syncs", "peak_allocated"), "GPU memory regressed: peak"),
     ],
 )
-def test_of_several_metrics_that_grew_the_nearest_to_the_cause_heads_the_failure_and_its_lines(grown, headline):
+def test_of_several_metrics_that_grew_the_nearest_to_the_cause_comes_first(grown, headline):
     then = {"peak_allocated": GB, "growth": 0, "flops": 5, "operators": 5, "syncs": 5, "launches": 5}
     now = {name: value + GB if name in grown else value for name, value in then.items()}
     made_of = {name: (Tally("mm", now[name]),) for name in MADE_OF_OPERATORS}

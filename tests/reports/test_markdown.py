@@ -12,7 +12,6 @@ from pytest_gpumem.reports.escaping import one_line, visible
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_COMMENT, markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Stored, Terms
-from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 from tests.reports.sessions import GB, H100, OK, REGRESSED, everything, explained, measured, peak, result, session
@@ -81,7 +80,7 @@ def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accep
     assert 'To accept it:\n\n```text\npytest "tests/test_gpt.py::test_b" --gpumem-update=all\n```' in text
 
 
-def test_a_test_that_is_over_budget_shows_what_is_there_at_its_peak_and_has_nothing_to_accept():
+def test_a_test_over_budget_shows_what_is_at_its_peak_and_has_nothing_to_accept():
     verdict = measured(
         replace(peak(Outcome.OVER_BUDGET, then=None), budget=GB), measurement={"explanation": explained("x")}
     )
@@ -253,8 +252,3 @@ def test_a_verdict_has_room_even_where_reasons_do_not():
     assert len(text.encode()) <= FEWEST
     with pytest.raises(ValueError, match="a verdict needs 300 bytes"):
         markdown(session(OK), most=FEWEST - 1)
-
-
-def test_ended_sessions_of_one_selection_give_the_same_text():
-    selection = Selection(frozenset({("a.py", f"test_{number}") for number in range(9)}))
-    assert markdown(session(OK, selection=selection)) == markdown(session(OK, selection=selection))

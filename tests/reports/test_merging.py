@@ -205,7 +205,7 @@ def test_a_device_on_which_nothing_was_compared_is_red_in_the_whole():
     assert merged([shard(fresh), shard(measured(device=A100))]).passed
 
 
-def test_a_shard_that_measured_nothing_is_red_in_the_whole_unless_another_one_measured_its_tests():
+def test_a_shard_that_measured_nothing_is_red_unless_another_measured_its_tests():
     lost = shard(skipped(("a.py", "test_b"), "no CUDA device"))
     whole = merged([lost, shard(measured())])
     assert whole.problems == ("in one shard nothing was gated: 1 test unmeasured, no CUDA device",)
@@ -217,7 +217,7 @@ def test_a_shard_that_measured_nothing_is_red_in_the_whole_unless_another_one_me
     assert merged([among_others]).passed
 
 
-def test_a_whole_that_left_every_measured_test_out_gated_nothing_though_each_shard_may():
+def test_a_whole_without_measured_tests_gated_nothing_though_each_shard_may():
     left_out = shard(selection=Selection(collected=frozenset({TEST})))
     assert left_out.passed
     for whole in (merged([left_out]), merged([left_out, left_out])):

@@ -50,16 +50,22 @@ def collected(*reports) -> list[TestResult]:
 
 # Collecting
 
-OK = verdict_of(Outcome.OK)
+OK, REGRESSED, NEW = (verdict_of(outcome) for outcome in (Outcome.OK, Outcome.REGRESSED, Outcome.NEW))
+FAILED = unmeasured("it failed by itself", failed_by_itself=True)
+
+
+def whole(verdict: TestVerdict | None, outcome="passed", **more) -> list[pytest.TestReport]:
+    """The reports of a test's three phases, of which the call has this outcome."""
+    return [report(verdict, "setup"), report(verdict, "call", outcome, **more), report(verdict, "teardown")]
 
 
 def test_a_test_that_ran_to_its_end_is_a_result_with_its_verdict():
-    (result,) = collected(report(OK, "setup"), report(OK, "call"), report(OK, "teardown"))
+    (result,) = collected(*whole(OK))
     assert result == TestResult(OK, passed=True)
 
 
 def test_tests_that_are_not_measured_are_passed_over():
-    assert collected(report(None, "setup"), report(None, "call"), report(None, "teardown")) == []
+    assert collected(*whole(None)) == []
 
 
 @pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
@@ -75,48 +81,29 @@ def test_a_test_that_did_not_get_to_its_teardown_did_not_pass():
 
 
 def test_a_test_that_failed_as_expected_did_not_pass_and_did_not_fail_by_itself():
-    failing = unmeasured("it failed by itself", failed_by_itself=True)
-    (result,) = collected(
-        report(failing, "setup"), report(failing, "call", "skipped", wasxfail="reason"), report(failing, "teardown")
-    )
+    (result,) = collected(*whole(FAILED, "skipped", wasxfail="reason"))
     assert not result.passed
     assert result.verdict == unmeasured("it failed as expected")
 
 
-def test_a_test_that_was_expected_to_fail_and_did_not_is_not_taken_for_one_that_passed():
-    (result,) = collected(report(OK, "setup"), report(OK, "call", wasxfail="reason"), report(OK, "teardown"))
+def test_a_test_that_was_expected_to_fail_and_did_not_is_none_that_passed():
+    (result,) = collected(*whole(OK, wasxfail="reason"))
     assert not result.passed
     assert result.verdict == OK
 
 
 def test_a_test_that_is_run_again_replaces_its_earlier_result():
-    regressed = verdict_of(Outcome.REGRESSED)
-    (result,) = collected(
-        report(regressed, "setup"),
-        report(regressed, "call", "rerun"),
-        report(OK, "setup"),
-        report(OK, "call"),
-        report(OK, "teardown"),
-    )
+    (result,) = collected(report(REGRESSED, "setup"), report(REGRESSED, "call", "rerun"), *whole(OK))
     assert result == TestResult(OK, passed=True)
 
 
 def test_a_test_that_fails_again_replaces_its_earlier_success():
-    regressed = verdict_of(Outcome.REGRESSED)
-    (result,) = collected(
-        report(OK, "setup"),
-        report(OK, "call"),
-        report(OK, "teardown"),
-        report(regressed, "setup"),
-        report(regressed, "call", "failed"),
-        report(regressed, "teardown"),
-    )
-    assert result == TestResult(regressed, passed=False, failed=True, failed_in="call")
+    (result,) = collected(*whole(OK), *whole(REGRESSED, "failed"))
+    assert result == TestResult(REGRESSED, passed=False, failed=True, failed_in="call")
 
 
 def test_a_test_that_is_run_again_and_does_not_get_to_its_end_did_not_pass():
-    whole = [report(OK, "setup"), report(OK, "call"), report(OK, "teardown")]
-    (result,) = collected(*whole, report(OK, "setup"), report(OK, "call"))
+    (result,) = collected(*whole(OK), report(OK, "setup"), report(OK, "call"))
     assert not result.passed
 
 
@@ -164,17 +151,17 @@ def test_a_test_that_is_not_measured_counts_once_in_whatever_phases_it_failed(ph
     ],
 )
 def test_what_pytest_does_not_count_as_a_failure_does_not_count(outcome, more):
-    assert others_failed(report(None, "setup"), report(None, "call", outcome, **more), report(None, "teardown")) == 0
+    assert others_failed(*whole(None, outcome, **more)) == 0
 
 
 def test_a_rerun_that_passes_does_not_count():
-    first = [report(None, "setup"), report(None, "call", "failed"), report(None, "teardown")]
+    first = whole(None, "failed")
     assert others_failed(*first, report(None, "setup"), report(None, "call")) == 0
     elsewhere = [report(None, phase, worker_id="gw1") for phase in ("setup", "call", "teardown")]
     assert others_failed(*first, *elsewhere) == 1
 
 
-def test_a_measured_test_that_failed_is_not_among_the_others_whether_it_has_a_result_or_not():
+def test_a_measured_test_that_failed_is_none_of_the_others_even_without_a_result():
     assert others_failed(report(OK, "setup"), report(OK, "call", "failed")) == 0
     crashed = report(None, "???", "failed", "a.py::test_a@group")
     assert others_failed(crashed, measured=[("a.py", "test_a")]) == 0
@@ -209,7 +196,7 @@ def test_one_line_accounts_for_every_class_of_tests():
             unmeasured("it was skipped"),
             unmeasured("it was skipped"),
             verdict_of(Outcome.RECORDED),
-            unmeasured("it failed by itself", failed_by_itself=True),
+            FAILED,
         )
     )
     assert line == (
@@ -217,10 +204,6 @@ def test_one_line_accounts_for_every_class_of_tests():
         "2 foreign (NVIDIA A100, NVIDIA B200), 3 unmeasured (it was skipped; no CUDA device), "
         "1 recorded (no budget, and no --gpumem-baseline), 1 failed by itself"
     )
-
-
-NEW, REGRESSED = verdict_of(Outcome.NEW), verdict_of(Outcome.REGRESSED)
-FAILED = unmeasured("it failed by itself", failed_by_itself=True)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +231,8 @@ def test_nothing_is_accounted_for_as_nothing():
     assert accounting([]) == "gpumem: 0 gated"
 
 
-def test_several_tests_that_failed_by_themselves_are_counted_and_their_reason_is_not_told_twice():
-    failed = unmeasured("it failed by itself", failed_by_itself=True)
-    assert accounting(results(failed, failed)) == "gpumem: 0 gated, 2 failed by themselves"
+def test_tests_that_failed_by_themselves_are_counted_without_their_reasons():
+    assert accounting(results(FAILED, FAILED)) == "gpumem: 0 gated, 2 failed by themselves"
 
 
 def test_of_many_reasons_two_are_told():
@@ -302,36 +284,22 @@ def test_a_session_without_measured_tests_has_nothing_to_say():
     assert nothing_gated([]) is None
 
 
-def test_tests_that_were_not_measured_are_told_with_the_reason():
-    verdicts = [unmeasured("no CUDA device")] * 12
-    assert nothing_gated(results(*verdicts)) == "nothing was gated: 12 tests unmeasured, no CUDA device"
-
-
-def test_several_reasons_are_told_with_the_most_frequent_first():
-    verdicts = [unmeasured("it was skipped"), unmeasured("no CUDA device"), unmeasured("no CUDA device")]
-    assert nothing_gated(results(*verdicts)) == (
-        "nothing was gated: 2 tests unmeasured, no CUDA device; 1 test unmeasured, it was skipped"
-    )
-
-
-def test_new_tests_are_told_with_the_command_that_records_them():
-    reason = "there is no baseline for NVIDIA H100 80GB HBM3 yet"
-    verdicts = [verdict_of(Outcome.NEW, reason=reason)]
-    assert nothing_gated(results(*verdicts)) == (
-        f"nothing was gated: 1 test new, {reason} (record one with --gpumem-update=new)"
-    )
-
-
-def test_foreign_tests_are_told_with_what_differs():
-    reason = "there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3"
-    sentence = nothing_gated(results(verdict_of(Outcome.FOREIGN, reason=reason)))
-    assert sentence.startswith(f"nothing was gated: 1 test foreign, {reason}")
-
-
-def test_stale_tests_are_told_with_what_differs():
-    reason = "batch was int64[8, 256], now int64[4, 256]"
-    sentence = nothing_gated(results(verdict_of(Outcome.STALE, reason=reason)))
-    assert sentence == f"nothing was gated: 1 test stale, {reason}"
+@pytest.mark.parametrize(
+    ("verdicts", "told"),
+    [
+        ([unmeasured("no CUDA device")] * 12, "12 tests unmeasured, no CUDA device"),
+        (
+            [unmeasured("it was skipped"), *[unmeasured("no CUDA device")] * 2],
+            "2 tests unmeasured, no CUDA device; 1 test unmeasured, it was skipped",
+        ),
+        ([verdict_of(Outcome.NEW, reason="why")], "1 test new, why (record one with --gpumem-update=new)"),
+        ([verdict_of(Outcome.FOREIGN, reason="why")], "1 test foreign, why (record one with --gpumem-update=new)"),
+        ([verdict_of(Outcome.STALE, reason="why")], "1 test stale, why"),
+    ],
+    ids=["unmeasured", "the most frequent reason first", "new", "foreign", "stale"],
+)
+def test_why_nothing_was_gated_is_told_with_reasons_and_the_command_that_records(verdicts, told):
+    assert nothing_gated(results(*verdicts)) == f"nothing was gated: {told}"
 
 
 @unhurried

@@ -66,13 +66,13 @@ def test_what_speaks_against_a_session_beside_its_tests_is_told(changes, problem
     assert not red.passed
 
 
-def test_a_session_that_left_every_measured_test_out_is_as_pytest_says_and_so_is_a_whole_without_any():
+def test_a_session_without_measured_tests_is_as_pytest_says_and_so_is_a_whole():
     assert replace(REPORT, results=(), selection=SOME_LEFT_OUT).passed
     assert replace(REPORT, results=(), merged=True).passed
     assert replace(REPORT, results=(), merged=True, selection=SOME_LEFT_OUT, terms=Terms()).passed
 
 
-def test_a_failed_test_and_one_that_did_not_run_make_it_red_and_a_skipped_one_does_not():
+def test_a_test_that_failed_or_did_not_run_makes_it_red_and_a_skipped_one_does_not():
     assert not replace(REPORT, results=(OK, result_of(Outcome.REGRESSED, "test_b", failed=True))).passed
     assert not replace(REPORT, not_run=(("a.py", "test_b"),)).passed
     skipped = TestResult(TestVerdict("a.py", "test_b", unmeasured="it was skipped"), passed=False)
@@ -88,7 +88,7 @@ def test_a_session_that_was_not_asked_to_compare_owes_no_comparison():
     assert replace(REPORT, results=(result_of(Outcome.RECORDED, compared=False),), terms=Terms()).passed
 
 
-def test_unused_is_what_no_collected_test_has_in_files_that_were_collected_whole_or_are_gone():
+def test_unused_is_what_no_test_has_in_files_that_were_collected_whole_or_are_gone():
     def key(file: str, test: str) -> tuple[str, Key]:
         return SLUG, Key(file, test, "call")
 

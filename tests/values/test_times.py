@@ -155,7 +155,7 @@ def test_an_invalid_sample_has_to_say_how_much_that_explains(more):
         sample_of(1.0, **more)
 
 
-def test_the_own_time_of_a_step_is_without_what_was_taken_and_at_least_what_nothing_explains():
+def test_the_own_time_of_a_step_is_without_what_was_taken_or_explained():
     rounds = tuple(Round(seconds, taken=taken) for seconds, taken in ((3.0, 1.5), (4.0, 2.0), (2.0, 1.0)))
     sample = Sample(rounds, 1, "a neighbour", Slowed(1.2))
     assert (sample.median, sample.own) == (3.0, 2.0)
