@@ -189,7 +189,7 @@ def test_a_fixture_that_holds_more_later_is_looked_at_when_asked(residency):
     assert total(residency, Item("cache")) == KB
 
 
-def test_a_fixture_that_was_torn_down_belongs_to_nobody_and_is_noted_anew_when_it_is_set_up_again(residency):
+def test_a_fixture_that_was_torn_down_belongs_to_nobody_until_it_is_set_up_again(residency):
     fixture = Fixture("model", "module")
     for nbytes in (100 * KB, 30 * KB):
         set_up(residency, fixture, lambda nbytes=nbytes: tensor(nbytes))
@@ -337,14 +337,6 @@ def test_{name}(model):
 """
 # A float for each of the 250,000 of its own model, and one for the sum.
 EXPECTED = 250_000 * 4 + 4
-
-
-def test_a_fixture_of_a_folder_whose_name_begins_alike_is_not_the_tests(project):
-    for folder, count in (("gpt", 1_000_000), ("gpt2", 250_000)):
-        project.write(MODEL.format(count=count), f"{folder}/conftest.py")
-        project.write(TEST.format(name=folder), f"{folder}/test_{folder}.py")
-    assert project.figures("gpt2")["test_gpt2"]["call.peak_allocated"] == EXPECTED
-    assert project.figures("gpt", "gpt2")["test_gpt2"]["call.peak_allocated"] == EXPECTED
 
 
 WEIGHTLESS = """

@@ -293,7 +293,7 @@ def test_a_slowdown_that_is_accepted_is_the_baseline_of_the_next_run(timed):
 @pytest.mark.parametrize(
     ("seconds", "latest"), [((0.012, 0.010), 0.010), ((0.008, 0.010), 0.008)], ids=["slower", "faster"]
 )
-def test_a_speed_that_a_second_sample_does_not_show_is_one_run_and_does_not_begin_anew(timed, seconds, latest):
+def test_a_speed_that_a_second_sample_does_not_show_does_not_begin_anew(timed, seconds, latest):
     timed.record()
     timed.script(*seconds)
     timed.run("--gpumem-update=all").assert_outcomes(passed=1)
@@ -316,7 +316,7 @@ def test_on_another_machine_time_is_recorded_and_memory_gated(timed):
 
 
 @pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["by default", "quiet"])
-def test_a_step_that_could_only_be_timed_disturbed_is_recorded_without_times_and_each_run_says_so(timed, quiet):
+def test_a_step_that_could_only_be_timed_disturbed_is_recorded_without_times(timed, quiet):
     timed.write()
     for mode in ("new", "all", "all"):
         timed.script(**CROWDED)
@@ -492,7 +492,7 @@ MANY = "def test_it(gpumem):\n    for _ in range(6):\n        gpumem.measure(ste
     [("", DEFAULT_SECONDS), ('[tool.gpumem]\ntime_budget = "500 ms"\n', 0.5)],
     ids=["default", "set"],
 )
-def test_timing_adds_no_more_than_its_seconds_to_a_test_and_a_few_short_rounds_of_each_step(timed, settings, most):
+def test_timing_adds_no_more_than_its_seconds_to_a_test_and_a_few_short_rounds(timed, settings, most):
     timed.settings(settings)
     timed.script(0.010, jitter=0.1)
     timed.write(MANY)
