@@ -131,7 +131,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
         yield reader
 
 
-def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red_and_a_reason_green_again(reader, tmp_path):
+def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red(reader, tmp_path):
     assert reader.shell("git status --porcelain --untracked-files=no") == ""
     (baselines,) = (path.relative_to(reader.folder) for path in reader.folder.glob("gpumem-baselines/*/*.toml"))
     files = {"model.py", "test_model.py", "requirements.txt", GATE.title, str(baselines)}

@@ -130,7 +130,7 @@ def test_a_regression_ends_red_under_workers_whatever_a_conftest_does(grown, att
     assert reported(grown)["passed"] is False
 
 
-def test_a_failure_that_was_reported_as_passed_is_told_with_its_test_and_never_written(grown):
+def test_a_failure_that_was_reported_as_passed_is_told_and_never_written(grown):
     conftest(grown, ATTACKS["failed becomes passed"])
     result = gated(grown)
     result.stdout.fnmatch_lines(
@@ -144,7 +144,7 @@ def test_a_failure_that_was_reported_as_passed_is_told_with_its_test_and_never_w
     assert grown.stored() == before
 
 
-def test_a_test_that_fails_by_itself_and_is_reported_as_passed_is_red_where_a_gate_was_asked_for(grown):
+def test_a_test_that_fails_by_itself_and_is_reported_as_passed_is_red_in_a_gate(grown):
     grown.write(
         "@pytest.mark.gpumem\ndef test_step():\n    assert torch.ones(1_000_000).sum() == 0\n\n\n"
         + SMALL.replace("step", "other")
@@ -191,7 +191,7 @@ def test_who_asks_pytest_for_help_gets_it(project, option):
     assert project.run("--gpumem-baseline", option).ret == 0
 
 
-def test_collecting_only_is_red_where_the_gate_was_typed_and_green_where_the_settings_ask_for_it(project):
+def test_collecting_only_is_red_where_the_gate_was_typed_and_else_green(project):
     project.write(SMALL)
     typed = project.run("--gpumem-baseline", "-q", "--collect-only")
     assert typed.ret == pytest.ExitCode.TESTS_FAILED

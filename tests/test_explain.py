@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.baselines.format import parse
-from tests.needs import NEEDS_COMPILER
 
 if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Baseline
@@ -104,6 +103,15 @@ def called(name):
 """
 
 
+@pytest.fixture
+def recorded(project: Project) -> Project:
+    """A project with a baseline of a step of the model."""
+    write_model(project)
+    project.write(STEP)
+    project.run(*RECORD)
+    return project
+
+
 # What grew
 
 
@@ -175,31 +183,28 @@ def test_a_layer_that_is_no_longer_checkpointed_is_told_as_that(project):
 # What did not grow
 
 
-def test_a_row_names_the_layers_that_differ_where_not_all_do(project):
-    write_model(project)
-    project.write(STEP)
-    project.run(*RECORD)
-    ((file, stored),) = project.stored().items()
+def test_a_row_names_the_layers_that_differ_where_not_all_do(recorded):
+    ((file, stored),) = recorded.stored().items()
     assert "| blocks.*.up |" in stored
 
     wide = "torch.nn.ModuleList(Block(hidden) for hidden in (512, 512, 512, 2048))"
     source = MODEL.replace("torch.nn.ModuleList(Block() for _ in range(4))", wide)
     source = source.replace("def __init__(self, width=128)", "def __init__(self, hidden, width=128)")
-    write_model(project, source.replace("4 * width", "hidden"))
-    rows = grown(project.run(*COMPARE))
+    write_model(recorded, source.replace("4 * width", "hidden"))
+    rows = grown(recorded.run(*COMPARE))
     paths = {path for row in rows for path in re.findall(r"blocks\.\S+", row)}
     assert paths
     assert all(path.startswith("blocks.3.") or path == "blocks.3" for path in paths)
     assert any("was float32[512, 512], now float32[512, 2048]" in row for row in rows)
 
-    project.run("--gpumem-no-time", "--gpumem-update=all")
-    assert "| blocks.{0-2}.up |" in project.stored()[file]
-    assert "| blocks.3.up |" in project.stored()[file]
+    recorded.run("--gpumem-no-time", "--gpumem-update=all")
+    assert "| blocks.{0-2}.up |" in recorded.stored()[file]
+    assert "| blocks.3.up |" in recorded.stored()[file]
     # A baseline from before layers were named is equal.
-    older = re.sub(r"blocks\.(3|\{0-2\})", "blocks.*", project.stored()[file])
-    (project.store / file).write_text(older, encoding="utf-8")
-    write_model(project, source.replace("4 * width", "hidden").replace(RELU, GATED))
-    rows = grown(project.run(*COMPARE))
+    older = re.sub(r"blocks\.(3|\{0-2\})", "blocks.*", recorded.stored()[file])
+    (recorded.store / file).write_text(older, encoding="utf-8")
+    write_model(recorded, source.replace("4 * width", "hidden").replace(RELU, GATED))
+    rows = grown(recorded.run(*COMPARE))
     assert {cells[6] for row in rows if len(cells := re.split("  +", row)) > 6} == {"MulBackward0", "mul", "sigmoid"}
 
 
@@ -281,17 +286,14 @@ def moved(project: Project, model: str, old: str = RELU, new: str = RELU) -> Non
     write_model(project, "from layers import Block\n\n\nclass Model" + rest.replace("blocks", "layers"))
 
 
-def test_a_refactoring_is_no_growth(project):
-    write_model(project)
-    project.write(STEP)
-    project.run(*RECORD)
-    moved(project, MODEL)
-    project.run(*COMPARE).assert_outcomes(passed=1)
-    project.write(STEP.replace("def test_it", "@pytest.mark.gpumem(max_gb=0.001)\ndef test_it"))
-    result = project.run(*COMPARE)
+def test_a_refactoring_is_no_growth(recorded):
+    moved(recorded, MODEL)
+    recorded.run(*COMPARE).assert_outcomes(passed=1)
+    recorded.write(STEP.replace("def test_it", "@pytest.mark.gpumem(max_gb=0.001)\ndef test_it"))
+    result = recorded.run(*COMPARE)
     result.assert_outcomes(failed=1)
     assert grown(result) == []
-    result.stdout.fnmatch_lines(["*over budget: peak*", f"*layers.?*{place(project, RELU, 'layers.py')}*"])
+    result.stdout.fnmatch_lines(["*over budget: peak*", f"*layers.?*{place(recorded, RELU, 'layers.py')}*"])
 
 
 # Tests that only have the marker
@@ -643,15 +645,6 @@ def test_other_steps(gpumem, way):
     }
 
 
-def test_always_gives_every_step_a_composition(project):
-    write_model(project)
-    project.write(STEP)
-    project.run("--gpumem-no-time", "--gpumem-explain=always", "--junitxml=report.xml").assert_outcomes(passed=1)
-    found = explained(project)
-    assert found is not None
-    assert found["peak"]["total"] == project.figures("--gpumem-no-time")["test_it"]["train_step.peak_allocated"]
-
-
 @pytest.mark.parametrize(
     "call", ["train_step(Model, torch.ones(512, 128), explain=True)", "measure(lambda: torch.ones(9))"]
 )
@@ -694,55 +687,19 @@ def test_no_composition_is_kept_under_never_and_update_all_supplies_it(project):
     assert whole.composition.total == bare.metrics["peak_allocated"]
 
 
-def test_lines_that_moved_are_no_news_to_the_store(project):
-    write_model(project)
-    project.write(STEP)
-    project.run(*RECORD)
-    before = project.stored()
-    write_model(project, 100 * "\n" + MODEL)
-    result = project.run("--gpumem-no-time", "--gpumem-update=all", "--gpumem-explain=always", "--junitxml=report.xml")
+def test_lines_that_moved_are_no_news_to_the_store(recorded):
+    before = recorded.stored()
+    write_model(recorded, 100 * "\n" + MODEL)
+    result = recorded.run("--gpumem-no-time", "--gpumem-update=all", "--gpumem-explain=always", "--junitxml=report.xml")
     result.stdout.fnmatch_lines(["gpumem store: 0 baselines written (all), 1 left as they were"])
-    assert project.stored() == before
-    now = explained(project)
+    assert recorded.stored() == before
+    now = explained(recorded)
     assert now is not None
-    assert any(place(project, RELU) in row for row in now["peak"]["rows"])
-    assert place(project, RELU) not in next(iter(before.values()))
+    assert any(place(recorded, RELU) in row for row in now["peak"]["rows"])
+    assert place(recorded, RELU) not in next(iter(before.values()))
 
 
 # Without anything to compare with, and beside the peak
-
-
-def test_over_budget_tells_what_is_there_at_the_peak(project):
-    write_model(project)
-    project.write(STEP.replace("def test_it", "@pytest.mark.gpumem(max_gb=0.001)\ndef test_it"))
-    result = project.run("--gpumem-no-time")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        [
-            "Memory over budget: peak 14.19 MB*",
-            "  what is there at the peak *bytes *module *line *tensors*",
-            f"  activations *4.19 MB *blocks.?*{place(project, RELU)} *4 x float32?512, 512?*",
-            "  the rest: * MB",
-        ]
-    )
-    result.stdout.no_fnmatch_line("*keeps no composition*")
-
-
-def test_a_baseline_without_a_composition_says_so(project):
-    write_model(project)
-    project.write(STEP)
-    project.run(*RECORD, "--gpumem-explain=never")
-    write_model(project, MODEL.replace(RELU, GATED))
-    result = project.run(*COMPARE)
-    result.assert_outcomes(failed=1)
-    assert grown(result) == []
-    result.stdout.fnmatch_lines(
-        [
-            "  what is there at the peak *",
-            f"  activations *{place(project, GATED)}*",
-            "  note: the baseline keeps no composition to compare with; *",
-        ]
-    )
 
 
 def test_retained_over_budget_tells_what_was_retained_and_where(project):
@@ -767,16 +724,6 @@ def test_retained_over_budget_tells_what_was_retained_and_where(project):
         ]
     )
     result.stdout.no_fnmatch_line("*what is there at the peak*")
-
-
-def test_a_tensor_that_was_never_used_is_told_with_its_dtype_and_shape(project):
-    project.write(
-        "KEPT = []\n\n\n@pytest.mark.gpumem(max_retained='1 MB')\ndef test_it():\n"
-        "    KEPT.append(torch.ones(500, 1, dtype=torch.float64) @ torch.ones(1, 1000, dtype=torch.float64))\n"
-    )
-    result = project.run()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["  what was retained *", "  * 4.00 MB * mm *1 x float64?500, 1000?"])
 
 
 CYCLE = """
@@ -942,21 +889,6 @@ def test_random_numbers_after_a_step_do_not_depend_on_whether_it_was_explained(p
         project.run("--gpumem-no-time", f"--gpumem-explain={mode}").assert_outcomes(passed=1)
         drawn.append(json.loads((project.path / "drawn.json").read_text(encoding="utf-8")))
     assert drawn[0] == drawn[1]
-
-
-@pytest.mark.thorough
-@NEEDS_COMPILER
-def test_the_composition_of_a_compiled_step_adds_up_to_its_peak(project):
-    write_model(project)
-    project.write(
-        "from model import Model\n\n\ndef test_it(gpumem):\n"
-        "    m = gpumem.train_step(Model, torch.ones(512, 128), config='compile=default,optimizer=sgd')\n"
-        "    found = m.composition\n"
-        "    assert found.total == m.peak_allocated == sum(row.nbytes for row in found.rows)\n"
-        "    assert found.notes == ()\n"
-        "    assert found.of('parameter') == 4 * m.workload.parameters\n"
-    )
-    project.run("--gpumem-no-time", separate=True).assert_outcomes(passed=1)
 
 
 def test_a_model_that_a_call_built_and_left_in_a_cycle_is_garbage_as_a_whole(project):

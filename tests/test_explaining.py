@@ -22,11 +22,8 @@ def reads_all_of_it(gpumem):
     assert gpumem.measure(print).explanation.cycles == ()
 
 
-def test_a_test_that_reads_a_composition_asks_for_it():
+def test_a_test_that_reads_a_composition_or_an_explanation_asks_for_it():
     assert asks_for_composition(reads_it)
-
-
-def test_a_test_that_reads_an_explanation_asks_for_it():
     assert asks_for_composition(reads_all_of_it)
 
 

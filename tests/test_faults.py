@@ -10,8 +10,6 @@ import time
 
 import pytest
 
-from tests import preloaded
-
 GOOD = "@pytest.mark.gpumem\ndef test_{name}():\n    torch.ones(1_000_000)\n\n\n"
 
 
@@ -163,21 +161,6 @@ def test_a_store_that_cannot_be_written_ends_red_and_keeps_the_old_text(project)
     )
     assert project.stored() == before
     assert not list(project.store.rglob(".*.toml.*"))
-
-
-def test_two_sessions_that_update_one_store_at_once_lose_nothing(project):
-    for name in ("one", "two"):
-        project.write("".join(GOOD.format(name=f"{name}_{number}") for number in range(5)), "test_it.py")
-        (project.path / name).mkdir()
-        (project.path / "test_it.py").rename(project.path / name / "test_it.py")
-    store = project.path / "shared"
-    command = ["-m", "pytest", "--gpumem-device=cpu", "--gpumem-update=new", f"--gpumem-store={store}", "--rootdir=."]
-    sessions = [preloaded.start(*command, cwd=project.path / name) for name in ("one", "two")]
-    for session in sessions:
-        session.communicate(timeout=120)
-    assert [session.returncode for session in sessions] == [0, 0]
-    (path,) = store.rglob("*.toml")
-    assert sum(line.startswith("[tests.") for line in path.read_text().splitlines()) == 10
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_what_was_lost_while_a_file_was_imported_is_lost_to_its_tests_alone():
     assert invalid.reads(outside, Device()) == NOTHING_READ
 
 
-def test_what_a_shared_fixture_read_is_noted_with_every_test_that_uses_it_and_no_other():
+def test_what_a_shared_fixture_read_is_noted_with_the_tests_that_use_it_alone():
     shared, device, reading, asking, other = (
         SharedFixtures(),
         Device(),

@@ -33,22 +33,6 @@ def test_a_first_run_is_new_and_tells_how_to_record_it(project):
     )
 
 
-def test_recording_under_the_gate_is_not_a_gate_that_gated_nothing(project):
-    project.write(SIMPLE.format(count=1_000_000))
-    assert project.run("--gpumem-baseline", "--gpumem-update=new").ret == 0
-    assert project.run("--gpumem-baseline").ret == 0
-
-
-def test_what_was_recorded_is_gated_on_the_next_run(project):
-    project.write(SIMPLE.format(count=1_000_000))
-    recording = project.run("--gpumem-update=new")
-    assert recording.ret == 0
-    recording.stdout.fnmatch_lines(["gpumem store: 1 baseline written (new)*"])
-    result = project.run("--gpumem-baseline")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["gpumem: 1 gated"])
-
-
 def test_growth_fails_the_test_with_figures_and_the_accepting_command(grown):
     result = grown.run("--gpumem-baseline", "--junitxml=report.xml")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -121,29 +105,6 @@ def test_update_new_and_improved_leave_a_regression_alone(project):
     assert project.stored() == before
 
 
-def test_an_improvement_is_told_and_lowered_on_request(project):
-    project.write(SIMPLE.format(count=2_000_000))
-    project.run("--gpumem-update=new")
-    project.write(SIMPLE.format(count=1_000_000))
-    result = project.run("--gpumem-baseline")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["gpumem: 1 gated, 1 improved"])
-    project.run("--gpumem-update=improved")
-    (text,) = project.stored().values()
-    assert "peak_allocated = 4000004" in text
-
-
-def test_updating_twice_changes_nothing(project):
-    project.write(
-        "def test_step(gpumem):\n    gpumem.train_step(lambda: torch.nn.Linear(64, 1), torch.ones(8, 64), loss=lambda o, b: o.mean())\n"
-    )
-    project.run("--gpumem-update=new")
-    before = project.stored()
-    result = project.run("--gpumem-update=all")
-    result.stdout.fnmatch_lines(["gpumem store: 0 baselines written (all), 1 left as they were"])
-    assert project.stored() == before
-
-
 def test_over_budget_fails_without_any_baseline_and_is_never_written(project):
     project.write("@pytest.mark.gpumem(max_memory='2 MB')\ndef test_big():\n    torch.ones(1_000_000)\n")
     result = project.run("--gpumem-update=all")
@@ -156,16 +117,6 @@ def test_over_budget_fails_without_any_baseline_and_is_never_written(project):
             "gpumem: 1 gated, 1 over budget",
         ]
     )
-    assert project.stored() == {}
-
-
-def test_a_failing_test_is_not_written(project):
-    project.write(
-        "@pytest.mark.gpumem\ndef test_wrong():\n    torch.ones(1_000_000)\n    assert False, 'for its own reason'\n"
-    )
-    result = project.run("--gpumem-update=all")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["gpumem: 0 gated, 1 failed by itself"])
     assert project.stored() == {}
 
 
@@ -191,19 +142,18 @@ def test_a_baseline_of_another_device_is_foreign_and_named(project):
     (path,) = project.store.glob("cpu-*/test_it.py.toml")
     foreign = project.store / "nvidia-a100" / path.name
     foreign.parent.mkdir()
-    lines = path.read_text().splitlines()
-    lines = ['device = "NVIDIA A100"' if line.startswith("device = ") else line for line in lines]
-    foreign.write_text(
-        "\n".join('slug = "nvidia-a100"' if line.startswith("slug = ") else line for line in lines) + "\n"
-    )
+    text = path.read_text().replace("cpu-x86_64", "nvidia-a100").replace("CPU (x86_64)", "NVIDIA A100")
+    foreign.write_text(text)
     path.unlink()
     result = project.run("--gpumem-baseline")
     result.stdout.fnmatch_lines(
         ["foreign: there are baselines for NVIDIA A100, this is CPU *", "gpumem: 0 gated, 1 foreign (NVIDIA A100)"]
     )
     project.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(failed=1)
-    assert project.run("--gpumem-update=new").ret == 0
-    assert project.run("--gpumem-baseline").ret == 0
+    recording = project.run("--gpumem-update=new")
+    recording.stdout.fnmatch_lines(["gpumem store: 1 baseline written (new), *", "gpumem: 1 recorded, new"])
+    recording.stdout.no_fnmatch_line("foreign: *")
+    project.run("--gpumem-baseline").stdout.fnmatch_lines(["gpumem: 1 gated"])
 
 
 def test_strict_fails_what_is_new_but_not_while_it_is_recorded(project):
@@ -288,14 +238,6 @@ def test_baselines_of_tests_that_are_gone_are_listed_on_complete_runs_only(proje
     project.run("--gpumem-baseline", "test_it.py::test_simple").stdout.no_fnmatch_line(line)
 
 
-def test_a_store_behind_a_url_is_read_and_written(project):
-    project.write(SIMPLE.format(count=1_000_000))
-    option = f"--gpumem-store=file://{project.path}/elsewhere"
-    assert project.run("--gpumem-update=new", option).ret == 0
-    assert len(list((project.path / "elsewhere").glob("cpu-*/test_it.py.toml"))) == 1
-    project.run("--gpumem-baseline", option).stdout.fnmatch_lines(["gpumem: 1 gated"])
-
-
 def test_a_store_named_on_the_command_line_counts_from_where_pytest_was_started(project, pytester, monkeypatch):
     project.write(SIMPLE.format(count=1_000_000))
     (project.path / "inner").mkdir()
@@ -313,21 +255,6 @@ def test_units_iec_shows_binary_units(project):
     project.settings('[tool.gpumem]\nunits = "iec"\n')
     project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(262144)\n")
     project.run().stdout.fnmatch_lines(["test_it.py::test_it *1.00 MiB*"])
-
-
-def test_a_session_that_records_says_so_whatever_other_devices_have(project):
-    project.write("".join(f"@pytest.mark.gpumem(max_gb=1)\ndef test_{n}():\n    torch.ones(10)\n\n\n" for n in "abc"))
-    project.run("--gpumem-update=new")
-    (file,) = project.store.rglob("*.toml")
-    other = project.store / "nvidia-a100" / file.name
-    other.parent.mkdir()
-    text = file.read_text(encoding="utf-8").replace("cpu-x86_64", "nvidia-a100").replace("CPU (x86_64)", "NVIDIA A100")
-    other.write_text(text, encoding="utf-8")
-    file.unlink()
-    result = project.run("--gpumem-update=new")
-    result.stdout.fnmatch_lines(["gpumem store: 3 baselines written (new), *", "gpumem: 3 recorded, new"])
-    result.stdout.no_fnmatch_line("*foreign*")
-    project.run("--gpumem-baseline").stdout.fnmatch_lines(["gpumem: 3 gated"])
 
 
 @pytest.mark.parametrize("options", [[], ["--gpumem-baseline", "--gpumem-strict"]], ids=["update", "gate"])

@@ -44,22 +44,16 @@ def test_figures_are_kept_by_device_with_the_environment_that_gave_them(tmp_path
     }
 
 
-def test_the_same_figures_give_the_same_file(tmp_path: Path) -> None:
-    texts = []
-    for tests in (["test_a", "test_b"], ["test_b", "test_a"]):
-        figures = Figures()
-        for test in tests:
-            figures.add(test, "call", {"retained": 0, "peak_allocated": 1})
-        texts.append(figures.write(tmp_path / tests[0], A_GPU).read_text())
-    assert texts[0] == texts[1]
-
-
 def test_a_run_of_some_tests_leaves_the_figures_of_the_others(tmp_path: Path) -> None:
-    for test, peak in (("test_a", 1), ("test_b", 2), ("test_a", 3)):
+    for test, peak in (("test_b", 1), ("test_a", 2), ("test_b", 3)):
         figures = Figures()
         figures.add(test, "call", {"peak_allocated": peak})
         path = figures.write(tmp_path, A_GPU)
-    assert read(path)["tests"] == {"test_a": {"call": {"peak_allocated": 3}}, "test_b": {"call": {"peak_allocated": 2}}}
+    tests = read(path)["tests"]
+    assert list(tests.items()) == [
+        ("test_a", {"call": {"peak_allocated": 2}}),
+        ("test_b", {"call": {"peak_allocated": 3}}),
+    ]
 
 
 def test_figures_of_another_environment_are_not_mixed_in(tmp_path: Path) -> None:

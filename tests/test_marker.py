@@ -64,19 +64,14 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
             ),
         ),
         ({"max_gb": -1}, "max_gb: -1 is negative; a number of GB is zero or more"),
-        ({"max_gb": float("nan")}, "max_gb: nan is not a finite number of GB"),
-        ({"max_gb": True}, "max_gb: True is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
         ({"max_memory": 6.5}, "max_memory: 6.5 is not a size; write it with its unit, like '6.5 GB'"),
         ({"max_memory": "6.5"}, "max_memory: '6.5' has no unit; write it like '6.5 GB' or '6.5 MiB'"),
-        ({"max_retained": "1 MG"}, "max_retained: '1 MG': unknown unit 'MG'; did you mean 'MB'?"),
         ({"max_growth": 0.02}, "max_growth: 0.02 is not a percentage; write it like '2 %'"),
         ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '2 %'"),
         (
             {"min_throughput": 1200},
             "min_throughput: 1200 is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'",
         ),
-        ({"min_throughput": "5 token/s"}, "min_throughput: '5 token/s': unknown 'token'; did you mean 'tokens'?"),
-        ({"min_throughput": "0 steps/s"}, "min_throughput: '0 steps/s' is not a rate above zero"),
         ({"device": 0}, "device: 0 is not the name of a device; write 'cuda' or 'cpu'"),
         ({"max_gb": 1, "max_memory": "1 GB"}, "max_gb and max_memory say the same thing; give one of them"),
     ],
@@ -125,20 +120,21 @@ def test_the_help_of_the_marker_names_every_argument():
 
 
 def test_a_budget_takes_what_it_leaves_open_from_another():
-    closer = Budget({"peak_allocated": 1}, device="cpu")
-    farther = Budget({"peak_allocated": 2, "peak_reserved": 3, "retained": 0}, max_growth=0.1, device="cuda")
-    assert closer.or_else(farther) == Budget(
-        {"peak_allocated": 1, "peak_reserved": 3, "retained": 0}, max_growth=0.1, device="cpu"
+    closer = Budget({"peak_allocated": 1, "retained": 0}, max_slowdown=0.3, device="cpu")
+    farther = Budget(
+        {"peak_allocated": 2, "peak_reserved": 3, "retained": 5},
+        max_growth=0.1,
+        max_slowdown=0.1,
+        min_throughput=ThroughputLimit(8, "steps"),
+        device="cuda",
     )
-
-
-def test_the_limits_of_speed_are_taken_one_by_one():
-    closer, farther = Budget(max_slowdown=0.3), Budget(max_slowdown=0.1, min_throughput=ThroughputLimit(8, "steps"))
-    assert closer.or_else(farther) == Budget(max_slowdown=0.3, min_throughput=ThroughputLimit(8, "steps"))
-
-
-def test_a_limit_of_zero_is_a_limit():
-    assert Budget({"retained": 0}).or_else(Budget({"retained": 5})) == Budget({"retained": 0})
+    assert closer.or_else(farther) == Budget(
+        {"peak_allocated": 1, "peak_reserved": 3, "retained": 0},
+        max_growth=0.1,
+        max_slowdown=0.3,
+        min_throughput=ThroughputLimit(8, "steps"),
+        device="cpu",
+    )
 
 
 # Markers of a test
@@ -153,16 +149,11 @@ def test_a_bare_marker_is_a_budget_without_limits():
 
 
 def test_the_closest_marker_wins_argument_by_argument():
-    on_function = pytest.mark.gpumem(max_gb=1)
+    on_function = pytest.mark.gpumem(max_memory="1 GB")
     on_class = pytest.mark.gpumem(max_gb=2, max_retained="2 MB")
     on_module = pytest.mark.gpumem(max_retained="3 MB", device="cpu")
     budget = budget_of_marks(Item(on_function, on_class, on_module))
     assert budget == Budget({"peak_allocated": 1_000_000_000, "retained": 2_000_000}, device="cpu")
-
-
-def test_a_closer_max_memory_wins_over_a_farther_max_gb():
-    budget = budget_of_marks(Item(pytest.mark.gpumem(max_memory="1 MB"), pytest.mark.gpumem(max_gb=2)))
-    assert budget == Budget({"peak_allocated": 1_000_000})
 
 
 def test_a_positional_argument_is_refused_with_the_keyword_to_write():

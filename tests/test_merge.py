@@ -106,7 +106,7 @@ def test_each_test_that_failed_or_did_not_run_is_named_with_why(folder):
 
 
 @pytest.mark.parametrize("name", ["newlines", "command", "surrogates", "nothing", "long"])
-def test_whatever_a_test_that_failed_or_did_not_run_is_called_it_is_named_whole_on_its_line(folder, name):
+def test_whatever_a_test_that_failed_is_called_it_is_named_whole_on_its_line(folder, name):
     test, lost = f"test[{TEXTS[name]}]", f"lost[{TEXTS[name]}]"
     write(folder, "a.json", shard(replace(measured(test=("a.py", test)), failed=True), not_run=(("a.py", lost),)))
     lines = merge("a.json").output.split("\n")
@@ -156,15 +156,6 @@ def test_under_github_actions_it_annotates_and_writes_the_summary(folder, monkey
     lines = merge("a.json", "b.json").output.splitlines()
     assert [line for line in lines if line.startswith("::error")] != []
     assert "regressed" in (folder / "summary.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", ["controls", "newlines", "surrogates"])
-def test_whatever_a_test_is_called_it_stays_on_its_line(folder, name):
-    write(folder, "a.json", shard(measured(Outcome.REGRESSED, ("a.py", f"test[{TEXTS[name]}]"), failed=True)))
-    output = merge("a.json", "-v").output
-    assert all(line.isprintable() for line in output.split("\n"))
-    # In the table, and among those that failed.
-    assert sum("test[" in line for line in output.split("\n")) == 2
 
 
 @pytest.mark.parametrize(

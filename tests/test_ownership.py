@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from pytest_gpumem.runtest.ownership import OwnBytes, Ownership
+from pytest_gpumem.runtest.ownership import Ownership
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from tests import zoo
 
@@ -71,23 +71,16 @@ def total(residency: Ownership, item: Item) -> int:
 # Fixtures
 
 
-def test_a_test_owns_what_its_fixtures_hold(residency):
-    set_up(residency, Fixture("model"), lambda: [tensor(100 * KB)])
+def test_a_test_owns_what_its_fixtures_hold_and_nothing_of_others(residency):
+    foreign = tensor(500 * KB)
+    set_up(residency, Fixture("model", "session"), lambda: [tensor(100 * KB)])
     set_up(residency, Fixture("batch"), lambda: {"ids": tensor(30 * KB)})
-    assert total(residency, Item("model", "batch")) == 130 * KB
-    assert total(residency, Item("batch")) == 30 * KB
-
-
-def test_a_test_does_not_own_what_fixtures_of_others_hold(residency):
-    set_up(residency, Fixture("model", "session"), lambda: tensor(100 * KB))
-    assert total(residency, Item("batch")) == 0
-    assert total(residency, Item()) == 0
-
-
-def test_a_fixture_belongs_to_every_test_that_uses_it(residency):
-    set_up(residency, Fixture("model", "session"), lambda: tensor(100 * KB))
     for number in range(3):
         assert total(residency, Item("model", nodeid=f"tests/test_{number}.py::test_a")) == 100 * KB
+    assert total(residency, Item("model", "batch")) == 130 * KB
+    assert total(residency, Item("batch")) == 30 * KB
+    assert total(residency, Item()) == 0
+    assert foreign.numel() == 500 * KB
 
 
 def test_what_two_fixtures_share_counts_once(residency):
@@ -196,20 +189,14 @@ def test_a_fixture_that_holds_more_later_is_looked_at_when_asked(residency):
     assert total(residency, Item("cache")) == KB
 
 
-def test_a_fixture_that_was_torn_down_belongs_to_nobody(residency):
-    fixture = Fixture("model")
-    set_up(residency, fixture, lambda: tensor(100 * KB))
-    residency.forget(fixture)
-    residency.forget(fixture)
-    assert total(residency, Item("model")) == 0
-
-
-def test_a_fixture_that_is_set_up_again_with_another_parameter_is_noted_anew(residency):
+def test_a_fixture_that_was_torn_down_belongs_to_nobody_until_it_is_set_up_again(residency):
     fixture = Fixture("model", "module")
     for nbytes in (100 * KB, 30 * KB):
         set_up(residency, fixture, lambda nbytes=nbytes: tensor(nbytes))
         assert total(residency, Item("model")) == nbytes
         residency.forget(fixture)
+        residency.forget(fixture)
+        assert total(residency, Item("model")) == 0
 
 
 def test_a_fixture_that_failed_is_not_noted_and_the_next_one_is(residency):
@@ -234,13 +221,6 @@ def test_a_fixture_that_failed_within_another_does_not_confuse_it(residency):
 
     set_up(residency, Fixture("outer"), make_outer)
     assert total(residency, Item("outer")) == 30 * KB
-
-
-def test_foreign_bytes_are_in_no_fixture(residency):
-    foreign = tensor(500 * KB)
-    set_up(residency, Fixture("model"), lambda: tensor(30 * KB))
-    assert total(residency, Item("model")) == 30 * KB
-    assert foreign.numel() == 500 * KB
 
 
 @pytest.mark.parametrize(
@@ -295,10 +275,6 @@ def test_what_setup_class_makes_in_a_fixture_of_pytest_is_not_hidden_as_well(res
     assert total(residency, item) == 100 * KB
 
 
-def test_own_bytes_are_blocks_and_what_is_out_of_sight():
-    assert OwnBytes({1: 100, 2: 30}, 5).total == 135
-
-
 # Gradients that others left
 
 
@@ -307,31 +283,29 @@ def trained(model: torch.nn.Linear) -> torch.nn.Linear:
     return model
 
 
+def gradients(model: torch.nn.Linear) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
 def test_gradients_that_an_earlier_test_left_are_cleared(residency):
     fixture = Fixture("model", "session")
     set_up(residency, fixture, lambda: torch.nn.Linear(2, 3))
     model = trained(fixture.cached_result[0])
     residency.clear_left_gradients(Item("model"))
-    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+    assert gradients(model) == [None, None]
 
 
-def test_gradients_that_a_fixture_came_with_stay(residency):
+def test_gradients_that_a_fixture_came_with_stay_and_what_replaced_them_is_cleared(residency):
     fixture = Fixture("model", "session")
     set_up(residency, fixture, lambda: trained(torch.nn.Linear(2, 3)))
     model = fixture.cached_result[0]
-    before = [parameter.grad for parameter in model.parameters()]
+    before = gradients(model)
     residency.clear_left_gradients(Item("model"))
-    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
-
-
-def test_a_gradient_that_replaced_the_one_a_fixture_came_with_is_cleared(residency):
-    fixture = Fixture("model", "session")
-    set_up(residency, fixture, lambda: trained(torch.nn.Linear(2, 3)))
-    model = fixture.cached_result[0]
+    assert all(now is then for now, then in zip(gradients(model), before, strict=True))
     model.zero_grad(set_to_none=True)
     trained(model)
     residency.clear_left_gradients(Item("model"))
-    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+    assert gradients(model) == [None, None]
 
 
 def test_gradients_of_fixtures_that_the_test_does_not_use_are_left_alone(residency):
@@ -365,23 +339,6 @@ def test_{name}(model):
 EXPECTED = 250_000 * 4 + 4
 
 
-def test_a_fixture_of_a_folder_whose_name_begins_alike_is_not_the_tests(project):
-    for folder, count in (("gpt", 1_000_000), ("gpt2", 250_000)):
-        project.write(MODEL.format(count=count), f"{folder}/conftest.py")
-        project.write(TEST.format(name=folder), f"{folder}/test_{folder}.py")
-    assert project.figures("gpt2")["test_gpt2"]["call.peak_allocated"] == EXPECTED
-    assert project.figures("gpt", "gpt2")["test_gpt2"]["call.peak_allocated"] == EXPECTED
-
-
-def test_a_fixture_that_the_tests_own_file_overrides_is_not_the_tests(project):
-    project.write(MODEL.format(count=1_000_000), "conftest.py")
-    project.write(TEST.format(name="first"), "test_first.py")
-    project.write(MODEL.format(count=250_000) + TEST.format(name="second"), "test_second.py")
-    assert project.figures("test_second.py")["test_second"]["call.peak_allocated"] == EXPECTED
-    both = project.figures("test_first.py", "test_second.py")
-    assert both["test_second"]["call.peak_allocated"] == EXPECTED
-
-
 WEIGHTLESS = """
 class Weightless:
     def sum(self):
@@ -389,24 +346,21 @@ class Weightless:
 """
 
 
-def test_a_fixture_that_is_overridden_by_one_that_holds_nothing_is_not_the_tests(project):
+@pytest.mark.parametrize(
+    ("overriding", "test"),
+    [
+        (MODEL.format(count=250_000), "test_second"),
+        (WEIGHTLESS + MODEL.format(count=0).replace("torch.ones(0)", "Weightless()"), "test_second"),
+        (f'{WEIGHTLESS}\n\n@pytest.mark.parametrize("model", [Weightless()], ids=["it"])', "test_second[it]"),
+    ],
+    ids=["fixture", "fixture that holds nothing", "parameter"],
+)
+def test_a_fixture_that_the_tests_own_file_overrides_is_not_the_tests(project, overriding, test):
     project.write(MODEL.format(count=1_000_000), "conftest.py")
     project.write(TEST.format(name="first"), "test_first.py")
-    overriding = MODEL.format(count=0).replace("torch.ones(0)", "Weightless()")
-    project.write(WEIGHTLESS + overriding + TEST.format(name="second"), "test_second.py")
-    assert project.figures("test_second.py")["test_second"]["call.peak_allocated"] == EXPECTED
-    both = project.figures("test_first.py", "test_second.py")
-    assert both["test_second"]["call.peak_allocated"] == EXPECTED
-
-
-def test_a_fixture_that_is_overridden_by_a_parameter_is_not_the_tests(project):
-    project.write(MODEL.format(count=1_000_000), "conftest.py")
-    project.write(TEST.format(name="first"), "test_first.py")
-    parametrize = '\n\n@pytest.mark.parametrize("model", [Weightless()], ids=["it"])'
-    project.write(WEIGHTLESS + parametrize + TEST.format(name="second"), "test_second.py")
-    assert project.figures("test_second.py")["test_second[it]"]["call.peak_allocated"] == EXPECTED
-    both = project.figures("test_first.py", "test_second.py")
-    assert both["test_second[it]"]["call.peak_allocated"] == EXPECTED
+    project.write(overriding + TEST.format(name="second"), "test_second.py")
+    for files in (["test_second.py"], ["test_first.py", "test_second.py"]):
+        assert project.figures(*files)[test]["call.peak_allocated"] == EXPECTED
 
 
 def test_a_fixture_that_overrides_another_and_uses_it_holds_both(project):

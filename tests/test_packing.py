@@ -40,12 +40,12 @@ def baseline(**metrics):
         ({"peak_allocated": 50 * GB}, [baseline(peak_reserved=4 * GB)], 4.08 * GB),
     ],
 )
-def test_what_a_test_takes_is_its_largest_baseline_else_its_budget_with_the_tolerance(limits, stored, wanted):
+def test_what_a_test_takes_is_its_largest_baseline_or_its_budget_with_the_tolerance(limits, stored, wanted):
     assert wanted_bytes(Budget(limits=limits), stored) == wanted
 
 
 @given(st.lists(st.one_of(st.just("needs none"), st.none(), st.integers(0, 5)), max_size=12))
-def test_those_that_share_come_largest_first_and_those_that_take_all_last_each_in_their_order(wants):
+def test_those_that_share_come_largest_first_and_those_that_take_all_last(wants):
     items = [object() for _ in wants]
     shares = {
         item: GpuShare(None, want, most=want) for item, want in zip(items, wants, strict=True) if want != "needs none"

@@ -133,7 +133,7 @@ def test_a_step_is_judged_once(recorded, route, explain):
     ]
 
 
-def test_bytes_are_made_of_readings_once_for_each_step_that_is_compared_and_once_for_the_measurement(recorded, route):
+def test_bytes_are_made_of_readings_once_for_each_step_that_is_compared(recorded, route):
     route = route()
     assert recorded.run("--gpumem-baseline").ret == 0
     # The first two are compared, and each of those further ones with the one before it.

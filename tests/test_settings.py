@@ -39,19 +39,22 @@ def test_an_empty_table_is_the_defaults():
 
 
 def test_every_key_of_a_table_is_taken():
+    as_they_are = {
+        "baseline": True,
+        "update": "new",
+        "store": "s3://bucket/baselines",
+        "device": "auto",
+        "strict": True,
+        "no_time": True,
+        "pack": True,
+        "explain": "always",
+        "artifacts": "timelines",
+        "units": "iec",
+    }
     made = settings_from_table(
         {
-            "baseline": True,
-            "update": "new",
-            "store": "s3://bucket/baselines",
-            "device": "auto",
-            "strict": True,
-            "no_time": True,
-            "pack": True,
-            "explain": "always",
-            "artifacts": "timelines",
+            **as_they_are,
             "report": ["gpumem.html", "gpumem.json"],
-            "units": "iec",
             "time_budget": "500 ms",
             "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
             "budget": [{"tests": "tests/test_gpt.py", "max_gb": 6.5}, {"tests": "*", "max_retained": "1 MB"}],
@@ -59,17 +62,8 @@ def test_every_key_of_a_table_is_taken():
         "here",
     )
     assert made == Settings(
-        baseline=True,
-        update="new",
-        store="s3://bucket/baselines",
-        device="auto",
-        strict=True,
-        no_time=True,
-        pack=True,
-        explain="always",
-        artifacts="timelines",
+        **as_they_are,
         report=("gpumem.html", "gpumem.json"),
-        units="iec",
         time_budget=0.5,
         tolerances={"peak_allocated": Tolerance(0.02), "retained": Tolerance(0.0)},
         budgets=(
@@ -107,6 +101,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ),
         ({"rank_timeout": float("nan")}, "here: rank_timeout is nan, expected a duration above zero"),
         ({"rank_timeout": 10**400}, "expected a duration above zero"),
+        ({"store": ""}, "here: store is empty, expected a folder or a URL"),
         ({"update": "impoved"}, "here: update is 'impoved'; did you mean 'improved'?"),
         ({"units": "kB"}, "here: units is 'kB'; valid: si, iec"),
         ({"time_budget": "2"}, "here: time_budget: '2' is not a duration; write it like '2 s' or '500 ms'"),
@@ -114,7 +109,6 @@ def test_settings_from_a_table_cannot_be_changed():
             {"time_budget": "0 s"},
             "here: time_budget: '0 s' is not a duration above zero; --gpumem-no-time takes no time at all",
         ),
-        ({"artifacts": ""}, "here: artifacts is empty, expected a folder"),
         ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
         ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .json, .md or .html"),
         (
@@ -122,7 +116,7 @@ def test_settings_from_a_table_cannot_be_changed():
             "here: report: 'gpumem.xml' has to end with .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
         ),
         ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
-        ({"tolerance": {"peak": "2 %"}}, "here: tolerance: unknown metric 'peak'; "),
+        ({"tolerance": {"peak_forward": "2 %"}}, "here: tolerance: unknown metric 'peak_forward'; "),
         (
             {"tolerance": {"peak_alocated": "2 %"}},
             "here: tolerance: unknown metric 'peak_alocated'; did you mean 'peak_allocated'?",
@@ -146,25 +140,12 @@ def test_settings_from_a_table_cannot_be_changed():
             {"budget": [{"tests": "a", "max_gb": 1}, {"tests": "b", "max_gbs": 1}]},
             "here: budget 2 (tests = 'b'): unknown argument 'max_gbs'; did you mean 'max_gb'?",
         ),
-        (
-            {"budget": [{"tests": "a", "max_gb": -1}]},
-            "here: budget 1 (tests = 'a'): max_gb: -1 is negative; a number of GB is zero or more",
-        ),
-        (
-            {"budget": [{"tests": "a", "max_gb": 1, "max_memory": "1 GB"}]},
-            "here: budget 1 (tests = 'a'): max_gb and max_memory say the same thing; give one of them",
-        ),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_would_be_right(table, message):
     with pytest.raises(SettingsError, match=re.escape(message)) as caught:
         settings_from_table(table, "here")
     assert str(caught.value).startswith("here")
-
-
-def test_the_seconds_that_timing_may_take_are_a_duration():
-    assert settings_from_table({"time_budget": "500 ms"}, "here").time_budget == 0.5
-    assert settings_from_table({}, "here").time_budget == 2.0
 
 
 @pytest.mark.parametrize(("written", "seconds"), [(0.5, 0.5), ("300", 300), ("300 s", 300), ("5 min", 300)])
@@ -176,11 +157,6 @@ def test_limits_of_speed_are_set_by_a_pattern_of_tests():
     entry = {"tests": "tests/*", "max_slowdown": "30 %", "min_throughput": "8 steps/s"}
     budget = settings_from_table({"budget": [entry]}, "here").budget_for("tests/test_gpt.py::test_a")
     assert budget == Budget(max_slowdown=0.3, min_throughput=ThroughputLimit(8, "steps"))
-
-
-def test_a_metric_that_is_not_judged_takes_no_tolerance():
-    with pytest.raises(SettingsError, match="unknown metric 'peak_forward'"):
-        settings_from_table({"tolerance": {"peak_forward": "2 %"}}, "here")
 
 
 def test_every_judged_metric_takes_a_tolerance():
@@ -245,11 +221,6 @@ def test_any_table_makes_settings_or_a_settings_error(table):
         }
         assert made.tolerances.keys() == table.get("tolerance", {}).keys()
         assert [entry.tests for entry in made.budgets] == [entry["tests"] for entry in table.get("budget", [])]
-
-
-def test_a_store_without_a_name_is_a_mistake():
-    with pytest.raises(SettingsError, match="store"):
-        settings_from_table({"store": ""}, "here")
 
 
 # Files
@@ -318,15 +289,9 @@ def test_an_empty_table_is_something_said(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "expected"), [("store", "a folder or a URL"), ("artifacts", "a folder")])
-def test_an_empty_place_is_a_mistake_typed_and_as_a_key(tmp_path, option, expected):
+def test_an_option_for_a_place_that_is_empty_is_a_mistake(tmp_path, option, expected):
     with pytest.raises(SettingsError, match=f"^--gpumem-{option} is empty, expected {expected}$"):
         settings_of(config_of(tmp_path, **{option: ""}))
-    with pytest.raises(SettingsError, match=f"^here: {option} is empty, expected {expected}$"):
-        settings_from_table({option: ""}, "here")
-
-
-def test_an_option_is_something_said(tmp_path):
-    assert settings_of(config_of(tmp_path, strict=True)).explicit
 
 
 def test_options_go_before_the_table_and_leave_the_rest(tmp_path):
@@ -345,30 +310,22 @@ def test_options_go_before_the_table_and_leave_the_rest(tmp_path):
     )
 
 
-def test_a_store_in_the_table_counts_from_the_root_and_one_on_the_command_line_from_where_it_was_typed(tmp_path):
-    write_table(tmp_path, 'store = "in-table"\n')
+@pytest.mark.parametrize(
+    ("option", "in_table", "typed"),
+    [
+        ("store", "in-table", "typed"),
+        ("artifacts", "in-table", "typed"),
+        ("report", ["in-table.html"], ["a.md", "b.json"]),
+    ],
+)
+def test_a_place_in_the_table_counts_from_the_root_and_one_that_is_typed_from_there(tmp_path, option, in_table, typed):
+    write_table(tmp_path, f"{option} = {in_table!r}\n")
     below = tmp_path / "below"
-    assert settings_of(config_of(tmp_path, below)).store_base == tmp_path
-    typed = settings_of(config_of(tmp_path, below, store="typed"))
-    assert (typed.store, typed.store_base) == ("typed", below)
-
-
-def test_artifacts_in_the_table_count_from_the_root_and_on_the_command_line_from_where_they_were_typed(tmp_path):
-    write_table(tmp_path, 'artifacts = "in-table"\nstore = "in-table"\n')
-    below = tmp_path / "below"
-    made = settings_of(config_of(tmp_path, below))
-    assert (made.artifacts, made.artifacts_base) == ("in-table", tmp_path)
-    typed = settings_of(config_of(tmp_path, below, artifacts="typed"))
-    assert (typed.artifacts, typed.artifacts_base, typed.store_base) == ("typed", below, tmp_path)
-
-
-def test_reports_of_the_command_line_take_the_place_of_those_in_the_table(tmp_path):
-    write_table(tmp_path, 'report = ["in-table.html"]\n')
-    below = tmp_path / "below"
-    made = settings_of(config_of(tmp_path, below))
-    assert (made.report, made.report_base) == (("in-table.html",), tmp_path)
-    typed = settings_of(config_of(tmp_path, below, report=["a.md", "b.json"]))
-    assert (typed.report, typed.report_base) == (("a.md", "b.json"), below)
+    for given_options, value, base in (({}, in_table, tmp_path), ({option: typed}, typed, below)):
+        made = settings_of(config_of(tmp_path, below, **given_options))
+        assert getattr(made, option) == (tuple(value) if option == "report" else value)
+        bases = {name: getattr(made, f"{name}_base") for name in ("store", "artifacts", "report")}
+        assert bases == {**dict.fromkeys(bases, tmp_path), option: base}
 
 
 def test_a_report_in_no_known_format_is_a_mistake_before_anything_runs(tmp_path):
@@ -376,9 +333,15 @@ def test_a_report_in_no_known_format_is_a_mistake_before_anything_runs(tmp_path)
         settings_of(config_of(tmp_path, report=["a.pdf"]))
 
 
-def test_a_reason_is_one_line(tmp_path):
-    made = settings_of(config_of(tmp_path, update="all", reason=" flash attention\n off until #12 "))
-    assert made.reason == "flash attention off until #12"
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        (" flash attention\n off until #12 ", "flash attention off until #12"),
+        ("off\udcff until\x00 'x\"", "off\\udcff until\x00 'x\""),
+    ],
+)
+def test_a_reason_is_one_line_of_characters_that_a_file_can_hold(tmp_path, typed, reason):
+    assert settings_of(config_of(tmp_path, update="all", reason=typed)).reason == reason
 
 
 def test_a_reason_needs_something_that_it_is_the_reason_of(tmp_path):
@@ -403,31 +366,15 @@ def test_what_cannot_be_held_against_a_real_gpu_is_a_mistake(tmp_path, options, 
         settings_of(config_of(tmp_path, **{"against": "nvidia-h100", **options}))
 
 
-def test_figures_of_an_emulated_gpu_are_compared_with_those_of_a_real_one_where_it_is_named(tmp_path):
+def test_an_emulated_gpu_is_compared_with_a_real_one_where_that_is_named(tmp_path):
     made = settings_of(config_of(tmp_path, device="emulated:h100", baseline=True, against="nvidia-h100"))
     assert made.compared_slug("emulated-h100-80gb") == "nvidia-h100"
     assert Settings().compared_slug("emulated-h100-80gb") == "emulated-h100-80gb"
 
 
-def test_how_steps_are_explained_is_a_matter_of_the_option_before_the_table(tmp_path):
-    write_table(tmp_path, 'explain = "never"\n')
-    assert settings_of(config_of(tmp_path)).explain == "never"
-    assert settings_of(config_of(tmp_path, explain="always")).explain == "always"
-
-
-def test_a_mistake_in_the_table_names_the_file(tmp_path):
-    write_table(tmp_path, "strct = true\n")
-    with pytest.raises(SettingsError, match=r"^pyproject.toml: \[tool.gpumem\]: unknown key 'strct'"):
-        settings_of(config_of(tmp_path))
-
-
 def test_an_unknown_device_is_told_with_the_nearest():
     with pytest.raises(SettingsError, match=r"^--gpumem-device=cud: no such device; did you mean 'cuda'\?$"):
         check_device(Settings(device="cud"), ["cuda", "cpu", "auto"])
-
-
-def test_a_known_device_is_fine():
-    assert check_device(Settings(device="auto"), ["cuda", "cpu", "auto"]) is None
 
 
 def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
@@ -436,6 +383,8 @@ def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
     )
     assert given_options == ["--gpumem-device=cpu", "--gpumem-store=a b", "--gpumem-explain=never"]
     assert options_given(config_of(tmp_path)) == []
+    with_password = config_of(tmp_path, store="sftp://me:secret@host/baselines")
+    assert options_given(with_password) == ["--gpumem-store=sftp://***@host/baselines"]
     # A real GPU's baselines are written there.
     assert options_given(config_of(tmp_path, device="emulated:h100", against="nvidia-h100")) == ["--gpumem-device=cuda"]
 
@@ -448,8 +397,6 @@ def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
     [
         ("tests/test_gpt.py", "tests/test_gpt.py::test_train"),
         ("tests/test_gpt.py", "tests/test_gpt.py::TestTrain::test_step[fp32]"),
-        ("tests/test_gpt.py::TestTrain", "tests/test_gpt.py::TestTrain::test_step"),
-        ("tests/test_gpt.py::test_train[amp-bf16]", "tests/test_gpt.py::test_train[amp-bf16]"),
         ("tests/test_gpt.py::test_train[a::b]", "tests/test_gpt.py::test_train[a::b]"),
         ("tests/test_gpt.py::test_*[amp-*]", "tests/test_gpt.py::test_train[amp-bf16]"),
         ("tests/*", "tests/deep/test_gpt.py::test_train"),
@@ -488,7 +435,7 @@ def test_a_node_id_matches_itself_whatever_characters_it_has(nodeid):
 
 @unhurried
 @given(NODE_IDS, st.text("abc[]-!", min_size=1, max_size=6))
-def test_a_pattern_without_wildcards_matches_nothing_but_what_it_names_and_what_is_in_it(nodeid, pattern):
+def test_a_pattern_without_wildcards_matches_what_it_names_and_what_is_in_it(nodeid, pattern):
     inside = nodeid == pattern or nodeid.startswith(f"{pattern}::")
     assert PatternBudget(pattern, Budget()).matches(nodeid) == inside
 
@@ -509,18 +456,3 @@ def test_the_first_entry_that_sets_a_limit_wins():
     )
     assert made.budget_for("tests/test_gpt.py::test_other").limits["peak_allocated"] == 2_000_000_000
     assert made.budget_for("other.py::test_other").limits["peak_allocated"] == 3_000_000_000
-
-
-def test_a_test_that_no_entry_matches_has_no_budget():
-    made = settings_from_table({"budget": [{"tests": "tests/*", "max_gb": 1}]}, "here")
-    assert made.budget_for("other/test_gpt.py::test_train") == Budget()
-
-
-def test_a_reason_that_is_no_text_is_kept_in_characters_that_a_file_can_hold(tmp_path):
-    made = settings_of(config_of(tmp_path, update="all", reason="off\udcff until\x00 'x\""))
-    assert made.reason == "off\\udcff until\x00 'x\""
-
-
-def test_a_repeated_command_does_not_tell_a_password(tmp_path):
-    config = config_of(tmp_path, store="sftp://me:secret@host/baselines")
-    assert options_given(config) == ["--gpumem-store=sftp://***@host/baselines"]

@@ -16,9 +16,6 @@ def test_marked():
 def test_fixture(gpumem):
     gpumem.measure(lambda: torch.ones(1000))
 """
-ALONE = pytest.param([], id="alone")
-WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
-THOROUGH_WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers", marks=pytest.mark.thorough)]
 
 
 HIDING = torch.cuda.is_available()
@@ -40,7 +37,7 @@ def test_without_a_gpu_a_fixture_skips_and_a_marked_test_runs_unmeasured(project
     )
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "workers"])
 def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
     project.write(BOTH)
     result = project.run("--gpumem-baseline", *workers, device=None, separate=HIDING or bool(workers))
@@ -49,10 +46,9 @@ def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
     result.stdout.fnmatch_lines(["gpumem: nothing was gated: 2 tests unmeasured, no CUDA device: *"])
 
 
-@pytest.mark.parametrize("workers", THOROUGH_WORKERS)
-def test_strict_fails_each_test_that_could_not_be_measured(project, workers):
+def test_strict_fails_each_test_that_could_not_be_measured(project):
     project.write(BOTH)
-    result = project.run("--gpumem-strict", *workers, device=None, separate=HIDING or bool(workers))
+    result = project.run("--gpumem-strict", device=None, separate=HIDING)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["Not measured (required by --gpumem-strict): no CUDA device: *"])
@@ -197,10 +193,9 @@ class TestOfUnittest(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize("workers", THOROUGH_WORKERS)
-def test_strict_fails_what_was_refused_though_the_test_caught_it(project, workers):
+def test_strict_fails_what_was_refused_though_the_test_caught_it(project):
     project.write(REFUSED)
-    result = project.run("--gpumem-strict", "--gpumem-no-time", *workers)
+    result = project.run("--gpumem-strict", "--gpumem-no-time")
     assert result.ret == 1
     for name in ("test_of_a_subtest", "test_that_goes_on", "TestOfUnittest::test_it"):
         assert any("FAILED" in line and name in line for line in result.outlines), name
