@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pytest_gpumem.gate.difference import Difference
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.values.operator_counts import Tallies
+from pytest_gpumem.values.plain import KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +96,7 @@ class Verdict:
     reason: str | None = None
     elsewhere: tuple[str, ...] = ()
     """The devices for which there are baselines, where there is none for this one."""
-    growth: Difference | None = None
+    difference: Difference | None = field(default=None, metadata={KEY: "growth"})
     """The changes of the peak's composition, where both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
     """The operators of which each count that grew has more, where both sides know its operators."""

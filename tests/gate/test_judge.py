@@ -348,7 +348,7 @@ def test_another_workload_within_the_tolerance_or_smaller_is_stale_and_no_improv
 def test_what_grew_with_another_workload_is_told():
     now = replace(measured(workload=LARGER, peak_allocated=2 * GB), explanation=Explanation(NOW))
     then = replace(stored(peak_allocated=GB), composition=THEN)
-    assert judge(now, Budget(), then, DEFAULT_TOLERANCES).growth == difference(THEN, NOW)
+    assert judge(now, Budget(), then, DEFAULT_TOLERANCES).difference == difference(THEN, NOW)
 
 
 # Growth per step
@@ -647,8 +647,8 @@ def test_where_both_sides_have_a_composition_a_verdict_says_what_changed():
     now = replace(measured(peak_allocated=2 * GB), explanation=Explanation(NOW))
     then = replace(stored(peak_allocated=GB), composition=THEN)
     verdict = judge(now, Budget(), then, DEFAULT_TOLERANCES)
-    assert verdict.growth == difference(THEN, NOW)
-    assert [change.row for change in verdict.growth.changes] == [NOW.rows[0]]
+    assert verdict.difference == difference(THEN, NOW)
+    assert [change.row for change in verdict.difference.changes] == [NOW.rows[0]]
 
 
 @pytest.mark.parametrize(
@@ -676,12 +676,12 @@ def test_a_composition_changes_no_outcome(budget, peak):
 )
 def test_without_a_composition_to_compare_with_nothing_is_said_to_have_grown(baseline):
     now = replace(measured(peak_allocated=2 * GB), explanation=Explanation(NOW))
-    assert judge(now, Budget(), baseline, DEFAULT_TOLERANCES).growth is None
+    assert judge(now, Budget(), baseline, DEFAULT_TOLERANCES).difference is None
 
 
 def test_what_was_not_recorded_now_is_not_compared():
     then = replace(stored(peak_allocated=GB), composition=THEN)
-    assert judge(measured(peak_allocated=2 * GB), Budget(), then, DEFAULT_TOLERANCES).growth is None
+    assert judge(measured(peak_allocated=2 * GB), Budget(), then, DEFAULT_TOLERANCES).difference is None
 
 
 # For which outcomes a test fails
@@ -898,7 +898,7 @@ def test_a_composition_is_compared_with_that_of_the_same_gpu_only():
     now = on_gpus(g0=4 * GB, g1=3 * GB)
     for gpu, compared in (("cuda:0", True), ("cuda:1", False)):
         explained = replace(now, explanation=Explanation(rows, gpu=gpu))
-        assert (judge(explained, Budget(), earlier, DEFAULT_TOLERANCES).growth is not None) is compared
+        assert (judge(explained, Budget(), earlier, DEFAULT_TOLERANCES).difference is not None) is compared
 
 
 # Workspaces

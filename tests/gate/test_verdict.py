@@ -189,7 +189,7 @@ VERDICTS = st.builds(
     origin=st.none() | st.builds(Origin, TEXTS, TEXTS, TEXTS, st.none() | TEXTS),
     reason=st.none() | TEXTS,
     elsewhere=st.lists(TEXTS, max_size=2).map(tuple),
-    growth=st.none() | DIFFERENCES,
+    difference=st.none() | DIFFERENCES,
 )
 TEST_VERDICTS = st.builds(
     TestVerdict,
