@@ -88,7 +88,7 @@ class Cudnn:
 
 
 def installed_cudnn(torch: TorchBuild) -> Path | None:
-    """Return the cuDNN that torch would load from NVIDIA's packages, which are beside it or elsewhere on the path.
+    """Return the cuDNN that torch would load from NVIDIA's packages, which are beside it or in another folder of the path.
 
     cuDNN ends the process where it does not find cuBLASLt, which its package requires: without that there is none.
     """

@@ -92,7 +92,7 @@ class Checkpointing(NamedTuple):
 def _fraction(text: str) -> float:
     fraction = number(text)
     if not 0 <= fraction <= 1:
-        raise ValueError("the budget is a fraction between 0 and 1 of the plain activations")
+        raise ValueError("the activation memory budget is a fraction between 0 and 1 of the plain activations")
     return fraction
 
 
