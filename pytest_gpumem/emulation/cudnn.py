@@ -100,5 +100,5 @@ def installed_cudnn(torch: TorchBuild) -> Path | None:
 
 
 def _has_cublaslt(packages: Path, cuda: int) -> bool:
-    """Look for cuBLASLt where cuDNN does: the package has changed its place with CUDA 13."""
-    return any((packages / place / "lib" / f"libcublasLt.so.{cuda}").exists() for place in ("cublas", f"cu{cuda}"))
+    """Look for cuBLASLt where cuDNN does: the package has changed its folder with CUDA 13."""
+    return any((packages / folder / "lib" / f"libcublasLt.so.{cuda}").exists() for folder in ("cublas", f"cu{cuda}"))
