@@ -1,1 +1,1 @@
-"""What the words of a step config mean."""
+"""Words of a step config, parsed, and the repeated blocks of a model that they act on."""
